@@ -1,0 +1,54 @@
+"""gaff shows, keeps and changes any tensor that flows through any PyTorch model, without editing the model.
+
+Importing it has no effect on torch, and does not even import it; the names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "capture": "gaff.api",
+    "sites": "gaff.api",
+    "take": "gaff.api",
+    "trace": "gaff.api",
+    "maybe": "gaff.plan",
+    "Plan": "gaff.plan",
+    "Site": "gaff.sites",
+    "GaffError": "gaff.errors",
+    "SiteError": "gaff.errors",
+    "PlanError": "gaff.errors",
+    "NeverFiredError": "gaff.errors",
+    "ExactnessError": "gaff.errors",
+    "RecordError": "gaff.errors",
+}
+_MODULES = ("errors", "keep")
+
+__all__ = [  # noqa: PLE0604  # names loaded on demand
+    *_MODULES,
+    *_HOMES,
+]
+
+if TYPE_CHECKING:
+    from gaff import errors, keep
+    from gaff.api import capture, sites, take, trace
+    from gaff.errors import ExactnessError, GaffError, NeverFiredError, PlanError, RecordError, SiteError
+    from gaff.plan import Plan, maybe
+    from gaff.sites import Site
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"gaff.{name}")
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'gaff' has no attribute {name!r}: expected one of {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,49 @@
+"""The public verbs, each a few lines over a plan and the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.capturing import Capture
+from gaff.errors import PlanError
+from gaff.plan import Options, Plan
+
+
+def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
+    """Keep values of ``model`` while the returned session is open: ``with gaff.capture(model, "fc", "fc:grad_input") as got``.
+
+    Args:
+        model: any module; None (or left out) when only plain tensors are captured.
+        patterns: addresses (see docs/addresses), modules of the model, predicates on a ``Site``, lists of these,
+            ``gaff.maybe(...)``, a dict from pattern to what of it is kept (``{"h.*.attn": gaff.keep.rows(0)}``), or
+            one ``Plan``.
+        options: ``to`` a device for the kept copies ("cpu" from a GPU goes through pinned memory, without waiting);
+            ``dtype`` for floating tensors; ``reduce`` a value of ``gaff.keep`` or any function tensor -> tensor,
+            applied at the source; ``last`` keep only this many events a site; ``budget`` bytes or "4GB" (default:
+            half of the memory that is free), with ``evict`` "raise" or "oldest" when it is exceeded; ``clone`` copy
+            at once instead of copy-on-write; ``reference`` do not clone parameters and buffers; ``graph`` keep the
+            autograd graph of the values; ``threads`` "own" (runs that this thread starts) or "all".
+            Every other keyword with a tensor captures the gradient of that tensor under this name.
+
+    Kept values are detached, on the device and in the dtype of the original, and are what the tensor was when it
+    passed, even if the model overwrites it later; nothing synchronises with a device. Gradients arrive when
+    ``backward()`` runs inside the session.
+
+    Raises:
+        SiteError: an address that cannot be read or names nothing. PlanError: what cannot be done. Both before
+            anything is installed. NeverFiredError: at closing, for a pattern that stayed silent.
+    """
+    if isinstance(model, str):
+        raise PlanError(f"capture was given {model!r} first: expected a model, then patterns")
+    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    taken = [name for name in tensors if name in Options.__dataclass_fields__]
+    if taken:
+        raise PlanError(f"{taken[0]!r} is an option of capture, but was given a tensor: name the tensor differently")
+    plan = Plan.of(*patterns, **{name: value for name, value in options.items() if name not in tensors})
+    if not plan.requests and not tensors:
+        raise PlanError("capture was given nothing to capture: expected patterns such as 'fc1', or tensors as b=b")
+    if model is None and plan.requests:
+        raise PlanError(f"pattern {str(plan.requests[0])!r} needs a model: expected gaff.capture(model, pattern)")
+    return Capture(model, plan, tensors)

@@ -1,0 +1,85 @@
+"""The one seam to private torch functions: each is named here once, and proven before it is trusted.
+
+Everything else in gaff calls torch's public interface. What is missing or means something else in a torch
+version switches to the safe alternative described beside it, never to a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+# Number of the backward pass that this thread is executing, or -1: in a forward hook it means "recomputation".
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+
+# Number that the next autograd node of this thread will get; a node's own is ``Node._sequence_nr()``.
+next_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+# The autograd node that this thread is executing, inside a backward pass.
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
+
+# Level of the innermost torch.func transform (grad, vmap ...) on this thread, or None.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
+def sequence_of(node: Node) -> int:
+    """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""
+    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of the memory behind a tensor: equal for all views of it."""
+    return tensor.untyped_storage()._cdata
+
+
+def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
+    """The autograd node that receives the gradient of ``tensor``, and the position in its inputs.
+
+    ``tensor`` must require grad. Touches ``grad_fn`` first: torch 2.13 can crash on a stale view otherwise.
+    """
+    _ = tensor.grad_fn
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass of this thread has finished; dropped by torch if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+@cache
+def lazy_clone() -> Callable[[Tensor], Tensor] | None:
+    """``torch._lazy_clone`` if it does what gaff needs, else None.
+
+    It makes a copy-on-write copy: both tensors share memory until one of them is written to in place. Proven on
+    first use, for a tensor, a view of it and its base; without it gaff falls back to references whose version
+    counter is checked on reading.
+    """
+    found: Callable[[Tensor], Tensor] | None = getattr(torch, "_lazy_clone", None)
+    return found if found is not None and _is_copy_on_write(found) else None
+
+
+def _is_copy_on_write(function: Callable[[Tensor], Tensor]) -> bool:
+    state: Any = torch.is_inference_mode_enabled()
+    if state:  # version counters and views behave otherwise there; prove it in ordinary mode
+        with torch.inference_mode(False):
+            return _is_copy_on_write(function)
+    with torch.no_grad():
+        base = torch.arange(4, dtype=torch.float32, device="cpu") + 0
+        view = base[1:3]
+        kept_base, kept_view = function(base), function(view)
+        is_shared = torch._C._data_address(kept_base) == torch._C._data_address(base)  # type: ignore[attr-defined]
+        view.add_(10)
+        base.add_(100)
+        return (
+            is_shared
+            and kept_base.tolist() == [0, 1, 2, 3]
+            and kept_view.tolist() == [1, 2]
+            and base.tolist() == [100, 111, 112, 103]
+            and view.tolist() == [111, 112]
+        )

@@ -1,0 +1,188 @@
+"""Runs, calls and steps: when something happened, kept apart for every thread.
+
+A run is the outermost call into the model's root, into a module that is watched, or into a module that contains
+one. Backward passes and recomputations open no run; they belong to the run of their forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff import compat
+from gaff.values import children
+
+
+class Frame:
+    """One call in progress of a module that is hooked on entry. ``notes``: what taps remember until it returns."""
+
+    __slots__ = ("notes", "owner")
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+        self.notes: dict[object, Any] = {}
+
+
+class Run:
+    """One outermost call. ``entered`` and ``left`` count calls for each hooked module."""
+
+    __slots__ = ("entered", "foreign", "frames", "has_backward", "index", "is_waiting", "left", "once", "outermost", "step", "thread")
+
+    def __init__(self, index: int, step: int, size: int, foreign: set[int]) -> None:
+        self.index = index
+        self.step = step
+        self.thread = get_ident()
+        self.entered = [0] * size
+        self.left = [0] * size
+        self.foreign = foreign  # storages of the arguments: memory that the run did not make
+        self.frames: list[Frame] = []
+        self.outermost: FrameType | None = None
+        self.once: set[object] = set()  # what has happened that happens once a run
+        self.has_backward = False  # a gradient of this run has been seen
+        self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
+
+    def __repr__(self) -> str:
+        return f"Run({self.index})"
+
+
+class Clock:
+    """Opens and closes the runs of one session. ``size``: number of hooked modules."""
+
+    def __init__(self, model: nn.Module, size: int, threads: str) -> None:
+        self.open: dict[int, Run] = {}  # by thread
+        self.closed = False
+        self.step = 0
+        self.latest = Run(-1, 0, size, set())  # the run begun last; number -1 stands for a forward before the session
+        self.at_begin: list[Callable[[Run], None]] = []
+        self.at_end: list[Callable[[Run, Any], None]] = []
+        self._model = model
+        self._size = size
+        self._owner = None if threads == "all" else get_ident()
+        self._numbers = itertools.count()
+        self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
+        self._model_storages: set[int] | None = None
+
+    def resize(self, size: int) -> None:
+        """The number of hooked modules, once it is known."""
+        self._size = size
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
+        """A new run on this thread, or None where this session does not look."""
+        if self.closed or not self.is_own_thread():
+            return None
+        run = Run(next(self._numbers), self.step, self._size, _storages(args, kwargs))
+        self.latest = run
+        for callback in self.at_begin:
+            callback(run)
+        return run
+
+    def end(self, run: Run, output: Any) -> None:
+        """``output`` is what the outermost call returned; None also after an exception."""
+        for callback in self.at_end:
+            callback(run, output)
+
+    def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
+        """A hooked module is entered in an ordinary forward: its run, opened if this call is the outermost."""
+        thread = get_ident()
+        run = self.open.get(thread)
+        if run is not None and run.frames and run.frames[-1].owner not in owner.above and not _is_running(run.outermost):
+            run = None  # an exception such as Ctrl-C went past every hook: that run is over
+        if run is None:
+            run = self.begin(args, kwargs)
+            if run is None:
+                return None
+            run.outermost = sys._getframe(2)
+            self.open[thread] = run
+        run.frames.append(Frame(owner))
+        return run
+
+    def leave(self, owner: object, output: Any) -> None:
+        """A hooked module returned or raised."""
+        run = self.open.get(get_ident())
+        if run is None or not any(frame.owner is owner for frame in run.frames):
+            return
+        while run.frames.pop().owner is not owner:
+            pass
+        if not run.frames:
+            del self.open[run.thread]
+            run.outermost = None
+            self.end(run, output)
+
+    def replay_frames(self) -> list[Frame]:
+        """Calls in progress of the recomputation on this thread."""
+        task = compat.backward_task()
+        found = self._replays.get(get_ident())
+        if found is None or found[0] != task:
+            found = self._replays[get_ident()] = (task, [])
+        return found[1]
+
+    def is_own_thread(self) -> bool:
+        return self._owner is None or self._owner == get_ident()
+
+    def is_foreign(self, tensor: Tensor, run: Run) -> bool:
+        """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""
+        storage = compat.storage_id(tensor)
+        if storage in run.foreign:
+            return True
+        if self._model_storages is None:
+            self._model_storages = _model_storages(self._model)
+        return storage in self._model_storages
+
+    def close(self) -> None:
+        self.closed = True
+        self.open.clear()
+        self._replays.clear()
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    current: FrameType | None = sys._getframe(1)
+    while current is not None:
+        if current is frame:
+            return True
+        current = current.f_back
+    return False
+
+
+def _model_storages(model: nn.Module) -> set[int]:
+    found = set()
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for tensor in owned.values():
+                if tensor is not None and has_storage(tensor):
+                    found.add(compat.storage_id(tensor))
+    return found
+
+
+def has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _storages(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
+    found: set[int] = set()
+    for arg in args:
+        _add_storages(arg, found, depth=0)
+    for arg in kwargs.values():
+        _add_storages(arg, found, depth=0)
+    return found
+
+
+def _add_storages(value: Any, found: set[int], depth: int) -> None:
+    """Also looks into attributes of unknown objects (graph batches, caches), a few levels deep."""
+    if isinstance(value, Tensor):
+        if type(value) in (Tensor, nn.Parameter) and has_storage(value) and compat.transform_level() is None:
+            found.add(compat.storage_id(value))
+        return
+    if depth > 5 or value is None or isinstance(value, (str, int, float, bytes, type, nn.Module)):
+        return
+    inside = children(value)
+    if inside is None:
+        inside = list(getattr(value, "__dict__", {}).items())
+    for _, child in inside:
+        _add_storages(child, found, depth + 1)

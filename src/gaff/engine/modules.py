@@ -1,0 +1,214 @@
+"""Module hooks: entry and exit of the selected modules, one shared function each."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaff import compat
+from gaff.engine.clock import Clock, Frame, Run
+from gaff.engine.stream import EntryArm, EntryTap, ExitArm, ExitTap
+from gaff.errors import PlanError
+
+
+class Hook(partial):  # type: ignore[type-arg]  # the one subclass of a concrete class: partial calls at C speed
+    """A hook that stays behind when its module is copied or pickled: the copy gets one that does nothing."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # of the standard library: a pickle must not need gaff
+
+
+class Node:
+    """One hooked module: what to call when it is entered and left.
+
+    ``arms`` and ``entry_arms`` set gradient hooks; only they are called again when a reentrant checkpoint
+    recomputes the module, since its first pass had no graph.
+    """
+
+    __slots__ = ("above", "arms", "clock", "entries", "entry_arms", "exits", "has_entry", "index", "module", "replay")
+
+    def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
+        self.module = module
+        self.clock = clock
+        self.index = index
+        self.above: set[Node] = set()  # hooked modules that contain this one
+        self.has_entry = False
+        self.entries: list[EntryTap] = []
+        self.exits: list[ExitTap] = []
+        self.entry_arms: list[EntryArm] = []
+        self.arms: list[ExitArm] = []
+        self.replay = Replay()
+
+    def give_up(self, run: Run | None = None) -> None:
+        """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
+        for place in self.replay.give_up(run):
+            for arm in [*self.entry_arms, *self.arms]:
+                arm.give_up(*place)
+
+    def install(self, handles: Any) -> None:
+        """Put the hooks on the module; ``handles`` is the stack that removes them."""
+        module = self.module
+        if self.has_entry:
+            handles.enter_context(module.register_forward_pre_hook(Hook(_before, self), with_kwargs=True))
+        if self.exits or self.arms:
+            handles.enter_context(module.register_forward_hook(Hook(_after, self), with_kwargs=True))
+        if self.has_entry:
+            handles.enter_context(
+                module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True)
+            )
+
+
+class Replay:
+    """Which call of the first pass a recomputed call of this module stands for.
+
+    A recomputation runs under the autograd node of its checkpoint, whose sequence number lies just before those of
+    the calls inside it; so the calls to be matched are the ones with higher numbers, in their order.
+    """
+
+    __slots__ = ("_claimed", "_matched", "_waiting")
+
+    def __init__(self) -> None:
+        self._matched: set[tuple[Run, int]] = set()
+        self._waiting: list[tuple[int, Run, int]] = []  # sequence number at the call, run, call
+        self._claimed: dict[tuple[int, int], int] = {}  # (backward pass, node) -> position after the last match
+
+    def wait(self, run: Run, call: int) -> None:
+        run.is_waiting = True
+        self._waiting.append((compat.next_sequence(), run, call))
+
+    def match(self) -> tuple[Run, int] | None:
+        """The run and call that the current recomputation of this module repeats, if it waits for one."""
+        node = compat.current_node()
+        if not self._waiting or node is None:
+            return None
+        start = compat.sequence_of(node)
+        place = (compat.backward_task(), start)
+        position = self._claimed.get(place, 0)
+        while position < len(self._waiting) and self._waiting[position][0] <= start:
+            position += 1
+        if position == len(self._waiting):
+            return None
+        if len(self._claimed) > 1000:
+            self._claimed.clear()
+        self._claimed[place] = position + 1
+        _, run, call = self._waiting[position]
+        if torch.is_grad_enabled():
+            self._matched.add((run, call))
+        else:  # a checkpoint inside the recomputed one: its own recomputation comes after this number
+            self._waiting.append((compat.next_sequence(), run, call))
+        return run, call
+
+    def give_up(self, run: Run | None = None) -> list[tuple[Run, int]]:
+        """Stop waiting, for one run or for all; returns the calls that were never recomputed."""
+        lost = [(row[1], row[2]) for row in self._waiting if run is None or row[1] is run]
+        self._waiting = [row for row in self._waiting if run is not None and row[1] is not run]
+        never = [place for place in dict.fromkeys(lost) if place not in self._matched]
+        self._matched.difference_update(lost)
+        return never
+
+
+def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    clock = node.clock
+    if clock.closed:
+        return
+    if compat.backward_task() != -1:
+        _before_again(node, args, kwargs)
+        return
+    if compat.transform_level() is not None:
+        _refuse_transform(module)
+    run = clock.enter(node, args, kwargs)
+    if run is None:
+        return
+    call = run.entered[node.index]
+    run.entered[node.index] = call + 1
+    for tap in node.entries:
+        tap(args, kwargs, run, call)
+    if node.entry_arms:
+        if torch.is_grad_enabled():
+            for arm in node.entry_arms:
+                arm(args, kwargs, run, call)
+        else:
+            node.replay.wait(run, call)
+
+
+def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    run = node.clock.open.get(get_ident())
+    is_unusual = run is None or compat.backward_task() != -1 or compat.transform_level() is not None
+    is_outermost = False
+    if is_unusual:
+        if compat.backward_task() != -1:
+            _after_again(node, output)
+            return
+        if node.clock.closed:
+            return
+        if compat.transform_level() is not None:
+            _refuse_transform(module)
+        run = node.clock.begin(args, kwargs)
+        is_outermost = True
+    if run is None:
+        return
+    call = run.left[node.index]
+    run.left[node.index] = call + 1
+    for tap in node.exits:
+        tap(output, run, call)
+    if node.arms:
+        if torch.is_grad_enabled():
+            for arm in node.arms:
+                arm(output, run, call)
+        elif not node.entry_arms:
+            node.replay.wait(run, call)
+    if is_outermost:
+        node.clock.end(run, output)
+
+
+def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if compat.backward_task() == -1:
+        node.clock.leave(node, output)
+        return
+    frames = node.clock.replay_frames()
+    if any(frame.owner is node for frame in frames):
+        while frames.pop().owner is not node:
+            pass
+
+
+def _before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    frame = Frame(node)
+    node.clock.replay_frames().append(frame)
+    if not node.entry_arms:
+        return
+    matched = node.replay.match()
+    if matched is None:
+        return
+    frame.notes["matched"] = matched
+    if not torch.is_grad_enabled():
+        return
+    for arm in node.entry_arms:
+        arm(args, kwargs, *matched)
+
+
+def _after_again(node: Node, output: Any) -> None:
+    if not node.arms:
+        return
+    matched: tuple[Run, int] | None
+    if node.entry_arms:
+        frames = node.clock.replay_frames()
+        matched = frames[-1].notes.get("matched") if frames and frames[-1].owner is node else None
+    else:
+        matched = node.replay.match()
+    if matched is not None and torch.is_grad_enabled():
+        for arm in node.arms:
+            arm(output, *matched)
+
+
+def _refuse_transform(module: nn.Module) -> None:
+    raise PlanError(
+        f"{type(module).__name__} runs inside a torch.func transform (grad, vmap ...): its values are wrappers that "
+        "mean nothing outside; open the session around code without the transform"
+    )

@@ -1,0 +1,268 @@
+"""A session: entered and left; owns every hook that it installed, and removes all of them however it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gaff.engine import surroundings
+from gaff.engine.clock import Clock, Run
+from gaff.engine.gradients import Gradients, InputGradient, InputShare, OutputGradient, find_input
+from gaff.engine.modules import Node
+from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
+from gaff.engine.stream import EntryTap, ExitTap, Stream
+from gaff.errors import PlanError, SiteError
+from gaff.select import Found, unwrap
+from gaff.sites import GRADIENT_PORTS, Site
+from gaff.values import dig, dig_argument, iter_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """One site of a model and the stream that hears of it. ``is_exact``: a miss is an error, not a skip."""
+
+    found: Found
+    stream: Stream
+    is_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTap:
+    """A plain tensor whose gradient a stream hears of."""
+
+    name: str
+    tensor: Tensor
+    stream: Stream
+
+
+class Session:
+    """Feeds ``taps`` while open. Checked when made, installed when entered. Not reentrant, opens once."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        taps: Sequence[Tap],
+        tensors: Sequence[TensorTap] = (),
+        threads: str = "own",
+    ) -> None:
+        for tensor in tensors:
+            if not tensor.tensor.requires_grad:
+                raise PlanError(f"tensor {tensor.name!r} does not require grad: it will get no gradient to capture")
+        if model is not None:
+            surroundings.refuse_unsupported(model)
+        self.notes: list[str] = []  # why what ran is not what would have run without the session
+        self._model = model
+        self._taps = taps
+        self._tensors = tensors
+        self._threads = threads
+        self._handles: ExitStack | None = None
+        self._is_used = False
+        self._nodes: dict[int, Node] = {}
+        self._leaves: list[LeafGradient] = []
+        self._fused: list[nn.Module] = []
+        self._gradients = Gradients()
+        self.clock: Clock
+
+    @property
+    def is_open(self) -> bool:
+        return self._handles is not None
+
+    def open(self) -> None:
+        """All or nothing: a failure halfway removes what was already in."""
+        if self._is_used:
+            raise PlanError("this session was opened before: expected a new one for each with block")
+        self._is_used = True
+        self.clock = Clock(self._model or nn.Module(), 0, self._threads)
+        with ExitStack() as opening:
+            opening.callback(self._let_go)
+            self._prepare()
+            if self._model is not None and surroundings.is_compiled(self._model):
+                opening.enter_context(surroundings.forced_eager)
+                self.notes.append(surroundings.EAGER)
+            for node in self._nodes.values():
+                node.install(opening)
+            for leaf in self._leaves:
+                opening.callback(leaf.remove)
+                leaf.follow()
+            opening.enter_context(_count_steps(self))
+            self._handles = opening.pop_all()
+
+    def close(self) -> None:
+        """Remove everything, then tell the streams what a backward pass left out."""
+        if self._handles is not None:
+            handles, self._handles = self._handles, None
+            handles.close()
+
+    def _let_go(self) -> None:
+        self.clock.closed = True
+        for node in self._nodes.values():
+            node.give_up()
+        for leaf in self._leaves:
+            leaf.close()
+        self._gradients.close()
+        self.clock.close()
+
+    def _prepare(self) -> None:
+        """Build the nodes and taps; installs nothing."""
+        model = self._model
+        if model is not None:
+            for tap in self._taps:
+                self._prepare_tap(model, tap)
+            self._prepare_nodes(model)
+        for tensor in self._tensors:
+            self._leaves.append(LeafGradient(self._gradients, tensor.stream, self.clock, lambda t=tensor.tensor: t))  # type: ignore[misc]
+        if self._leaves or any(tap.found.site.port in GRADIENT_PORTS for tap in self._taps):
+            self.clock.at_end.append(self._mark_outputs)
+        if self._leaves:
+            self.clock.at_begin.append(self._follow_leaves)
+
+    def _prepare_tap(self, model: nn.Module, tap: Tap) -> None:
+        site, module, stream = tap.found.site, tap.found.module, tap.stream
+        if site.port == "grad":
+            self._leaves.append(LeafGradient(self._gradients, stream, self.clock, lambda found=tap.found: found.tensor))  # type: ignore[misc]
+        elif site.port in ("param", "buffer"):
+            around = called_above(tap.found)
+            value = StateValue(tap.found, stream, self._node(around) if around is not None else None)
+            for owner in owners_of(model, tap.found):
+                node = self._node(owner)
+                node.has_entry = True
+                node.entries.append(value)
+            self.clock.at_end.append(value.finish)
+        else:
+            node = self._node(module)
+            _connect(node, site, stream, tap.is_exact, self._gradients)
+        for above in tap.found.chain:
+            self._node(above).has_entry = True
+
+    def _prepare_nodes(self, model: nn.Module) -> None:
+        """The root and every module around a site tell where a run begins and ends."""
+        self._node(unwrap(model)).has_entry = True
+        for node in self._nodes.values():
+            node.has_entry = node.has_entry or bool(node.entries or node.entry_arms)
+        self.clock.resize(len(self._nodes))
+        for tap in self._taps:
+            node = self._nodes[id(tap.found.module)]
+            node.above.update(self._nodes[id(above)] for above in tap.found.chain)
+            for depth, above in enumerate(tap.found.chain):
+                self._nodes[id(above)].above.update(self._nodes[id(outer)] for outer in tap.found.chain[:depth])
+        self._fused = surroundings.fused_blocks(model, [node.module for node in self._nodes.values()])
+        if self._fused:
+            self.clock.at_begin.append(self._note_slow_path)
+        if any(node.arms or node.entry_arms for node in self._nodes.values()):
+            self.clock.at_end.append(self._stop_waiting)
+
+    def _node(self, module: nn.Module) -> Node:
+        found = self._nodes.get(id(module))
+        if found is None:
+            found = self._nodes[id(module)] = Node(module, self.clock, len(self._nodes))
+        return found
+
+    def _mark_outputs(self, run: Run, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._gradients.watch(output, run)
+
+    def _follow_leaves(self, run: Run) -> None:
+        for leaf in self._leaves:
+            leaf.follow(run)
+
+    def _stop_waiting(self, run: Run, output: Any) -> None:
+        if run.is_waiting and not any(tensor.requires_grad for _, tensor in iter_tensors(output)):
+            for node in self._nodes.values():
+                node.give_up(run)
+
+    def _note_slow_path(self, run: Run) -> None:
+        if surroundings.SLOW_PATH not in self.notes and surroundings.takes_fast_path(self._fused):
+            self.notes.append(surroundings.SLOW_PATH)
+            surroundings.warn_once(surroundings.SLOW_PATH)
+
+
+class _count_steps:
+    """Counts the completed steps of the optimizers that own parameters of the session's model."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._known: dict[int, bool] = {}
+        self._handle: Any = None
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def __exit__(self, *exc: object) -> None:
+        self._handle.remove()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._owns(optimizer):
+            self._session.clock.step += 1
+
+    def _owns(self, optimizer: Any) -> bool:
+        model = self._session._model
+        if model is None:
+            return False
+        known = self._known.get(id(optimizer))
+        if known is None:
+            mine = {id(parameter) for parameter in model.parameters()}
+            groups = [group["params"] for group in optimizer.param_groups]
+            known = self._known[id(optimizer)] = any(id(parameter) in mine for group in groups for parameter in group)
+        return known
+
+
+def _connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
+    """Hang a stream on the right place of a hooked module."""
+    if site.port == "output":
+        node.exits.append(_output_tap(site, stream, is_exact))
+    elif site.port == "input":
+        node.entries.append(_input_tap(site, stream, is_exact))
+    elif site.port == "grad_output":
+        node.arms.append(OutputGradient(gradients, node, stream, site, is_exact))
+    elif site.port == "input_grad":
+        node.entry_arms.append(InputGradient(gradients, node, stream, site, is_exact))
+    else:
+        share = InputShare(gradients, node, stream, site, is_exact)
+        node.entry_arms.append(share)
+        node.arms.append(share.exit_arm())
+
+
+def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:
+    if site.call is None and not site.key:
+        return stream.add  # the common case pays nothing for the others
+
+    def tap(output: Any, run: Run, call: int) -> None:
+        if site.call is not None and site.call != call:
+            return
+        try:
+            value = dig(output, site.key)
+        except KeyError as error:
+            if is_exact:
+                raise SiteError(f"{site}: {error.args[0]}") from None
+            stream.skip(str(error.args[0]))
+            return
+        stream.add(value, run, call)
+
+    return tap
+
+
+def _input_tap(site: Site, stream: Stream, is_exact: bool) -> EntryTap:
+    def tap(args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        if site.call is not None and site.call != call:
+            return
+        if not site.key:
+            tensor = find_input(args, kwargs, site, stream, is_exact)
+            if tensor is not None:
+                stream.add(tensor, run, call)
+            return
+        try:
+            value = dig_argument(args, kwargs, site.key)
+        except KeyError as error:
+            if is_exact:
+                raise SiteError(f"{site}: {error.args[0]}") from None
+            stream.skip(str(error.args[0]))
+            return
+        stream.add(value, run, call)
+
+    return tap

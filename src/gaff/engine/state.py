@@ -1,0 +1,104 @@
+"""Parameters and buffers as sites: their values at the entry of their owner, and parameters' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff import compat
+from gaff.engine.clock import Clock, Run
+from gaff.engine.gradients import NEEDS_NONE, NOT_REACHED, Gradients
+from gaff.engine.modules import Node
+from gaff.engine.stream import Stream
+from gaff.select import Found, is_container
+
+NOT_CALLED = "its module was not called itself; read at the end of the run"
+
+
+class StateValue:
+    """Fires once a run: when the first module that owns the tensor is entered, else at the end of the run.
+
+    ``around``: the hooked module around the owner; it tells whether the run came near an owner that is not called.
+    """
+
+    def __init__(self, found: Found, stream: Stream, around: Node | None) -> None:
+        self._found = found
+        self._stream = stream
+        self._around = around
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        if self not in run.once:
+            run.once.add(self)
+            self._stream.add(self._found.tensor, run, 0)
+
+    def finish(self, run: Run, output: Any) -> None:
+        if self not in run.once and self._around is not None and run.entered[self._around.index]:
+            self._stream.skip(NOT_CALLED)
+            self((), {}, run, 0)
+
+
+class LeafGradient:
+    """The contribution of each backward pass to a parameter, or to a tensor given by the user, before accumulation."""
+
+    def __init__(self, gradients: Gradients, stream: Stream, clock: Clock, find: Callable[[], Tensor]) -> None:
+        self._gradients = gradients
+        self._stream = stream
+        self._clock = clock
+        self._find = find
+        self._tensor: Tensor | None = None
+        self._handle: Any = None
+        self._has_fired = False
+
+    def follow(self, run: Run | None = None) -> None:
+        """Hook the tensor that is there now: a parameter may have been replaced since the last run."""
+        tensor = self._find()
+        if tensor is self._tensor:
+            return
+        if self._tensor is not None:
+            self.remove()
+            self._stream.skip("the parameter was replaced by another tensor while the session was open")
+        self._tensor = tensor
+        if tensor.requires_grad:
+            if tensor._is_view():
+                _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
+            self._handle = tensor.register_hook(self._arrived)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    def close(self) -> None:
+        self.remove()
+        if self._tensor is not None and not self._tensor.requires_grad:
+            self._stream.absent(self._clock.latest, 0, NEEDS_NONE)
+        elif not self._has_fired and self._gradients.has_backward:
+            self._stream.absent(self._clock.latest, 0, NOT_REACHED)
+        self._tensor = None
+
+    def _arrived(self, gradient: Tensor) -> None:
+        run = self._gradients.run_of(compat.backward_task())
+        if not self._gradients.is_open or (run is None and not self._clock.is_own_thread()):
+            return  # a backward pass of a thread at which this session does not look
+        run = run or self._clock.latest
+        self._gradients.seen(run)
+        self._has_fired = True
+        self._stream.add(gradient, run, 0)
+
+
+def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:
+    """Every module that holds the parameter or buffer of ``found`` (tied weights have several)."""
+    wanted = found.tensor
+    owners = [found.module]
+    for module in model.modules():
+        owned = module._buffers if found.site.port == "buffer" else module._parameters
+        if module is not found.module and any(tensor is wanted for tensor in owned.values()):
+            owners.append(module)
+    return owners
+
+
+def called_above(found: Found) -> nn.Module | None:
+    """The nearest module around the owner that is called: containers such as ModuleList are not."""
+    return next((module for module in reversed(found.chain) if not is_container(module)), None)

@@ -1,0 +1,53 @@
+"""What the engine needs of whoever looks: one ``Stream`` for each site."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gaff.engine.clock import Run
+from gaff.sites import Key
+
+
+class Stream(Protocol):
+    """Receives the events of one site. Called inside hooks: must not write into a value, must not read the device."""
+
+    def add(self, value: Any, run: Run, call: int) -> None:
+        """A value passed. Raising stops the user's run."""
+
+    def absent(self, run: Run, call: int, reason: str) -> None:
+        """The site fired, and there is None to see."""
+
+    def refuse(self, run: Run, call: int, reason: str) -> None:
+        """The site fired, but its value cannot be told exactly; reading it must raise."""
+
+    def skip(self, reason: str) -> None:
+        """An event that this site cannot show, of a pattern that asks for whatever there is."""
+
+    def at(self, key: Key) -> Stream:
+        """The stream of one tensor inside this site's value."""
+
+
+class EntryTap(Protocol):
+    """Called when a module is entered."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None: ...
+
+
+class ExitTap(Protocol):
+    """Called when a module returns."""
+
+    def __call__(self, output: Any, run: Run, call: int) -> None: ...
+
+
+class EntryArm(EntryTap, Protocol):
+    """Sets gradient hooks at the entry of a module."""
+
+    def give_up(self, run: Run, call: int) -> None:
+        """The call had no graph, and none will come."""
+
+
+class ExitArm(ExitTap, Protocol):
+    """Sets gradient hooks at the exit of a module."""
+
+    def give_up(self, run: Run, call: int) -> None:
+        """The call had no graph, and none will come."""

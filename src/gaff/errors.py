@@ -1,0 +1,36 @@
+"""What gaff raises. Everything derives from ``GaffError``, so one ``except`` catches all of it and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class GaffError(Exception):
+    """Base of everything that gaff raises on purpose."""
+
+
+class SiteError(GaffError):
+    """An address that cannot be read, or that names nothing in this model."""
+
+
+class PlanError(GaffError):
+    """Something was asked for that cannot be done on this model or in this situation."""
+
+
+class NeverFiredError(GaffError):
+    """A pattern whose sites all stayed silent until the session closed.
+
+    ``receipt`` tells what did happen; the captures of the other patterns stay readable.
+    """
+
+    def __init__(self, message: str, receipt: Any = None) -> None:
+        super().__init__(message)
+        self.receipt = receipt
+
+
+class ExactnessError(GaffError):
+    """A value that can no longer be trusted; gaff refuses to hand it out."""
+
+
+class RecordError(GaffError):
+    """A file that cannot be read or written: missing, torn, of another format, or hostile."""

@@ -1,0 +1,149 @@
+"""What of a tensor a capture keeps: slices and reductions taken at the source, before anything is stored.
+
+Each is a frozen value that is called with the tensor and returns a smaller one, so that a plan which holds it
+can be saved. Any other function ``tensor -> tensor`` serves as well, but a plan with one cannot be saved.
+Slices with ``slice`` or an integer are views of a copy-on-write copy; index lists copy the chosen elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.errors import PlanError
+
+Index = int | slice | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``index`` along dimension ``dim``; an integer keeps the dimension, with size 1."""
+
+    index: Index
+    dim: int
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not -tensor.dim() <= self.dim < tensor.dim():
+            raise PlanError(f"dimension {self.dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}")
+        size = tensor.shape[self.dim]
+        if isinstance(self.index, slice):
+            chosen: list[int] = list(range(size))[self.index]
+        else:
+            chosen = [self.index] if isinstance(self.index, int) else list(self.index)
+        if any(not -size <= number < size for number in chosen):
+            raise PlanError(f"index {self.index!r} is outside dimension {self.dim} of shape {tuple(tensor.shape)}")
+        if isinstance(self.index, slice):
+            at = [slice(None)] * tensor.dim()
+            at[self.dim] = self.index
+            return tensor[tuple(at)]
+        if isinstance(self.index, int):
+            return tensor.narrow(self.dim, self.index % size, 1)
+        return tensor.index_select(self.dim, torch.tensor([number % size for number in chosen], device=tensor.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of a ``[..., heads * width]`` tensor: the last dimension is cut into ``count`` equal parts."""
+
+    index: tuple[int, ...]
+    count: int
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        width = tensor.shape[-1] if tensor.dim() else 0
+        if not width or width % self.count:
+            raise PlanError(f"{self.count} heads asked of a tensor of shape {tuple(tensor.shape)}: {width} cannot be cut so")
+        return Part(self.index, -2)(tensor.unflatten(-1, (self.count, width // self.count)))
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One of torch's reductions over ``dim`` (None: all): mean, sum, amax, amin, or norm (L2)."""
+
+    name: str
+    dim: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in _REDUCTIONS:
+            raise PlanError(f"reduction {self.name!r} is not known: expected one of {', '.join(_REDUCTIONS)}")
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        dim: Any = tuple(range(tensor.dim())) if self.dim is None else self.dim
+        result: Tensor = _REDUCTIONS[self.name](tensor, dim=dim)
+        return result
+
+
+_REDUCTIONS: dict[str, Any] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "amax": torch.amax,
+    "amin": torch.amin,
+    "norm": torch.linalg.vector_norm,
+}
+_KINDS: dict[str, Any] = {"part": Part, "heads": Heads, "reduce": Reduce}
+
+
+def rows(index: int | slice | Sequence[int], dim: int = 0) -> Part:
+    """Examples of a batch: ``rows(0)``, ``rows(slice(0, 4))``, ``rows([1, 5])``."""
+    return Part(_index(index), dim)
+
+
+def positions(index: int | slice | Sequence[int], dim: int = 1) -> Part:
+    """Positions of ``[batch, position, feature]``; other layouts say ``dim``."""
+    return Part(_index(index), dim)
+
+
+def channels(index: int | slice | Sequence[int], dim: int = 1) -> Part:
+    """Channels of ``[batch, channel, ...]``; features of a transformer are ``dim=-1``."""
+    return Part(_index(index), dim)
+
+
+def heads(index: int | Sequence[int], count: int) -> Heads:
+    """Heads of ``[..., count * width]``, returned as ``[..., len(index), width]``."""
+    return Heads((index,) if isinstance(index, int) else tuple(index), count)
+
+
+def mean(*dim: int) -> Reduce:
+    """Mean over ``dim``; over everything when none is given."""
+    return Reduce("mean", dim or None)
+
+
+def norm(*dim: int) -> Reduce:
+    """L2 norm over ``dim``; over everything when none is given."""
+    return Reduce("norm", dim or None)
+
+
+def to_dict(keep: Any) -> dict[str, Any]:
+    """JSON-ready form of one of the values above. Raises PlanError for a function, which has none."""
+    for kind, cls in _KINDS.items():
+        if isinstance(keep, cls):
+            return {"kind": kind, **{name: _plain(value) for name, value in asdict(keep).items()}}
+    raise PlanError(f"reduce={keep!r} is a function: a plan that holds one cannot be saved; use gaff.keep")
+
+
+def from_dict(data: dict[str, Any]) -> Any:
+    """Inverse of ``to_dict``. Raises PlanError when ``data`` is none of its results."""
+    cls = _KINDS.get(str(data.get("kind")))
+    try:
+        if cls is None:
+            raise TypeError("unknown kind")
+        return cls(**{name: _from_plain(value) for name, value in data.items() if name != "kind"})
+    except TypeError as error:
+        raise PlanError(f"reduce {data!r} cannot be read: {error}; expected what a plan wrote") from None
+
+
+def _index(index: int | slice | Sequence[int]) -> Index:
+    return index if isinstance(index, (int, slice)) else tuple(index)
+
+
+def _plain(value: Any) -> Any:
+    return {"slice": [value.start, value.stop, value.step]} if isinstance(value, slice) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return slice(*value["slice"])
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,258 @@
+"""From addresses to what they name in one model: modules, parameters, buffers; near misses named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gaff.errors import PlanError, SiteError
+from gaff.sites import ANY_DEPTH, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Wanted = "str | Address | nn.Module | Callable[[Site], bool]"
+
+# A wrapper's own class name -> the name under which it holds the module that it wraps. Paths skip the wrapper.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One exact site in one model. ``chain``: the modules that lead to ``module``, root first, without itself."""
+
+    site: Site
+    module: nn.Module  # for a parameter or buffer: the module that owns it
+    chain: tuple[nn.Module, ...] = ()
+    name: str = ""  # of the parameter or buffer within its owner
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or buffer itself, as it is now."""
+        owned = self.module._buffers if self.site.port == "buffer" else self.module._parameters
+        found = owned.get(self.name)
+        if found is None:
+            raise PlanError(f"{self.site}: {type(self.module).__name__} no longer has a tensor {self.name!r}")
+        return found
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside any number of known wrappers (DDP, torch.compile, checkpoint)."""
+    while (name := _WRAPPERS.get(type(module).__name__)) and (inner := module._modules.get(name)) is not None:
+        module = inner
+    return module
+
+
+def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool]) -> list[Found]:
+    """Every exact site that ``wanted`` names. Raises SiteError with near names when there is none."""
+    from torch import nn
+
+    if isinstance(wanted, nn.Module):
+        return [_find_object(model, wanted)]
+    if isinstance(wanted, str):
+        wanted = parse(wanted)
+    if isinstance(wanted, (Site, Pattern)):
+        return find_site(model, wanted) if isinstance(wanted, Site) else _find_pattern(model, wanted)
+    found = [item for item in _iter_outputs(model) if wanted(item.site)]
+    if not found:
+        raise SiteError(f"predicate {wanted!r} accepted none of the sites of {type(model).__name__}")
+    return _without_aliases(found)
+
+
+def find_site(model: nn.Module, site: Site) -> list[Found]:
+    """The one place that an exact address names, as a list of one."""
+    refuse_op(site)
+    if site.port in STATE_PORTS:
+        return [_find_state(model, site)]
+    found = _descend(model, site.path)
+    if found is None:
+        raise SiteError(_no_module(model, site))
+    module, chain = found
+    if is_container(module):
+        inside = ", ".join(f"{site.path}.{name}" for name in list(module._modules)[:3]) or "nothing"
+        raise SiteError(
+            f"{site}: {site.path!r} is a {type(module).__name__}, a container that is never called itself; "
+            f"address what is inside: {inside} ..., or {site.path}.*"
+        )
+    return [Found(site, module, chain)]
+
+
+def refuse_op(address: Address) -> None:
+    if address.op is not None:
+        raise PlanError(
+            f"{address}: op sites cannot be run yet, only read and printed: "
+            f"expected a module, parameter or buffer; next to it there is {str(replace(address, op=None, op_index=None))!r}"
+        )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...)."""
+    from torch import nn
+
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """Path, module and chain of every module, root first, every name of a shared module; wrappers skipped."""
+    yield from _walk(unwrap(model), "", ())
+
+
+def has_class(module: nn.Module, name: str | None) -> bool:
+    return name is None or any(base.__name__ == name for base in type(module).__mro__)
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _walk(
+    module: nn.Module, path: str, chain: tuple[nn.Module, ...]
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    yield path, module, chain
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(unwrap(child), join(path, name), (*chain, module))
+
+
+def _descend(model: nn.Module, path: str) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
+    module, chain = unwrap(model), ()
+    outer: nn.Module = model
+    for name in path.split(".") if path else ():
+        child = module._modules.get(name)
+        if child is None and outer._modules.get(name) is not None and outer is not module:
+            outer = outer._modules[name]  # type: ignore[assignment]  # the wrapper's own name for it: step through
+            continue
+        if child is None:
+            return None
+        chain = (*chain, module)
+        outer, module = child, unwrap(child)
+    return module, chain
+
+
+def _find_state(model: nn.Module, site: Site) -> Found:
+    owner_path, _, name = site.path.rpartition(".")
+    found = _descend(model, owner_path)
+    kind = "buffer" if site.port == "buffer" else "parameter"
+    if found is not None:
+        owned = found[0]._buffers if kind == "buffer" else found[0]._parameters
+        if owned.get(name) is not None:
+            return Found(site, found[0], found[1], name)
+    raise SiteError(_no_state(model, site, kind))
+
+
+def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
+    refuse_op(pattern)
+    if pattern.port in STATE_PORTS:
+        found = _match_states(model, pattern)
+    else:
+        found = [
+            Found(_site(pattern, path), module, chain)
+            for path, module, chain in _match(unwrap(model), pattern.names, "", ())
+            if path and has_class(module, pattern.cls) and not is_container(module)
+        ]
+    if not found:
+        raise SiteError(_no_match(model, pattern))
+    return _without_aliases(found)
+
+
+def _match(
+    module: nn.Module, names: Sequence[Name], path: str, chain: tuple[nn.Module, ...]
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    if not names:
+        yield path, module, chain
+        return
+    first, rest = names[0], names[1:]
+    if first == ANY_DEPTH:
+        yield from _match(module, rest, path, chain)
+    elif not first.is_glob:
+        child = module._modules.get(first.text)
+        if child is not None:
+            yield from _match(unwrap(child), rest, join(path, first.text), (*chain, module))
+        return
+    for name, child in module._modules.items():
+        if child is not None and (first == ANY_DEPTH or first.matches(name)):
+            onward = names if first == ANY_DEPTH else rest
+            yield from _match(unwrap(child), onward, join(path, name), (*chain, module))
+
+
+def _match_states(model: nn.Module, pattern: Pattern) -> list[Found]:
+    found = []
+    for path, module, chain in iter_modules(model):
+        owned = module._buffers if pattern.port == "buffer" else module._parameters
+        for name, tensor in owned.items():
+            if tensor is not None and has_class(module, pattern.cls) and pattern.matches(join(path, name)):
+                found.append(Found(_site(pattern, join(path, name)), module, chain, name))
+    return found
+
+
+def _site(pattern: Pattern, path: str) -> Site:
+    return Site(path, None, None, pattern.call, pattern.port, pattern.key)
+
+
+def _without_aliases(found: Sequence[Found]) -> list[Found]:
+    """A shared module or tied parameter once, under the first of its names."""
+    seen: set[tuple[int, str]] = set()
+    kept = []
+    for item in found:
+        identity = (id(item.tensor) if item.name else id(item.module), str(replace(item.site, path="")))
+        if identity not in seen:
+            seen.add(identity)
+            kept.append(item)
+    return kept
+
+
+def _find_object(model: nn.Module, wanted: nn.Module) -> Found:
+    wanted = unwrap(wanted)
+    for path, module, chain in iter_modules(model):
+        if module is wanted:
+            return Found(Site(path), module, chain)
+    raise SiteError(f"module {type(wanted).__name__} given as a pattern is not part of {type(model).__name__}")
+
+
+def _iter_outputs(model: nn.Module) -> Iterator[Found]:
+    for path, module, chain in iter_modules(model):
+        if not is_container(module):
+            yield Found(Site(path), module, chain)
+
+
+def _no_module(model: nn.Module, site: Site) -> str:
+    paths = [path for path, _, _ in iter_modules(model) if path]
+    states = [join(path, name) for path, module, _ in iter_modules(model) for name in module._parameters]
+    what = f"no module {site.path!r} in {type(model).__name__} of {len(paths)} modules"
+    if site.path in states:
+        return f"{what}: it is a parameter; address it as {site.path}:param or {site.path}:grad"
+    return f"{what}; nearest: {', '.join(nearest(site.path, paths)) or 'none, see gaff.sites(model)'}"
+
+
+def _no_state(model: nn.Module, site: Site, kind: str) -> str:
+    found = _descend(model, site.path)
+    if found is not None:
+        owned = found[0]._buffers if kind == "buffer" else found[0]._parameters
+        have = ", ".join(f"{join(site.path, name)}:{site.port}" for name in owned) or f"no {kind} of its own"
+        return f"{site}: {site.path!r} is a module, not a {kind}: it has {have}; its gradient is {site.path}:grad_output"
+    states = [
+        join(path, name)
+        for path, module, _ in iter_modules(model)
+        for name in (module._buffers if kind == "buffer" else module._parameters)
+    ]
+    near = ", ".join(nearest(site.path, states)) or "none, see gaff.sites(model)"
+    return f"no {kind} {site.path!r} in {type(model).__name__} of {len(states)} {kind}s; nearest: {near}"
+
+
+def _no_match(model: nn.Module, pattern: Pattern) -> str:
+    if not pattern.names:
+        return f"pattern {str(pattern)!r} names no path: expected names before <{pattern.cls}>; say '**<{pattern.cls}>'"
+    classes = sorted({type(module).__name__ for _, module, _ in iter_modules(model)})
+    paths = [path for path, _, _ in iter_modules(model) if path]
+    literal = ".".join(name.text for name in pattern.names)
+    hint = f"classes here: {', '.join(nearest(pattern.cls, classes) or classes[:8])}" if pattern.cls else ""
+    hint = hint or f"nearest: {', '.join(nearest(literal, paths)) or 'none, see gaff.sites(model)'}"
+    return f"pattern {str(pattern)!r} matches nothing in {type(model).__name__} of {len(paths)} modules; {hint}"

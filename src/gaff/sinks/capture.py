@@ -1,0 +1,221 @@
+"""Capture: keep the values of sites, every call of them, and read them by address in any order."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from gaff import compat
+from gaff.errors import GaffError, SiteError
+from gaff.plan import Options
+from gaff.receipt import ReceiptRow, merge_reasons
+from gaff.sinks.exact import Keeper, Moment, Refused, hold, read, size_of
+from gaff.sinks.ledger import Ledger
+from gaff.sites import GRADIENT_PORTS, STATE_PORTS, Key, Site
+from gaff.values import dig, iter_tensors
+
+Foreign = Callable[[Tensor, Any], bool]
+
+
+class Stream:
+    """The kept events of one site, in order: run, call, what was kept."""
+
+    def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
+        self.pattern = pattern
+        self.site = site
+        self.records: deque[tuple[Moment, int, Any]] = deque()
+        self.inner: dict[Key, Stream] = {}  # streams of single tensors inside this site's value
+        self.is_foreign: Foreign = _never  # set when the session opens
+        self.fired = 0
+        self.none = 0
+        self.evicted = 0
+        self.reasons: Counter[str] = Counter()
+        self._keeper = keeper
+        self._ledger = ledger
+        self._last = last
+        self._lazy = compat.lazy_clone() if keeper.is_plain else None
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        self.fired += 1
+        if value is None:
+            self._none(run, call, "the value is None")
+            return
+        kept: Any
+        if self._lazy is not None and type(value) is Tensor and value.is_cpu:
+            kept = self._hold(value, run)
+        else:
+            kept = self._keep(value, run)
+        self.records.append((run, call, kept))
+        ledger = self._ledger
+        ledger.held += kept.nbytes if type(kept) is Tensor else size_of(kept)
+        if self._last is not None and len(self.records) > self._last:
+            self.evict()
+        if ledger.held > ledger.limit:
+            ledger.check(self.site)
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self.fired += 1
+        self._none(run, call, reason)
+
+    def refuse(self, run: Any, call: int, reason: str) -> None:
+        self.fired += 1
+        self.reasons[reason] += 1
+        self.records.append((run, call, Refused(reason)))
+
+    def skip(self, reason: str) -> None:
+        self.reasons[reason] += 1
+
+    def at(self, key: Key) -> Stream:
+        found = self.inner.get(key)
+        if found is None:
+            site = replace(self.site, key=(*self.site.key, *key))
+            found = self.inner[key] = Stream(self.pattern, site, self._keeper, self._ledger, self._last)
+            found.is_foreign = self.is_foreign
+        return found
+
+    def oldest(self) -> int | None:
+        return self.records[0][0].index if self.records else None
+
+    def evict(self) -> int:
+        size = size_of(self.records.popleft()[2])
+        self.evicted += 1
+        self._ledger.held -= size
+        return size
+
+    def iter_held(self) -> Iterator[Tensor]:
+        for _, _, kept in self.records:
+            yield from (tensor for _, tensor in iter_tensors(getattr(kept, "value", kept)))
+
+    def row(self) -> ReceiptRow:
+        reasons = list(self.reasons.items())
+        if self.evicted:
+            reasons.append((f"{self.evicted} older events let go", 1))
+        skipped = sum(self.reasons.values()) - self.none
+        return ReceiptRow(self.pattern, str(self.site), self.fired, self.none, skipped, merge_reasons(reasons))
+
+    def _hold(self, value: Tensor, run: Any) -> Any:
+        try:
+            if not self.is_foreign(value, run):
+                return self._lazy(value.detach())  # type: ignore[misc]
+        except (RuntimeError, NotImplementedError):
+            pass  # sparse, nested or borrowed memory
+        return self._keep(value, run)
+
+    def _keep(self, value: Any, run: Any) -> Any:
+        try:
+            return self._keeper.keep(value, run, self.is_foreign)
+        except GaffError as error:
+            raise type(error)(f"{self.site}: {error}") from error
+        except Exception as error:
+            error.add_note(f"gaff: while keeping {self.site}") if hasattr(error, "add_note") else None
+            raise
+
+    def _none(self, run: Any, call: int, reason: str) -> None:
+        self.none += 1
+        self.reasons[reason] += 1
+        self.records.append((run, call, None))
+
+
+class Reading:
+    """Looks up kept values by address; ``run`` limits it to one run."""
+
+    def __init__(self, streams: Mapping[str, Stream], find: Callable[[Site], Stream | None], run: int | None) -> None:
+        self._streams = streams
+        self._find = find
+        self._run = run
+
+    def one(self, address: str, names: Sequence[str]) -> Any:
+        """The value of the only event. Raises SiteError when there is none, or several."""
+        site, events = self._events(address, names)
+        if len(events) == 1:
+            return events[0][2]()
+        if not events:
+            raise SiteError(self._nothing(address, site))
+        raise SiteError(_several(address, site, events))
+
+    def all(self, address: str, names: Sequence[str]) -> list[Any]:
+        """Values in order of run, call and backward pass."""
+        _, events = self._events(address, names)
+        return [value() for _, _, value in sorted(events, key=lambda event: (event[0], event[1]))]
+
+    def _events(self, address: str, names: Sequence[str]) -> tuple[Site | None, list[tuple[int, int, Callable[[], Any]]]]:
+        from gaff.sites import parse_site
+
+        if address in names:
+            return None, list(self._select(self._streams[address], None, ()))
+        site = parse_site(address)
+        exact = self._find(site)
+        if exact is not None:
+            return site, list(self._select(exact, site.call, ()))
+        for depth in range(len(site.key) - 1, -1, -1):
+            outer = self._find(replace(site, key=site.key[:depth]))
+            if outer is not None:
+                return site, list(self._select(outer, site.call, site.key[depth:]))
+        near = ", ".join(self._near(address)) or "nothing"
+        raise SiteError(f"{address!r} was not captured: expected one of {near}")
+
+    def _select(self, stream: Stream, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:
+        for run, number, kept in stream.records:
+            if (call is None or number == call) and (self._run is None or run.index == self._run):
+                yield run.index, number, lambda kept=kept: _read(stream.site, kept, rest)  # type: ignore[misc]
+
+    def _near(self, address: str) -> list[str]:
+        from gaff.sites import nearest
+
+        known = [str(stream.site) for stream in self._streams.values()]
+        return nearest(address, known, 5) or known[:5]
+
+    def _nothing(self, address: str, site: Site | None) -> str:
+        where = "" if self._run is None else f" in run {self._run}"
+        stream = self._find(site) if site is not None else self._streams[address]
+        why = ""
+        if stream is not None and stream.evicted:
+            why = f"; {stream.evicted} older events were let go (last=, evict=)"
+        elif stream is not None and stream.inner:
+            why = f"; its tensors are at {', '.join(str(inner.site) for inner in stream.inner.values())}"
+        elif site is not None and site.port in GRADIENT_PORTS + ("grad",):
+            why = "; a gradient needs backward() inside the session, None is known once it closes"
+        elif stream is not None and stream.fired:
+            calls = sorted({number for _, number, _ in stream.records})
+            why = f"; it fired with calls {calls}"
+        return f"{address!r} has no event{where}{why}"
+
+
+def _read(site: Site, kept: Any, rest: Key) -> Any:
+    value = read(kept, site)
+    if not rest or value is None:
+        return value
+    try:
+        return dig(value, rest)
+    except KeyError as error:
+        raise SiteError(f"{site}: {error.args[0]}") from None
+
+
+def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, Any]]) -> str:
+    runs = sorted({run for run, _, _ in events})
+    calls = sorted({call for _, call, _ in events})
+    what = f"{address!r} fired {len(events)} times"
+    if len(runs) > 1:
+        return f"{what}, in runs {_span(runs)}: say got.run({runs[0]})[{address!r}], or got.all({address!r}) for all in order"
+    if len(calls) > 1 and site is not None:
+        one = str(replace(site, call=calls[0]))
+        return f"{what}, calls {_span(calls)}: say got[{one!r}], or got.all({address!r}) for all in order"
+    return f"{what}, in {len(events)} backward passes: say got.all({address!r})"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else " and ".join(map(str, numbers))
+
+
+def _never(tensor: Tensor, run: Any) -> bool:
+    return False
+
+
+def make_stream(pattern: str, site: Site, options: Options, reduce: Any, ledger: Ledger) -> Stream:
+    """A stream that keeps what ``options`` say; ``reduce`` of the request goes before the plan's own."""
+    keeper = Keeper(options, reduce or options.reduce, is_state=site.port in STATE_PORTS and site.port != "grad")
+    return Stream(pattern, site, keeper, ledger, options.last)

@@ -1,0 +1,168 @@
+"""Exact values without copies: what a tensor is at this moment, whatever is written into it later.
+
+A tensor that the run itself made is kept as a copy-on-write copy: the price of a reference, and a later in-place
+write copies first. Memory that others hold (parameters, buffers, arguments, other devices) is kept by reference and
+its version counter is checked on reading; where there is none (inference mode) it is cloned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gaff import compat
+from gaff.errors import ExactnessError
+from gaff.plan import Options
+from gaff.sites import Site
+from gaff.values import Opaque, map_tensors
+
+
+class Moment(Protocol):
+    """When a value was seen: the engine's run."""
+
+    index: int
+    step: int
+
+
+class Kept:
+    """A value that is handed out only after a check: of version counters, or of a copy still under way."""
+
+    __slots__ = ("checks", "value")
+
+    def __init__(self, value: Any, checks: list[Callable[[Site], None]]) -> None:
+        self.value = value
+        self.checks = checks
+
+
+class Refused:
+    """Stands for a value that cannot be told exactly."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def read(kept: Any, site: Site) -> Any:
+    """The value behind what a ``Keeper`` returned. Raises ExactnessError if it can no longer be trusted."""
+    if type(kept) is Kept:
+        for check in kept.checks:
+            check(site)
+        return kept.value
+    if type(kept) is Refused:
+        raise ExactnessError(f"{site}: {kept.reason}")
+    return kept
+
+
+def size_of(kept: Any) -> int:
+    """Bytes of the tensors in what a ``Keeper`` returned."""
+    if isinstance(kept, Tensor):
+        return kept.nbytes
+    sizes: list[int] = []
+    map_tensors(kept.value if type(kept) is Kept else kept, lambda tensor: sizes.append(tensor.nbytes))
+    return sum(sizes)
+
+
+class Keeper:
+    """Turns a passing value into one that can be read later. ``is_foreign`` tells memory that others hold."""
+
+    def __init__(self, options: Options, reduce: Callable[[Tensor], Tensor] | None, is_state: bool) -> None:
+        self._reduce = reduce
+        self._dtype = options.dtype
+        self._device = torch.device(options.to) if options.to is not None else None
+        self._graph = options.graph
+        self._clone = options.clone or (is_state and not options.reference)
+        self.is_plain = not (self._reduce or self._dtype or self._device or self._graph or self._clone)
+
+    def keep(self, value: Any, run: Any, is_foreign: Callable[[Tensor, Any], bool]) -> Any:
+        """``value``: a tensor or a nested value. Never synchronises with a device."""
+        checks: list[Callable[[Site], None]] = []
+
+        def keep_tensor(tensor: Tensor) -> Tensor:
+            return self._keep_tensor(tensor, checks, lambda other: is_foreign(other, run))
+
+        kept = map_tensors(value, keep_tensor, lambda other: Opaque(type(other).__name__))
+        return Kept(kept, checks) if checks else kept
+
+    def _keep_tensor(
+        self, tensor: Tensor, checks: list[Callable[[Site], None]], is_foreign: Callable[[Tensor], bool]
+    ) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+            if self._reduce is not None:
+                exact = hold(tensor, self._graph, is_foreign, [])  # a function that writes into it copies first
+                part = self._reduce(exact)
+                is_part = shares_memory(part, exact)
+                tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
+            moved = self._move(tensor, checks)
+            if moved is not tensor:
+                return moved
+            if self._clone:
+                return tensor.clone() if self._graph else tensor.detach().clone()
+            return hold(tensor, self._graph, is_foreign, checks)
+
+    def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        device = self._device or tensor.device
+        if not self._graph:
+            tensor_in = tensor.detach()
+        else:
+            tensor_in = tensor
+        if tensor.is_cuda and device.type == "cpu" and not self._graph:
+            return _to_pinned(tensor_in, dtype, checks)
+        if dtype == tensor.dtype and device.type == tensor.device.type and device.index in (None, tensor.device.index):
+            return tensor
+        return tensor_in.to(device=device, dtype=dtype)
+
+
+def hold(
+    tensor: Tensor, has_graph: bool, is_foreign: Callable[[Tensor], bool], checks: list[Callable[[Site], None]]
+) -> Tensor:
+    """``tensor`` as it is now, without a copy where that is possible; otherwise a check is added to ``checks``.
+
+    With ``has_graph`` the result stays connected to the autograd graph of ``tensor``.
+    """
+    lazy = compat.lazy_clone()
+    if lazy is not None and type(tensor) is Tensor and tensor.is_cpu:
+        try:
+            if not is_foreign(tensor):
+                return lazy(tensor if has_graph else tensor.detach())
+        except (RuntimeError, NotImplementedError):
+            pass  # sparse, nested or borrowed memory: torch refuses to share it
+    if tensor.is_inference():
+        return tensor.clone()
+    checks.append(_version_check(tensor, tensor._version))
+    return tensor if has_graph else tensor.detach()
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two strided tensors lie in the same memory; False where torch cannot tell."""
+    if one is other:
+        return True
+    try:
+        return compat.storage_id(one) == compat.storage_id(other)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
+    def check(site: Site) -> None:
+        if tensor._version != version:
+            raise ExactnessError(
+                f"{site}: its memory was changed in place after the capture ({tensor._version - version} writes), and it "
+                "belongs to a parameter, buffer or argument; capture it with clone=True"
+            )
+
+    return check
+
+
+def _to_pinned(tensor: Tensor, dtype: torch.dtype, checks: list[Callable[[Site], None]]) -> Tensor:
+    """A copy in pinned host memory, made by the device's own queue; waited for on reading."""
+    buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
+    buffer.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    checks.append(lambda site: event.synchronize())
+    return buffer

@@ -1,0 +1,93 @@
+"""The memory budget of a capture: counts what is held, and refuses or lets the oldest go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from gaff.errors import PlanError
+from gaff.sites import Site
+from gaff.text import bytes_text
+
+_LOOK_FIRST_AT = 64 * 2**20  # below this nobody asks the system how much memory is free
+
+
+class Holder(Protocol):
+    """Something that holds values and can let the oldest go."""
+
+    site: Site
+
+    def oldest(self) -> int | None: ...
+
+    def evict(self) -> int: ...
+
+    def iter_held(self) -> Iterator[Any]: ...
+
+
+class Ledger:
+    """Bytes held by one capture. ``budget`` None: half of the memory that was free, looked up when it matters."""
+
+    def __init__(self, budget: int | None, evict: str, holders: Callable[[], list[Holder]]) -> None:
+        self.held = 0
+        self.limit = min(budget, _LOOK_FIRST_AT) if budget is not None else _LOOK_FIRST_AT
+        self._budget = budget
+        self._evict = evict
+        self._holders = holders
+
+    def check(self, site: Site) -> None:
+        """Called when ``held`` passes ``limit``. Raises PlanError when the budget is really exceeded."""
+        self.held = self._count()
+        if self._budget is None:
+            self._budget = (_free_bytes() + self.held) // 2
+        self.limit = self._budget
+        if self._evict == "oldest":
+            self._let_go()
+        if self.held > self.limit:
+            raise PlanError(
+                f"{site}: capture holds {bytes_text(self.held)} in memory, over its budget of {bytes_text(self.limit)}; "
+                "keep less: last=n, reduce=gaff.keep.rows(0), dtype=, to='cpu', evict='oldest', or a larger budget="
+            )
+
+    def _let_go(self) -> None:
+        while self.held > self.limit:
+            holders = [(age, holder) for holder in self._holders() if (age := holder.oldest()) is not None]
+            if not holders:
+                return
+            self.held -= min(holders, key=lambda pair: pair[0])[1].evict()
+
+    def _count(self) -> int:
+        """Exact: memory that several values share is counted once."""
+        held = (tensor for holder in self._holders() for tensor in holder.iter_held())
+        return sum({_address(tensor): _storage_bytes(tensor) for tensor in held}.values())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:  # not data_ptr: it would make a copy-on-write copy real
+        return torch._C._data_address(tensor) - tensor.storage_offset() * tensor.element_size()  # type: ignore[attr-defined, no-any-return]
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return tensor.nbytes
+
+
+def _free_bytes() -> int:
+    """Memory that programs could still take. Linux tells it directly; elsewhere free pages are what there is."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 * 2**30  # chosen: a system that tells nothing

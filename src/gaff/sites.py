@@ -1,0 +1,238 @@
+"""Addresses: one grammar for Python, the command line, files and reports. Needs no torch.
+
+``path <Class> /op#k @call :port {key}``, in this order, every part optional. An address without wildcards is a
+``Site``; one with ``*``, ``?`` or ``<Class>`` is a ``Pattern``. ``str`` of either parses back to the same value.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import lru_cache
+
+from gaff.errors import SiteError
+
+OUTPUT = "output"
+VALUE_PORTS = ("output", "input")
+GRADIENT_PORTS = ("grad_output", "grad_input", "input_grad")
+STATE_PORTS = ("param", "grad", "buffer")  # of a parameter or a buffer; the others belong to a module
+PORTS = VALUE_PORTS + GRADIENT_PORTS + STATE_PORTS
+
+Key = tuple[int | str, ...]
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_SEGMENT = re.compile(r"`(?:[^`]|``)+`|[A-Za-z0-9_*?-]+")
+_CLASS = re.compile(r"<([^<>]+)>")
+_OP = re.compile(r"/([A-Za-z0-9_*?]+)(?:#(\d+))?")
+_CALL = re.compile(r"@(\d+)")
+_PORT = re.compile(r":(\w+)")
+_KEY = re.compile(r"""\[(?:(-?\d+)|([^\W\d]\w*)|('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"))\]""", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The address of one tensor stream. ``call`` None means every call, ``key`` leads into a nested value."""
+
+    path: str = ""
+    op: str | None = None
+    op_index: int | None = None
+    call: int | None = None
+    port: str = OUTPUT
+    key: Key = ()
+
+    def __str__(self) -> str:
+        names = ".".join(_print_name(name) for name in self.path.split(".")) if self.path else ""
+        return names + _print_tail(self, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name of a pattern's path: literal text, or a glob where ``*`` and ``?`` stand for characters."""
+
+    text: str
+    is_glob: bool
+
+    def matches(self, name: str) -> bool:
+        return _glob(self.text).fullmatch(name) is not None if self.is_glob else self.text == name
+
+    def __str__(self) -> str:
+        return self.text if self.is_glob else _print_name(self.text)
+
+
+ANY_DEPTH = Name("**", is_glob=True)  # zero or more names, never the root itself
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Many sites at once. ``cls``: only modules with a class of this name among their bases."""
+
+    names: tuple[Name, ...] = ()
+    cls: str | None = None
+    op: str | None = None
+    op_index: int | None = None
+    call: int | None = None
+    port: str = OUTPUT
+    key: Key = ()
+
+    def __str__(self) -> str:
+        head = ".".join(str(name) for name in self.names) + (f"<{self.cls}>" if self.cls else "")
+        return head + _print_tail(self, head)
+
+    def matches(self, path: str) -> bool:
+        """Whether ``path`` (of a module, parameter or buffer) fits the names; classes are the caller's business."""
+        return bool(path) and _match_names(self.names, path.split("."))
+
+
+Address = Site | Pattern
+
+
+def print_key(key: Key) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) or _is_bare(part) else f"[{part!r}]" for part in key)
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Address:
+    """The site or pattern that ``text`` names. Raises SiteError with the place where reading stopped."""
+    if not text:
+        raise SiteError("address '' is empty: expected 'path:port'; the root module's own output is ':output'")
+    names, at = _read_names(text)
+    cls, at = _read_class(text, at)
+    op, op_index, at = _read_op(text, at)
+    call, at = _read_call(text, at)
+    port, at = _read_port(text, at)
+    key, at = _read_keys(text, at)
+    if at != len(text):
+        raise SiteError(
+            f"address {text!r} cannot be read from {text[at:]!r} on: expected 'path <Class> /op#k @call :port [key]' "
+            "in this order; other characters in a name go in backticks"
+        )
+    is_op_glob = op is not None and ("*" in op or "?" in op)
+    if cls or is_op_glob or any(name.is_glob for name in names):
+        return Pattern(names, cls, op, op_index, call, port, key)
+    return Site(".".join(name.text for name in names), op, op_index, call, port, key)
+
+
+def parse_site(text: str) -> Site:
+    """Like ``parse``, for places where only one exact site makes sense."""
+    address = parse(text)
+    if isinstance(address, Pattern):
+        raise SiteError(f"address {text!r} is a pattern: expected one exact site, without *, ? or <Class>")
+    return address
+
+
+def every_call(site: Site) -> Site:
+    """The same site without its ``@call``."""
+    return replace(site, call=None) if site.call is not None else site
+
+
+def nearest(wanted: str, names: Sequence[str], count: int = 3) -> list[str]:
+    """The names most like ``wanted``, best first: close spellings, then names that share its last part."""
+    close = get_close_matches(wanted, names, n=count, cutoff=0.6)
+    last = wanted.rpartition(".")[2]
+    tails = [name for name in names if last and last in name.split(".") and name not in close]
+    return (close + tails)[:count]
+
+
+def _read_names(text: str) -> tuple[tuple[Name, ...], int]:
+    names: list[Name] = []
+    at = 0
+    while found := _SEGMENT.match(text, at):
+        names.append(_name(found.group(), text))
+        at = found.end()
+        if at == len(text) or text[at] != ".":
+            break
+        at += 1
+        if not _SEGMENT.match(text, at):
+            raise SiteError(f"address {text!r} has an empty name at character {at}: expected a name after '.'")
+    return tuple(names), at
+
+
+def _name(raw: str, text: str) -> Name:
+    if raw.startswith("`"):
+        name = raw[1:-1].replace("``", "`")
+        if "." in name:
+            raise SiteError(f"address {text!r} has a dot inside {raw}: expected one module name, no name holds a dot")
+        return Name(name, is_glob=False)
+    if "**" in raw and raw != "**":
+        raise SiteError(f"address {text!r} mixes '**' with other characters in {raw!r}: expected '**' as a whole name")
+    return Name(raw, is_glob="*" in raw or "?" in raw)
+
+
+def _read_class(text: str, at: int) -> tuple[str | None, int]:
+    found = _CLASS.match(text, at)
+    return (found.group(1), found.end()) if found else (None, at)
+
+
+def _read_op(text: str, at: int) -> tuple[str | None, int | None, int]:
+    found = _OP.match(text, at)
+    if not found:
+        return None, None, at
+    return found.group(1), int(found.group(2)) if found.group(2) else None, found.end()
+
+
+def _read_call(text: str, at: int) -> tuple[int | None, int]:
+    found = _CALL.match(text, at)
+    return (int(found.group(1)), found.end()) if found else (None, at)
+
+
+def _read_port(text: str, at: int) -> tuple[str, int]:
+    found = _PORT.match(text, at)
+    if not found:
+        return OUTPUT, at
+    port = found.group(1)
+    if port not in PORTS:
+        near = "".join(f"; did you mean ':{name}'?" for name in get_close_matches(port, PORTS, n=1))
+        raise SiteError(f"address {text!r} has no port {port!r}: expected one of {', '.join(PORTS)}{near}")
+    return port, found.end()
+
+
+def _read_keys(text: str, at: int) -> tuple[Key, int]:
+    keys: list[int | str] = []
+    while found := _KEY.match(text, at):
+        number, word, quoted = found.groups()
+        keys.append(int(number) if number else word or _unquote(quoted, text))
+        at = found.end()
+    return tuple(keys), at
+
+
+def _unquote(quoted: str, text: str) -> str:
+    try:
+        return str(ast.literal_eval(quoted))
+    except (SyntaxError, ValueError) as error:
+        raise SiteError(f"address {text!r} has a key {quoted} that is no Python string: {error}") from None
+
+
+def _print_name(name: str) -> str:
+    return name if _PLAIN_NAME.fullmatch(name) else "`" + name.replace("`", "``") + "`"
+
+
+def _print_tail(address: Address, head: str) -> str:
+    text = ""
+    if address.op is not None:
+        text += f"/{address.op}" + (f"#{address.op_index}" if address.op_index is not None else "")
+    if address.call is not None:
+        text += f"@{address.call}"
+    if address.port != OUTPUT or address.key or not (head or text):
+        text += f":{address.port}"
+    return text + print_key(address.key)
+
+
+def _is_bare(part: str) -> bool:
+    return re.fullmatch(r"[^\W\d]\w*", part) is not None
+
+
+@lru_cache(maxsize=4096)
+def _glob(text: str) -> re.Pattern[str]:
+    parts = {"*": "[^.]*", "?": "[^.]"}
+    return re.compile("".join(parts.get(char) or re.escape(char) for char in text))
+
+
+def _match_names(wanted: Sequence[Name], names: Sequence[str]) -> bool:
+    if not wanted:
+        return not names
+    if wanted[0] == ANY_DEPTH:
+        return any(_match_names(wanted[1:], names[skip:]) for skip in range(len(names) + 1))
+    return bool(names) and wanted[0].matches(names[0]) and _match_names(wanted[1:], names[1:])

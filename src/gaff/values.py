@@ -1,0 +1,161 @@
+"""Nested values: what a module takes and returns, walked and rebuilt by key.
+
+Containers are tuples, lists, dicts, named tuples, dataclasses and Hugging Face's ModelOutput (a dict and a
+dataclass at once). Everything else is a leaf. The root of a value has the key ``()``.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.sites import Key, print_key
+
+_PLAIN_LEAVES = (int, float, complex, str, bytes, bool, type(None), enum.Enum, range, slice, torch.Size,
+                 torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
+
+
+class Opaque:
+    """Stands in a captured structure for an object whose inside gaff does not follow (a cache, a custom class).
+
+    Address what is inside by key, such as ``:output[past_key_values][layers][0][keys]``: keys also read
+    attributes.
+    """
+
+    __slots__ = ("type_name",)
+
+    def __init__(self, type_name: str) -> None:
+        self.type_name = type_name
+
+    def __repr__(self) -> str:
+        return f"<not captured: {self.type_name}>"
+
+
+def children(value: Any) -> list[tuple[int | str, Any]] | None:
+    """What is directly inside a container, with its keys; None for a leaf."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return [(key if isinstance(key, int) else str(key), child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return list(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    return None
+
+
+def iter_tensors(value: Any, key: Key = ()) -> Iterator[tuple[Key, Tensor]]:
+    """Every tensor in ``value`` with the key that leads to it, in order."""
+    if isinstance(value, Tensor):
+        yield key, value
+        return
+    for name, child in children(value) or ():
+        yield from iter_tensors(child, (*key, name))
+
+
+def dig(value: Any, key: Key) -> Any:
+    """What ``key`` leads to. Raises KeyError with the keys that were there."""
+    for depth, part in enumerate(key):
+        found = _step(value, part)
+        if found is _MISSING:
+            at = print_key(key[:depth]) or "the value"
+            raise KeyError(f"{at} has no {print_key((part,))}: {_what_is_there(value)}")
+        value = found
+    return value
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any], opaque: Callable[[Any], Any] | None = None) -> Any:
+    """A copy of ``value`` with every tensor replaced by ``change(tensor)``; containers are new, of the same type.
+
+    Leaves that cannot change (numbers, strings, None ...) are kept; other objects go through ``opaque``.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    inside = children(value)
+    if inside is None:
+        return value if opaque is None or isinstance(value, _PLAIN_LEAVES) else opaque(value)
+    return _rebuild(value, [map_tensors(child, change, opaque) for _, child in inside])
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Tensor] | None:
+    """The first tensor among a call's arguments, positional before keyword, with its key."""
+    for number, arg in enumerate(args):
+        for key, tensor in iter_tensors(arg, (number,)):
+            return key, tensor
+    for name, arg in kwargs.items():
+        for key, tensor in iter_tensors(arg, (name,)):
+            return key, tensor
+    return None
+
+
+def dig_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key) -> Any:
+    """What ``key`` leads to among a call's arguments: ``[1]`` a position, ``[mask]`` a keyword."""
+    head = key[0]
+    if isinstance(head, int) and -len(args) <= head < len(args):
+        return dig(args[head], key[1:])
+    if isinstance(head, str) and head in kwargs:
+        return dig(kwargs[head], key[1:])
+    there = [f"[{number}]" for number in range(len(args))] + [print_key((name,)) for name in kwargs]
+    raise KeyError(f"the call has no argument {print_key((head,))}: it was given {', '.join(there) or 'none'}")
+
+
+def describe(value: Any) -> str:
+    """A short text of what a value is: ``2x3 float32``, ``tuple of 2``, ``DynamicCache``."""
+    if isinstance(value, Tensor):
+        return f"{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
+    inside = children(value)
+    return type(value).__name__ if inside is None else f"{type(value).__name__} of {len(inside)}"
+
+
+_MISSING: Any = object()
+
+
+def _step(value: Any, part: int | str) -> Any:
+    if isinstance(value, Tensor):  # a key never indexes into a tensor; slices are options of a capture
+        return _MISSING
+    if isinstance(value, Mapping):
+        if part in value:
+            return value[part]
+        named = {str(key): child for key, child in value.items()}
+        if part in named:
+            return named[str(part)]
+    elif isinstance(part, int) and isinstance(value, (tuple, list)):
+        return value[part] if -len(value) <= part < len(value) else _MISSING
+    return getattr(value, part, _MISSING) if isinstance(part, str) and part.isidentifier() else _MISSING
+
+
+def _what_is_there(value: Any) -> str:
+    inside = children(value)
+    if inside is None:
+        return f"it is a {describe(value)}" + (", keys do not index into tensors" if isinstance(value, Tensor) else "")
+    keys = ", ".join(print_key((name,)) for name, _ in inside[:12])
+    return f"it is a {type(value).__name__} with {keys or 'nothing in it'}" + (", ..." if len(inside) > 12 else "")
+
+
+def _rebuild(value: Any, parts: list[Any]) -> Any:
+    if isinstance(value, tuple):
+        if hasattr(value, "_make"):
+            return value._make(parts)
+        return type(value)(parts) if type(value) is not tuple else tuple(parts)
+    if type(value) is list:
+        return parts
+    if type(value) is dict:
+        return dict(zip(value, parts, strict=True))
+    new = copy.copy(value)
+    if isinstance(value, list):
+        new[:] = parts
+    elif isinstance(value, Mapping):
+        for key, part in zip(value, parts, strict=True):
+            new[key] = part
+    else:
+        for field, part in zip(fields(value), parts, strict=True):
+            object.__setattr__(new, field.name, part)
+    return new
