@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from gaff.capturing import Capture
 from gaff.errors import PlanError
 from gaff.plan import Options, Plan
+from gaff.record import Trace
+from gaff.taking import Take
+from gaff.taking import take as make_take
+from gaff.tracing import Backward, trace_run
 
 
 def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
@@ -47,3 +51,33 @@ def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -
     if model is None and plan.requests:
         raise PlanError(f"pattern {str(plan.requests[0])!r} needs a model: expected gaff.capture(model, pattern)")
     return Capture(model, plan, tensors)
+
+
+def take(model: nn.Module, /, *patterns: Any, **options: Any) -> Take:
+    """A feature extractor: ``gaff.take(model, "layer4", "avgpool")(x)["avgpool"]``; see ``Take`` for what it promises.
+
+    Args:
+        model: any module; it becomes a submodule of the extractor, and runs only as far as the last wanted site.
+        patterns: as ``capture`` takes them, forward values only.
+        options: ``to``, ``dtype``, ``reduce`` and ``clone``, as ``capture`` knows them.
+
+    Raises:
+        SiteError, PlanError: before anything runs. NeverFiredError: from a call in which a pattern stayed silent.
+    """
+    return make_take(model, patterns, options)
+
+
+def trace(
+    model: nn.Module, /, *args: Any, backward: Backward | None = None, flops: bool = True, **kwargs: Any
+) -> Trace:
+    """Run ``model(*args, **kwargs)`` once and tell every call: shapes, parameters, time, FLOPs, statistics.
+
+    Args:
+        model: any module. It is left as it was: weights, buffers, ``.grad``, training flags, random state.
+        backward: gets the output and returns a scalar loss; then gradients are told as well, None ones with the reason.
+        flops: count operations by torch's formulas; without it times are closer to those of a bare run.
+
+    Times are of this watched run, statistics included; on a GPU every call is waited for. Statistics are of the
+    first output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
+    """
+    return trace_run(model, args, kwargs, backward, flops)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -12,8 +14,8 @@ from gaff.engine.session import Session, Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow
-from gaff.select import resolve
-from gaff.sinks.capture import Reading, Stream, make_stream
+from gaff.select import identity, resolve
+from gaff.sinks.capture import Reading, Stream, make_keeper
 from gaff.sinks.ledger import Ledger
 from gaff.sites import Site, every_call
 
@@ -21,15 +23,14 @@ from gaff.sites import Site, every_call
 class RunView:
     """The events of one run of a capture: ``got.run(2)["a@1"]``."""
 
-    def __init__(self, reading: Reading, names: tuple[str, ...]) -> None:
+    def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._names = names
 
     def __getitem__(self, address: str) -> Any:
-        return self._reading.one(address, self._names)
+        return self._reading.one(address)
 
     def all(self, address: str) -> list[Any]:
-        return self._reading.all(address, self._names)
+        return self._reading.all(address)
 
 
 class Capture:
@@ -43,25 +44,25 @@ class Capture:
     def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
         options = plan.options
         self._plan = plan
-        self._ledger = Ledger(options.budget, options.evict, self._all_streams)
-        self._streams: dict[str, Stream] = {}
-        self._by_object: dict[tuple[int, Site], Stream] = {}
+        self._ledger = Ledger(options.budget, options.evict, self._iter_streams)
+        self._streams: dict[Site, Stream] = {}
+        self._by_name: dict[str, Stream] = {}  # plain tensors
+        self._by_object: dict[tuple[object, ...], Stream] = {}
         self._missing: list[str] = []
         self._model = model
-        self._names = tuple(tensors)
         taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
         self._session = Session(model, taps, tensor_taps, options.threads)
 
     def __enter__(self) -> Capture:
         self._session.open()
-        for stream in self._streams.values():
+        for stream in (*self._streams.values(), *self._by_name.values()):
             stream.is_foreign = self._session.clock.is_foreign
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._session.close()
-        if kind is None:
+        if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
             raise_if_silent(self.receipt, self._ran())
 
     def __getitem__(self, address: str) -> Any:
@@ -82,7 +83,8 @@ class Capture:
 
     def keys(self) -> list[str]:
         """Addresses of the sites that fired, in the order asked for."""
-        return [str(stream.site) if name not in self._names else name for name, stream in self._named() if stream.fired]
+        names = {id(stream): name for name, stream in self._by_name.items()}
+        return [names.get(id(stream), str(stream.site)) for stream in self._iter_streams() if stream.fired]
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Address and value of every site that fired; raises like ``got[address]``."""
@@ -94,12 +96,12 @@ class Capture:
 
     def run(self, index: int | None) -> RunView:
         """The events of the run with this number, from 0; None for all runs."""
-        return RunView(Reading(self._streams, self._find, index), self._names)
+        return RunView(Reading(self._by_name, list(self._iter_streams()), self._find, index))
 
     @property
     def receipt(self) -> Receipt:
         """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""
-        rows = [stream.row() for stream in self._all_streams() if stream.fired or not stream.inner]
+        rows = [stream.row() for stream in self._iter_streams() if stream.fired or not stream.inner]
         rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
         optional = frozenset(str(request) for request in self._plan.requests if request.optional)
         return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional)
@@ -112,33 +114,38 @@ class Capture:
 
     def _make_taps(self, model: nn.Module) -> list[Tap]:
         taps = []
+        options = self._plan.options
         matched = set()
-        for row in self._plan.check(model):
-            site, request = row.found.site, self._plan.requests[row.request]
-            matched.add(row.request)
-            if str(site) in self._streams:
-                continue  # two patterns may name one site; it is kept once, under the first
-            stream = make_stream(str(request), site, self._plan.options, request.reduce, self._ledger)
-            self._streams[str(site)] = stream
-            self._by_object[_identity(row.found.module, row.found.name, site)] = stream
-            taps.append(Tap(row.found, stream, row.is_exact and not request.optional))
+        for number, rows in groupby(self._plan.check(model), key=attrgetter("request")):
+            request = self._plan.requests[number]
+            pattern, keeper = str(request), None
+            matched.add(number)
+            for found, _, is_exact in rows:
+                same = identity(found.module, found.name, found.site)
+                if same in self._by_object:
+                    continue  # two patterns may name one site; it is kept once, under the first
+                keeper = keeper or make_keeper(options, request.reduce, found.site)
+                stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
+                self._by_object[same] = self._streams[found.site] = stream
+                taps.append(Tap(found, stream, is_exact and not request.optional))
         self._missing = [str(request) for at, request in enumerate(self._plan.requests) if at not in matched]
         return taps
 
     def _make_tensor_tap(self, name: str, tensor: Tensor) -> TensorTap:
-        if name in self._streams:
+        if any(site.path == name for site in self._streams):
             raise PlanError(f"name {name!r} is also the path of a captured site: expected another keyword for the tensor")
-        stream = make_stream(name, Site(name, port="grad"), self._plan.options, None, self._ledger)
-        self._streams[name] = stream
+        site = Site(name, port="grad")
+        keeper = make_keeper(self._plan.options, None, site)
+        stream = self._by_name[name] = Stream(name, site, keeper, self._ledger, self._plan.options.last)
         return TensorTap(name, tensor, stream)
 
     def _find(self, site: Site) -> Stream | None:
         """The stream of an address: by its text, then by what it names (a shared module has several names)."""
         whole = every_call(site)
         for wanted in (site, whole):
-            if found := self._streams.get(str(wanted)):
+            if found := self._streams.get(wanted):
                 return found
-        for stream in self._all_streams():
+        for stream in self._iter_streams():
             if stream.site in (site, whole):
                 return stream
         if self._model is None:
@@ -148,19 +155,14 @@ class Capture:
         except (SiteError, PlanError):
             return None
         for wanted in (site, whole):
-            if found := self._by_object.get(_identity(named.module, named.name, wanted)):
+            if found := self._by_object.get(identity(named.module, named.name, wanted)):
                 return found
         return None
 
-    def _named(self) -> list[tuple[str, Stream]]:
-        rows = []
-        for name, stream in self._streams.items():
-            rows.append((name, stream))
-            rows += [(str(inner.site), inner) for inner in stream.inner.values()]
-        return rows
-
-    def _all_streams(self) -> list[Any]:
-        return [stream for _, stream in self._named()]
+    def _iter_streams(self) -> Iterator[Stream]:
+        for stream in (*self._streams.values(), *self._by_name.values()):
+            yield stream
+            yield from stream.inner.values()
 
 
 def raise_if_silent(receipt: Receipt, runs: int) -> None:
@@ -180,10 +182,3 @@ def raise_if_silent(receipt: Receipt, runs: int) -> None:
     raise NeverFiredError(
         f"{names} never fired in {runs} runs: {why}; allow it with gaff.maybe(pattern), see error.receipt", receipt
     )
-
-
-def _identity(module: nn.Module, name: str, site: Site) -> tuple[int, Site]:
-    owned = module._buffers if site.port == "buffer" else module._parameters
-    target = owned.get(name) if name else module
-    return id(target), Site("", site.op, site.op_index, site.call, site.port, site.key)
-

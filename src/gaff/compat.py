@@ -26,6 +26,9 @@ current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 # Level of the innermost torch.func transform (grad, vmap ...) on this thread, or None.
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
+# Grad mode of this thread, without the cost of a context manager.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
 
 def sequence_of(node: Node) -> int:
     """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""

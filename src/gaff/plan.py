@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +86,7 @@ class Options:
             raise PlanError(f"reduce={self.reduce!r} cannot be called: expected gaff.keep.rows(0) or a function")
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(NamedTuple):
     """One site that a request names in the checked model."""
 
     found: Found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from gaff.errors import PlanError, SiteError
 from gaff.sites import ANY_DEPTH, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
@@ -25,8 +26,7 @@ _WRAPPERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """One exact site in one model. ``chain``: the modules that lead to ``module``, root first, without itself."""
 
     site: Site
@@ -85,6 +85,12 @@ def find_site(model: nn.Module, site: Site) -> list[Found]:
     return [Found(site, module, chain)]
 
 
+def identity(module: nn.Module, name: str, site: Site) -> tuple[object, ...]:
+    """Equal for two addresses of the same stream: a shared module or tied parameter has several names."""
+    owned = module._buffers if site.port == "buffer" else module._parameters
+    return id(owned.get(name) if name else module), site.port, site.key, site.call
+
+
 def refuse_op(address: Address) -> None:
     if address.op is not None:
         raise PlanError(
@@ -117,9 +123,10 @@ def _walk(
     module: nn.Module, path: str, chain: tuple[nn.Module, ...]
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     yield path, module, chain
+    inner = (*chain, module)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(unwrap(child), join(path, name), (*chain, module))
+            yield from _walk(unwrap(child), join(path, name), inner)
 
 
 def _descend(model: nn.Module, path: str) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
@@ -177,10 +184,11 @@ def _match(
         if child is not None:
             yield from _match(unwrap(child), rest, join(path, first.text), (*chain, module))
         return
+    inner = (*chain, module)
+    onward = names if first == ANY_DEPTH else rest
     for name, child in module._modules.items():
         if child is not None and (first == ANY_DEPTH or first.matches(name)):
-            onward = names if first == ANY_DEPTH else rest
-            yield from _match(unwrap(child), onward, join(path, name), (*chain, module))
+            yield from _match(unwrap(child), onward, join(path, name), inner)
 
 
 def _match_states(model: nn.Module, pattern: Pattern) -> list[Found]:
@@ -193,20 +201,14 @@ def _match_states(model: nn.Module, pattern: Pattern) -> list[Found]:
     return found
 
 
+@lru_cache(maxsize=16384)
 def _site(pattern: Pattern, path: str) -> Site:
     return Site(path, None, None, pattern.call, pattern.port, pattern.key)
 
 
 def _without_aliases(found: Sequence[Found]) -> list[Found]:
     """A shared module or tied parameter once, under the first of its names."""
-    seen: set[tuple[int, str]] = set()
-    kept = []
-    for item in found:
-        identity = (id(item.tensor) if item.name else id(item.module), str(replace(item.site, path="")))
-        if identity not in seen:
-            seen.add(identity)
-            kept.append(item)
-    return kept
+    return list({identity(item.module, item.name, item.site): item for item in reversed(found)}.values())[::-1]
 
 
 def _find_object(model: nn.Module, wanted: nn.Module) -> Found:

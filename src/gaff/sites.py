@@ -44,8 +44,7 @@ class Site:
     key: Key = ()
 
     def __str__(self) -> str:
-        names = ".".join(_print_name(name) for name in self.path.split(".")) if self.path else ""
-        return names + _print_tail(self, names)
+        return _print_site(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +202,12 @@ def _unquote(quoted: str, text: str) -> str:
         return str(ast.literal_eval(quoted))
     except (SyntaxError, ValueError) as error:
         raise SiteError(f"address {text!r} has a key {quoted} that is no Python string: {error}") from None
+
+
+@lru_cache(maxsize=16384)
+def _print_site(site: Site) -> str:
+    names = ".".join(_print_name(name) for name in site.path.split(".")) if site.path else ""
+    return names + _print_tail(site, names)
 
 
 def _print_name(name: str) -> str:

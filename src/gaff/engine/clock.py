@@ -67,7 +67,7 @@ class Clock:
         self._owner = None if threads == "all" else get_ident()
         self._numbers = itertools.count()
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
-        self._model_storages: set[int] | None = None
+        self._storages: set[int] | None = None  # of the model's parameters and buffers
 
     def resize(self, size: int) -> None:
         """The number of hooked modules, once it is known."""
@@ -127,13 +127,19 @@ class Clock:
         return self._owner is None or self._owner == get_ident()
 
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:
-        """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""
-        storage = compat.storage_id(tensor)
+        """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument.
+
+        What an operation has just made, and nobody has written to since, is the run's own; only in doubt are the
+        model's tensors looked through, once a session.
+        """
+        storage = tensor.untyped_storage()._cdata
         if storage in run.foreign:
             return True
-        if self._model_storages is None:
-            self._model_storages = _model_storages(self._model)
-        return storage in self._model_storages
+        if self._storages is None:
+            if tensor.grad_fn is not None and not tensor._is_view() and tensor._version == 0:
+                return False
+            self._storages = _model_storages(self._model)
+        return storage in self._storages
 
     def close(self) -> None:
         self.closed = True
@@ -152,11 +158,14 @@ def _is_running(frame: FrameType | None) -> bool:
 
 def _model_storages(model: nn.Module) -> set[int]:
     found = set()
-    for module in model.modules():
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        waiting.extend(child for child in module._modules.values() if child is not None)
         for owned in (module._parameters, module._buffers):
             for tensor in owned.values():
                 if tensor is not None and has_storage(tensor):
-                    found.add(compat.storage_id(tensor))
+                    found.add(tensor.untyped_storage()._cdata)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gaff import compat
+from gaff.compat import backward_task, transform_level
 from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.stream import EntryArm, EntryTap, ExitArm, ExitTap
 from gaff.errors import PlanError
@@ -32,37 +33,38 @@ class Node:
     recomputes the module, since its first pass had no graph.
     """
 
-    __slots__ = ("above", "arms", "clock", "entries", "entry_arms", "exits", "has_entry", "index", "module", "replay")
+    __slots__ = ("above", "arms", "clock", "entries", "entry_arms", "exits", "has_entry", "index", "module", "open", "replay")
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
         self.clock = clock
+        self.open = clock.open  # the runs in progress, by thread
         self.index = index
-        self.above: set[Node] = set()  # hooked modules that contain this one
+        self.above: frozenset[Node] = frozenset()  # hooked modules that contain this one
         self.has_entry = False
-        self.entries: list[EntryTap] = []
-        self.exits: list[ExitTap] = []
-        self.entry_arms: list[EntryArm] = []
-        self.arms: list[ExitArm] = []
+        self.entries: tuple[EntryTap, ...] = ()
+        self.exits: tuple[ExitTap, ...] = ()
+        self.entry_arms: tuple[EntryArm, ...] = ()
+        self.arms: tuple[ExitArm, ...] = ()
         self.replay = Replay()
 
     def give_up(self, run: Run | None = None) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
+        if not self.replay.is_waiting:
+            return
         for place in self.replay.give_up(run):
             for arm in [*self.entry_arms, *self.arms]:
                 arm.give_up(*place)
 
-    def install(self, handles: Any) -> None:
-        """Put the hooks on the module; ``handles`` is the stack that removes them."""
+    def install(self, handles: list[Any]) -> None:
+        """Put the hooks on the module; ``handles`` takes what removes them."""
         module = self.module
         if self.has_entry:
-            handles.enter_context(module.register_forward_pre_hook(Hook(_before, self), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(Hook(_before, self), with_kwargs=True))
         if self.exits or self.arms:
-            handles.enter_context(module.register_forward_hook(Hook(_after, self), with_kwargs=True))
+            handles.append(module.register_forward_hook(Hook(_after, self), with_kwargs=True))
         if self.has_entry:
-            handles.enter_context(
-                module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True)
-            )
+            handles.append(module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True))
 
 
 class Replay:
@@ -72,15 +74,16 @@ class Replay:
     the calls inside it; so the calls to be matched are the ones with higher numbers, in their order.
     """
 
-    __slots__ = ("_claimed", "_matched", "_waiting")
+    __slots__ = ("_claimed", "_matched", "_waiting", "is_waiting")
 
     def __init__(self) -> None:
+        self.is_waiting = False
         self._matched: set[tuple[Run, int]] = set()
         self._waiting: list[tuple[int, Run, int]] = []  # sequence number at the call, run, call
         self._claimed: dict[tuple[int, int], int] = {}  # (backward pass, node) -> position after the last match
 
     def wait(self, run: Run, call: int) -> None:
-        run.is_waiting = True
+        run.is_waiting = self.is_waiting = True
         self._waiting.append((compat.next_sequence(), run, call))
 
     def match(self) -> tuple[Run, int] | None:
@@ -118,10 +121,10 @@ def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     clock = node.clock
     if clock.closed:
         return
-    if compat.backward_task() != -1:
+    if backward_task() != -1:
         _before_again(node, args, kwargs)
         return
-    if compat.transform_level() is not None:
+    if transform_level() is not None:
         _refuse_transform(module)
     run = clock.enter(node, args, kwargs)
     if run is None:
@@ -139,37 +142,51 @@ def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    run = node.clock.open.get(get_ident())
-    is_unusual = run is None or compat.backward_task() != -1 or compat.transform_level() is not None
-    is_outermost = False
-    if is_unusual:
-        if compat.backward_task() != -1:
-            _after_again(node, output)
-            return
-        if node.clock.closed:
-            return
-        if compat.transform_level() is not None:
-            _refuse_transform(module)
-        run = node.clock.begin(args, kwargs)
-        is_outermost = True
-    if run is None:
+    run = node.open.get(get_ident())
+    if run is None or backward_task() != -1 or transform_level() is not None:
+        _after_unusual(node, module, args, kwargs, output)
         return
-    call = run.left[node.index]
-    run.left[node.index] = call + 1
+    left = run.left
+    call = left[node.index]
+    left[node.index] = call + 1
     for tap in node.exits:
         tap(output, run, call)
     if node.arms:
-        if torch.is_grad_enabled():
-            for arm in node.arms:
-                arm(output, run, call)
-        elif not node.entry_arms:
-            node.replay.wait(run, call)
-    if is_outermost:
-        node.clock.end(run, output)
+        _arm_after(node, output, run, call)
+
+
+def _after_unusual(
+    node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """A recomputation, a torch.func transform, or a run that is this one call."""
+    if backward_task() != -1:
+        _after_again(node, output)
+        return
+    if node.clock.closed:
+        return
+    if transform_level() is not None:
+        _refuse_transform(module)
+    run = node.clock.begin(args, kwargs)
+    if run is None:
+        return
+    run.left[node.index] = 1
+    for tap in node.exits:
+        tap(output, run, 0)
+    if node.arms:
+        _arm_after(node, output, run, 0)
+    node.clock.end(run, output)
+
+
+def _arm_after(node: Node, output: Any, run: Run, call: int) -> None:
+    if torch.is_grad_enabled():
+        for arm in node.arms:
+            arm(output, run, call)
+    elif not node.entry_arms:
+        node.replay.wait(run, call)
 
 
 def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if compat.backward_task() == -1:
+    if backward_task() == -1:
         node.clock.leave(node, output)
         return
     frames = node.clock.replay_frames()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from gaff.sites import GRADIENT_PORTS, Site
 from gaff.values import dig, dig_argument, iter_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Tap:
+class Tap(NamedTuple):
     """One site of a model and the stream that hears of it. ``is_exact``: a miss is an error, not a skip."""
 
     found: Found
@@ -32,8 +30,15 @@ class Tap:
     is_exact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTap:
+class CallTap(NamedTuple):
+    """Every call of one module, from both sides, whatever its values are."""
+
+    found: Found
+    enter: EntryTap
+    leave: ExitTap
+
+
+class TensorTap(NamedTuple):
     """A plain tensor whose gradient a stream hears of."""
 
     name: str
@@ -47,15 +52,14 @@ class Session:
     def __init__(
         self,
         model: nn.Module | None,
-        taps: Sequence[Tap],
+        taps: Sequence[Tap | CallTap],
         tensors: Sequence[TensorTap] = (),
         threads: str = "own",
     ) -> None:
         for tensor in tensors:
             if not tensor.tensor.requires_grad:
                 raise PlanError(f"tensor {tensor.name!r} does not require grad: it will get no gradient to capture")
-        if model is not None:
-            surroundings.refuse_unsupported(model)
+        self._is_compiled = model is not None and surroundings.look(model)
         self.notes: list[str] = []  # why what ran is not what would have run without the session
         self._model = model
         self._taps = taps
@@ -82,11 +86,13 @@ class Session:
         with ExitStack() as opening:
             opening.callback(self._let_go)
             self._prepare()
-            if self._model is not None and surroundings.is_compiled(self._model):
+            if self._is_compiled:
                 opening.enter_context(surroundings.forced_eager)
                 self.notes.append(surroundings.EAGER)
+            hooks: list[Any] = []
+            opening.callback(_remove_all, hooks)
             for node in self._nodes.values():
-                node.install(opening)
+                node.install(hooks)
             for leaf in self._leaves:
                 opening.callback(leaf.remove)
                 leaf.follow()
@@ -122,7 +128,14 @@ class Session:
         if self._leaves:
             self.clock.at_begin.append(self._follow_leaves)
 
-    def _prepare_tap(self, model: nn.Module, tap: Tap) -> None:
+    def _prepare_tap(self, model: nn.Module, tap: Tap | CallTap) -> None:
+        for module in tap.found.chain:
+            self._node(module).has_entry = True
+        if isinstance(tap, CallTap):
+            node = self._node(tap.found.module)
+            node.entries += (tap.enter,)
+            node.exits += (tap.leave,)
+            return
         site, module, stream = tap.found.site, tap.found.module, tap.stream
         if site.port == "grad":
             self._leaves.append(LeafGradient(self._gradients, stream, self.clock, lambda found=tap.found: found.tensor))  # type: ignore[misc]
@@ -132,13 +145,11 @@ class Session:
             for owner in owners_of(model, tap.found):
                 node = self._node(owner)
                 node.has_entry = True
-                node.entries.append(value)
+                node.entries += (value,)
             self.clock.at_end.append(value.finish)
         else:
             node = self._node(module)
             _connect(node, site, stream, tap.is_exact, self._gradients)
-        for above in tap.found.chain:
-            self._node(above).has_entry = True
 
     def _prepare_nodes(self, model: nn.Module) -> None:
         """The root and every module around a site tell where a run begins and ends."""
@@ -146,12 +157,16 @@ class Session:
         for node in self._nodes.values():
             node.has_entry = node.has_entry or bool(node.entries or node.entry_arms)
         self.clock.resize(len(self._nodes))
+        above: dict[int, frozenset[Node]] = {}  # by identity of the chain, which siblings share
         for tap in self._taps:
-            node = self._nodes[id(tap.found.module)]
-            node.above.update(self._nodes[id(above)] for above in tap.found.chain)
-            for depth, above in enumerate(tap.found.chain):
-                self._nodes[id(above)].above.update(self._nodes[id(outer)] for outer in tap.found.chain[:depth])
-        self._fused = surroundings.fused_blocks(model, [node.module for node in self._nodes.values()])
+            chain = tap.found.chain
+            if id(chain) not in above:
+                hooked = [self._nodes[id(module)] for module in chain]
+                for depth, node in enumerate(hooked):
+                    node.above |= frozenset(hooked[:depth])
+                above[id(chain)] = frozenset(hooked)
+            self._nodes[id(tap.found.module)].above |= above[id(chain)]
+        self._fused = surroundings.fused_blocks([node.module for node in self._nodes.values()], model)
         if self._fused:
             self.clock.at_begin.append(self._note_slow_path)
         if any(node.arms or node.entry_arms for node in self._nodes.values()):
@@ -180,6 +195,11 @@ class Session:
         if surroundings.SLOW_PATH not in self.notes and surroundings.takes_fast_path(self._fused):
             self.notes.append(surroundings.SLOW_PATH)
             surroundings.warn_once(surroundings.SLOW_PATH)
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in reversed(handles):
+        handle.remove()
 
 
 class _count_steps:
@@ -215,17 +235,17 @@ class _count_steps:
 def _connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
     """Hang a stream on the right place of a hooked module."""
     if site.port == "output":
-        node.exits.append(_output_tap(site, stream, is_exact))
+        node.exits += (_output_tap(site, stream, is_exact),)
     elif site.port == "input":
-        node.entries.append(_input_tap(site, stream, is_exact))
+        node.entries += (_input_tap(site, stream, is_exact),)
     elif site.port == "grad_output":
-        node.arms.append(OutputGradient(gradients, node, stream, site, is_exact))
+        node.arms += (OutputGradient(gradients, node, stream, site, is_exact),)
     elif site.port == "input_grad":
-        node.entry_arms.append(InputGradient(gradients, node, stream, site, is_exact))
+        node.entry_arms += (InputGradient(gradients, node, stream, site, is_exact),)
     else:
         share = InputShare(gradients, node, stream, site, is_exact)
-        node.entry_arms.append(share)
-        node.arms.append(share.exit_arm())
+        node.entry_arms += (share,)
+        node.arms += (share.exit_arm(),)
 
 
 def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,36 +16,59 @@ from torch import nn
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
+_FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the modules inside"
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raises PlanError for models whose sites gaff cannot see truly yet. Installs nothing."""
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        at = f"model {name}" if not path else f"{path}: module {name}"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise PlanError(f"{at} is TorchScript, which takes no hooks: expected the model it was made from")
-        if name == "FullyShardedDataParallel" or name.startswith("FSDP"):
-            raise PlanError(f"{at} is sharded (FSDP): not supported yet; capture before fully_shard is applied")
-        if name == "DataParallel" and len(getattr(module, "device_ids", ())) > 1:
-            raise PlanError(f"{at} runs replicas on several devices: not supported yet; give the module inside it")
-        for parameter in module._parameters.values():
-            if parameter is not None and type(parameter.data).__name__ == "DTensor":
-                raise PlanError(f"{at} holds DTensor parameters (tensor parallel or FSDP2): not supported yet")
+def look(model: nn.Module) -> bool:
+    """Refuse what gaff cannot see truly yet, and tell whether torch.compile stands before the hooks of ``model``.
 
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile stands between a call and the hooks of this model.
-
-    True for compiled modules in it, and as soon as this process has compiled anything at all: a compiled function
-    may call the model, and torch ignores hooks that come after the first trace without a word.
+    The second is true for compiled modules in it, and as soon as this process has compiled anything at all: a
+    compiled function may call the model, and torch ignores hooks that come after the first trace without a word.
+    Raises PlanError; installs nothing.
     """
-    for module in model.modules():
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            return True
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
+    is_compiled = bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        waiting.extend(child for child in module._modules.values() if child is not None)
+        kind = _kind(type(module))
+        if kind:
+            is_compiled = is_compiled or kind == "compiled"
+            _refuse(model, module, kind)
+        if "_compiled_call_impl" in module.__dict__:
+            is_compiled = is_compiled or module._compiled_call_impl is not None
+        for parameter in module._parameters.values():
+            if parameter is not None and type(parameter) is not nn.Parameter:
+                _refuse(model, module, type(parameter).__name__)
+    return is_compiled
+
+
+@cache
+def _kind(cls: type) -> str:
+    """What a module's class means for hooks; empty for all ordinary ones."""
+    name = cls.__name__
+    if issubclass(cls, torch.jit.ScriptModule):
+        return "script"
+    if name == "OptimizedModule":
+        return "compiled"
+    if name == "FullyShardedDataParallel" or any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+        return "sharded"
+    return "replicated" if name == "DataParallel" else ""
+
+
+def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
+    path = next((path for path, inner in model.named_modules() if inner is module), "")
+    at = f"{path or 'model'}: {type(module).__name__}"
+    if kind == "script":
+        raise PlanError(f"{at} is TorchScript, which takes no hooks: expected the model it was made from")
+    if kind == "sharded":
+        raise PlanError(f"{at} is sharded (FSDP): not supported yet; open the session before it is sharded")
+    if kind == "DTensor":
+        raise PlanError(f"{at} holds DTensor parameters (tensor parallel or FSDP2): not supported yet")
+    if kind == "replicated" and len(getattr(module, "device_ids", ())) > 1:
+        raise PlanError(f"{at} runs replicas on several devices: not supported yet; give the module inside it")
 
 
 class _Stance:
@@ -73,15 +97,13 @@ class _Stance:
 forced_eager = _Stance()
 
 
-def fused_blocks(model: nn.Module, hooked: Iterable[nn.Module]) -> list[nn.Module]:
+def fused_blocks(hooked: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
     """The nn.Transformer layers whose fused fast path our hooks switch off."""
-    if "torch.nn.modules.transformer" not in sys.modules:
+    if not any(isinstance(module, _FUSED) for module in model.modules()):
         return []
-    kinds = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
-    hooked = set(hooked)
-    return [
-        module for module in model.modules() if isinstance(module, kinds) and not hooked.isdisjoint(module.modules())
-    ]
+    ours = set(hooked)
+    blocks = [module for module in model.modules() if isinstance(module, _FUSED)]
+    return [block for block in blocks if not ours.isdisjoint(block.modules())]
 
 
 def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gaff import compat
+from gaff.compat import set_grad_enabled
 from gaff.errors import GaffError, SiteError
 from gaff.plan import Options
 from gaff.receipt import ReceiptRow, merge_reasons
-from gaff.sinks.exact import Keeper, Moment, Refused, hold, read, size_of
+from gaff.sinks.exact import Keeper, Moment, Refused, read, size_of
 from gaff.sinks.ledger import Ledger
-from gaff.sites import GRADIENT_PORTS, STATE_PORTS, Key, Site
+from gaff.sites import GRADIENT_PORTS, STATE_PORTS, Key, Site, nearest, parse_site
 from gaff.values import dig, iter_tensors
 
 Foreign = Callable[[Tensor, Any], bool]
@@ -30,44 +32,41 @@ class Stream:
         self.records: deque[tuple[Moment, int, Any]] = deque()
         self.inner: dict[Key, Stream] = {}  # streams of single tensors inside this site's value
         self.is_foreign: Foreign = _never  # set when the session opens
-        self.fired = 0
         self.none = 0
         self.evicted = 0
-        self.reasons: Counter[str] = Counter()
+        self.reasons: dict[str, int] = {}
         self._keeper = keeper
         self._ledger = ledger
         self._last = last
         self._lazy = compat.lazy_clone() if keeper.is_plain else None
 
     def add(self, value: Any, run: Any, call: int) -> None:
-        self.fired += 1
-        if value is None:
-            self._none(run, call, "the value is None")
-            return
-        kept: Any
-        if self._lazy is not None and type(value) is Tensor and value.is_cpu:
+        if self._lazy is not None and type(value) is Tensor:
             kept = self._hold(value, run)
+        elif value is None:
+            self.absent(run, call, "the value is None")
+            return
         else:
             kept = self._keep(value, run)
         self.records.append((run, call, kept))
         ledger = self._ledger
         ledger.held += kept.nbytes if type(kept) is Tensor else size_of(kept)
-        if self._last is not None and len(self.records) > self._last:
-            self.evict()
         if ledger.held > ledger.limit:
             ledger.check(self.site)
+        if self._last is not None and len(self.records) > self._last:
+            self.evict()
 
     def absent(self, run: Any, call: int, reason: str) -> None:
-        self.fired += 1
-        self._none(run, call, reason)
+        self.none += 1
+        self._note(reason)
+        self.records.append((run, call, None))
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
-        self.fired += 1
-        self.reasons[reason] += 1
+        self._note(reason)
         self.records.append((run, call, Refused(reason)))
 
     def skip(self, reason: str) -> None:
-        self.reasons[reason] += 1
+        self._note(reason)
 
     def at(self, key: Key) -> Stream:
         found = self.inner.get(key)
@@ -76,6 +75,13 @@ class Stream:
             found = self.inner[key] = Stream(self.pattern, site, self._keeper, self._ledger, self._last)
             found.is_foreign = self.is_foreign
         return found
+
+    def _note(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    @property
+    def fired(self) -> int:
+        return len(self.records) + self.evicted
 
     def oldest(self) -> int | None:
         return self.records[0][0].index if self.records else None
@@ -98,11 +104,19 @@ class Stream:
         return ReceiptRow(self.pattern, str(self.site), self.fired, self.none, skipped, merge_reasons(reasons))
 
     def _hold(self, value: Tensor, run: Any) -> Any:
-        try:
-            if not self.is_foreign(value, run):
-                return self._lazy(value.detach())  # type: ignore[misc]
-        except (RuntimeError, NotImplementedError):
-            pass  # sparse, nested or borrowed memory
+        """The common case, at the price of a reference: see ``exact.hold``."""
+        if value.is_cpu:
+            has_grad = torch.is_grad_enabled()
+            try:
+                if not self.is_foreign(value, run):
+                    if has_grad:
+                        set_grad_enabled(False)  # cheaper than detaching first
+                    return self._lazy(value)  # type: ignore[misc]
+            except (RuntimeError, NotImplementedError):
+                pass  # sparse, nested or borrowed memory
+            finally:
+                if has_grad:
+                    set_grad_enabled(True)
         return self._keep(value, run)
 
     def _keep(self, value: Any, run: Any) -> Any:
@@ -114,39 +128,39 @@ class Stream:
             error.add_note(f"gaff: while keeping {self.site}") if hasattr(error, "add_note") else None
             raise
 
-    def _none(self, run: Any, call: int, reason: str) -> None:
-        self.none += 1
-        self.reasons[reason] += 1
-        self.records.append((run, call, None))
-
 
 class Reading:
     """Looks up kept values by address; ``run`` limits it to one run."""
 
-    def __init__(self, streams: Mapping[str, Stream], find: Callable[[Site], Stream | None], run: int | None) -> None:
+    def __init__(
+        self,
+        by_name: Mapping[str, Stream],
+        streams: Sequence[Stream],
+        find: Callable[[Site], Stream | None],
+        run: int | None,
+    ) -> None:
+        self._by_name = by_name
         self._streams = streams
         self._find = find
         self._run = run
 
-    def one(self, address: str, names: Sequence[str]) -> Any:
+    def one(self, address: str) -> Any:
         """The value of the only event. Raises SiteError when there is none, or several."""
-        site, events = self._events(address, names)
+        site, events = self._events(address)
         if len(events) == 1:
             return events[0][2]()
         if not events:
             raise SiteError(self._nothing(address, site))
         raise SiteError(_several(address, site, events))
 
-    def all(self, address: str, names: Sequence[str]) -> list[Any]:
+    def all(self, address: str) -> list[Any]:
         """Values in order of run, call and backward pass."""
-        _, events = self._events(address, names)
+        _, events = self._events(address)
         return [value() for _, _, value in sorted(events, key=lambda event: (event[0], event[1]))]
 
-    def _events(self, address: str, names: Sequence[str]) -> tuple[Site | None, list[tuple[int, int, Callable[[], Any]]]]:
-        from gaff.sites import parse_site
-
-        if address in names:
-            return None, list(self._select(self._streams[address], None, ()))
+    def _events(self, address: str) -> tuple[Site | None, list[tuple[int, int, Callable[[], Any]]]]:
+        if address in self._by_name:
+            return None, list(self._select(self._by_name[address], None, ()))
         site = parse_site(address)
         exact = self._find(site)
         if exact is not None:
@@ -164,14 +178,12 @@ class Reading:
                 yield run.index, number, lambda kept=kept: _read(stream.site, kept, rest)  # type: ignore[misc]
 
     def _near(self, address: str) -> list[str]:
-        from gaff.sites import nearest
-
-        known = [str(stream.site) for stream in self._streams.values()]
+        known = [*self._by_name, *(str(stream.site) for stream in self._streams)]
         return nearest(address, known, 5) or known[:5]
 
     def _nothing(self, address: str, site: Site | None) -> str:
         where = "" if self._run is None else f" in run {self._run}"
-        stream = self._find(site) if site is not None else self._streams[address]
+        stream = self._find(site) if site is not None else self._by_name[address]
         why = ""
         if stream is not None and stream.evicted:
             why = f"; {stream.evicted} older events were let go (last=, evict=)"
@@ -215,7 +227,6 @@ def _never(tensor: Tensor, run: Any) -> bool:
     return False
 
 
-def make_stream(pattern: str, site: Site, options: Options, reduce: Any, ledger: Ledger) -> Stream:
-    """A stream that keeps what ``options`` say; ``reduce`` of the request goes before the plan's own."""
-    keeper = Keeper(options, reduce or options.reduce, is_state=site.port in STATE_PORTS and site.port != "grad")
-    return Stream(pattern, site, keeper, ledger, options.last)
+def make_keeper(options: Options, reduce: Any, site: Site) -> Keeper:
+    """How values of ``site`` are kept; ``reduce`` of its request goes before the plan's own."""
+    return Keeper(options, reduce or options.reduce, is_state=site.port in STATE_PORTS and site.port != "grad")

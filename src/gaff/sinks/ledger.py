@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ class Holder(Protocol):
 class Ledger:
     """Bytes held by one capture. ``budget`` None: half of the memory that was free, looked up when it matters."""
 
-    def __init__(self, budget: int | None, evict: str, holders: Callable[[], list[Holder]]) -> None:
+    def __init__(self, budget: int | None, evict: str, holders: Callable[[], Iterable[Holder]]) -> None:
         self.held = 0
         self.limit = min(budget, _LOOK_FIRST_AT) if budget is not None else _LOOK_FIRST_AT
         self._budget = budget

@@ -1,0 +1,34 @@
+"""Floating point operations, by the formulas of torch's own counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class FlopCount(TorchDispatchMode):
+    """Adds up ``total`` while active: matrix products, convolutions and attention; other operations count nothing.
+
+    The formulas are ``torch.utils.flop_counter.flop_registry``; torch's FlopCounterMode itself would add its own
+    hooks to every module.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        count = flop_registry.get(func._overloadpacket)
+        if count is None and func is not torch.ops.prim.device.default:
+            with self:
+                result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        result = func(*args, **kwargs)
+        if count is not None:
+            self.total += int(count(*args, **kwargs, out_val=result))
+        return result

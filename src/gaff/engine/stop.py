@@ -1,0 +1,7 @@
+"""Ending a forward early, from inside a hook."""
+
+from __future__ import annotations
+
+
+class StopForward(Exception):  # noqa: N818  # an Exception, not a BaseException: torch cleans up only after these
+    """Raised at the last wanted site, caught by gaff. One string argument, so that torch can pass it on."""

@@ -1,0 +1,159 @@
+"""The numbers of a run, without tensors: plain values that save, load and print without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gaff.errors import RecordError
+from gaff.views import trace_text
+
+_FORMAT = 1
+_MOST_BYTES = 500 * 2**20
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of all elements of one tensor; ``std`` is the population's. ``nonfinite`` counts NaN and inf elements."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One gradient: shape as text, L2 norm, share of exact zeros. ``reason`` says why there is none."""
+
+    shape: str = ""
+    norm: float | None = None
+    zeros: float | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.norm is None:
+            return f"None: {self.reason}"
+        return f"{self.shape} zero" if self.norm == 0 else f"{self.shape} {self.norm:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """One call of one module. Shapes are texts such as ``1x3x8x8``; ``dtype`` is that of the first output tensor."""
+
+    site: str
+    path: str
+    cls: str
+    call: int
+    depth: int
+    input: str
+    output: str
+    dtype: str
+    parameters: int  # elements that the module owns itself
+    time_s: float  # with everything inside, and the cost of looking at it
+    memory_bytes: int  # of the output tensors
+    flops: int  # matrix products, convolutions, attention; with everything inside
+    statistics: Statistics | None = None
+    grad_output: Gradient | None = None
+    grad_input: Gradient | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """One parameter and, after a backward pass, its gradient."""
+
+    site: str
+    shape: str
+    dtype: str
+    elements: int
+    requires_grad: bool
+    grad: Gradient | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One run, told: ``rows`` in the order in which modules were entered. ``str`` is the table, ``tree()`` the tree."""
+
+    model: str
+    rows: tuple[CallRow, ...]
+    parameters: tuple[ParameterRow, ...] = ()
+    unused_modules: tuple[str, ...] = ()
+    unused_parameters: tuple[str, ...] = ()
+    has_backward: bool = False
+    device: str = "cpu"
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return trace_text.render_table(self)
+
+    __repr__ = __str__
+
+    def table(self, width: int | None = None, *, is_plain: bool = False) -> str:
+        """The table cut to ``width`` characters; ``is_plain`` separates cells by tabs."""
+        return trace_text.render_table(self, width, is_plain=is_plain)
+
+    def tree(self) -> str:
+        """The same calls, indented by module; repeated blocks are folded."""
+        return trace_text.render_tree(self)
+
+    def _repr_html_(self) -> str:
+        return trace_text.render_html(self)
+
+    def to_json(self) -> str:
+        return json.dumps({"gaff_trace": _FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Inverse of ``to_json``. Raises RecordError when ``text`` is no trace."""
+        try:
+            data = json.loads(text)
+            if data.pop("gaff_trace") != _FORMAT:
+                raise ValueError(f"another format, expected {_FORMAT}")
+            data["rows"] = tuple(_call_row(row) for row in data["rows"])
+            data["parameters"] = tuple(
+                _build(ParameterRow, {**row, "grad": _optional(Gradient, row["grad"])}) for row in data["parameters"]
+            )
+            for name in ("unused_modules", "unused_parameters", "notes"):
+                data[name] = tuple(str(item) for item in data[name])
+            return _build(cls, data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecordError(f"trace cannot be read: {error!r}; expected what Trace.to_json wrote") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Trace:
+        file = Path(path)
+        if not file.is_file():
+            raise RecordError(f"trace {str(path)!r} is no file: expected one that Trace.save wrote")
+        if file.stat().st_size > _MOST_BYTES:
+            raise RecordError(f"trace {str(path)!r} is larger than {_MOST_BYTES} bytes: not read")
+        return cls.from_json(file.read_text(encoding="utf-8"))
+
+
+def _call_row(row: dict[str, Any]) -> CallRow:
+    parts: dict[str, Callable[[Any], Any]] = {
+        "statistics": lambda value: _optional(Statistics, value),
+        "grad_output": lambda value: _optional(Gradient, value),
+        "grad_input": lambda value: _optional(Gradient, value),
+    }
+    return _build(CallRow, {name: parts[name](value) if name in parts else value for name, value in row.items()})
+
+
+def _optional(cls: type[_Row], data: dict[str, Any] | None) -> _Row | None:
+    return None if data is None else _build(cls, data)
+
+
+def _build(cls: type[_Row], data: dict[str, Any]) -> _Row:
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    unknown = [name for name in data if name not in known]
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r} of {cls.__name__}")
+    return cls(**data)

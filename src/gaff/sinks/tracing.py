@@ -1,0 +1,169 @@
+"""What a trace notes of every call: shapes, time, statistics, gradients. Keeps no tensor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.record import Gradient, Statistics
+from gaff.sites import Key
+from gaff.values import iter_tensors
+
+
+@dataclass(slots=True)
+class CallNotes:
+    """One call while it is traced, and after it."""
+
+    path: str
+    depth: int
+    call: int
+    run: Any
+    started: float
+    flops: int
+    input: str
+    output: str = ""
+    dtype: str = ""
+    time_s: float = 0.0
+    memory_bytes: int = 0
+    statistics: tuple[Tensor, ...] | None = None
+    is_complete: bool = False
+    gradients: dict[str, Gradient] = field(default_factory=dict)
+
+
+class CallLog:
+    """All calls of a traced run, in the order of entry. ``flops``: operations counted so far."""
+
+    def __init__(self, flops: Callable[[], int], device: torch.device) -> None:
+        self.calls: list[CallNotes] = []
+        self._open: list[CallNotes] = []
+        self._flops = flops
+        self._device = device
+
+    def enter(self, path: str, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        shapes = shapes_text((*args, kwargs) if kwargs else args)
+        self._settle()
+        notes = CallNotes(path, depth, call, run, time.perf_counter(), self._flops(), shapes)
+        self.calls.append(notes)
+        self._open.append(notes)
+
+    def leave(self, path: str, output: Any) -> None:
+        self._settle()
+        ended = time.perf_counter()
+        while self._open and self._open[-1].path != path:
+            self._open.pop()  # left by an exception
+        notes = self._open.pop()
+        notes.time_s = ended - notes.started
+        notes.flops = self._flops() - notes.flops
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        notes.output = shapes_text(output)
+        notes.memory_bytes = sum(tensor.nbytes for tensor in tensors)
+        notes.is_complete = True
+        if tensors:
+            notes.dtype = str(tensors[0].dtype).removeprefix("torch.")
+            notes.statistics = measure(tensors[0])
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":  # times of queued work would mean nothing
+            torch.cuda.synchronize(self._device)
+
+
+class GradientLog:
+    """The gradients at one port of one module: written into the notes of the call they belong to."""
+
+    def __init__(self, log: CallLog, path: str, port: str, key: Key = ()) -> None:
+        self._log = log
+        self._path = path
+        self._port = port
+        self._key = key
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        self._note(run, call, gradient_of(value))
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self._note(run, call, Gradient(reason=reason))
+
+    def refuse(self, run: Any, call: int, reason: str) -> None:
+        self._note(run, call, Gradient(reason=reason))
+
+    def skip(self, reason: str) -> None:
+        return  # the row shows no gradient, and its input or output shows why
+
+    def at(self, key: Key) -> GradientLog:
+        return GradientLog(self._log, self._path, self._port, key)
+
+    def _note(self, run: Any, call: int, gradient: Gradient) -> None:
+        for notes in self._log.calls:
+            if notes.path == self._path and notes.call == call and notes.run is run:
+                known = notes.gradients.get(self._port)
+                if known is None or known.norm is None:  # of several tensors the first that has one is shown
+                    notes.gradients[self._port] = gradient
+
+
+class ParameterLog:
+    """The gradient of one parameter."""
+
+    def __init__(self) -> None:
+        self.grad: Gradient | None = None
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        self.grad = gradient_of(value)
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self.grad = Gradient(reason=reason)
+
+    refuse = absent
+
+    def skip(self, reason: str) -> None:
+        return
+
+    def at(self, key: Key) -> ParameterLog:
+        return self
+
+
+def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
+    """Mean, population std, min, max and non-finite count as 0-dim tensors; None where they mean nothing."""
+    if tensor.numel() == 0 or tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
+        return None
+    with torch.no_grad():
+        x = tensor.detach()
+        if not x.is_floating_point():
+            x = x.double()
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        std, mean = torch.std_mean(wide, correction=0)
+        low, high = torch.aminmax(wide)
+        count = torch.zeros((), device=x.device)
+        if not bool(torch.isfinite(mean + low + high)):
+            count = (~torch.isfinite(wide)).sum()
+        return mean, std, low, high, count
+
+
+def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
+    if measured is None:
+        return None
+    mean, std, low, high, count = (value.item() for value in measured)
+    return Statistics(mean, std, low, high, int(count))
+
+
+def gradient_of(tensor: Tensor) -> Gradient:
+    with torch.no_grad():
+        x = tensor.detach()
+        norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
+        zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
+    return Gradient(shape_text(x), norm, zeros)
+
+
+def shape_text(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def shapes_text(value: Any) -> str:
+    """``1x3x8x8``, or ``2x5x8, 2x8`` for several tensors; other values by their type."""
+    tensors = [shape_text(tensor) for _, tensor in iter_tensors(value)]
+    if not tensors:
+        return "" if value in ((), {}) else "None" if value is None else type(value).__name__
+    return ", ".join(tensors[:4]) + (f", ... ({len(tensors)})" if len(tensors) > 4 else "")

@@ -1,0 +1,175 @@
+"""``gaff.trace``: one run told as a table in execution order, with gradients when a backward function is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.engine.flops import FlopCount
+from gaff.engine.graph import used_leaves
+from gaff.engine.session import CallTap, Session, Tap
+from gaff.errors import PlanError
+from gaff.record import CallRow, ParameterRow, Trace
+from gaff.select import Found, is_container, iter_modules, join, unwrap
+from gaff.sinks.tracing import CallLog, CallNotes, GradientLog, ParameterLog, shape_text, statistics_of
+from gaff.sites import Site
+from gaff.untouched import untouched
+from gaff.values import iter_tensors
+
+Backward = Callable[[Any], Any]
+
+
+def trace_run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backward: Backward | None, has_flops: bool
+) -> Trace:
+    """See ``gaff.trace``."""
+    if backward is not None:
+        _refuse_stepping(model)
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    counter = FlopCount() if has_flops else None
+    log = CallLog(lambda: counter.total if counter is not None else 0, device)
+    modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
+    parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
+    taps = _taps(model, modules, log, parameters if backward is not None else {})
+    session = Session(model, taps)
+    inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
+    versions = {path: parameter._version for path, parameter in _iter_parameters(model)}
+    used: set[int] | None = None
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model, inputs))
+        if backward is not None:
+            stack.enter_context(torch.enable_grad())
+        session.open()
+        try:
+            with counter or nullcontext():
+                output = model(*args, **kwargs)
+            used = used_leaves([tensor for _, tensor in iter_tensors(output)])
+            if backward is not None:
+                _run_backward(backward, output)
+        finally:
+            session.close()
+    notes = list(session.notes)
+    changed = [path for path, parameter in _iter_parameters(model) if parameter._version != versions[path]]
+    if changed:
+        notes.append(f"this run itself changed parameters in place: {', '.join(changed[:5])}; they are not restored")
+    return _build(model, modules, log, parameters, used, backward is not None, str(device), notes)
+
+
+def _taps(
+    model: nn.Module, modules: list[Any], log: CallLog, parameters: dict[str, ParameterLog]
+) -> list[Tap | CallTap]:
+    taps: list[Tap | CallTap] = []
+    seen: set[int] = set()
+    for path, module, chain in modules:
+        if id(module) in seen or is_container(module):
+            continue
+        seen.add(id(module))
+        depth = path.count(".") + 1 if path else 0
+        found = Found(Site(path), module, chain)
+        taps.append(CallTap(found, partial(log.enter, path, depth), _leave(log, path)))
+        if parameters:
+            for port in ("grad_output", "grad_input"):
+                site = Site(path, port=port)
+                taps.append(Tap(Found(site, module, chain), GradientLog(log, path, port), is_exact=False))
+    for path, parameter in _iter_parameters(model):
+        if path in parameters:
+            owner, chain, name = _owner(modules, path)
+            taps.append(Tap(Found(Site(path, port="grad"), owner, chain, name), parameters[path]))
+    return taps
+
+
+def _leave(log: CallLog, path: str) -> Callable[[Any, Any, int], None]:
+    return lambda output, run, call: log.leave(path, output)
+
+
+def _owner(modules: list[Any], path: str) -> tuple[nn.Module, tuple[nn.Module, ...], str]:
+    owner_path, _, name = path.rpartition(".")
+    return next((module, chain, name) for found, module, chain in modules if found == owner_path)
+
+
+def _iter_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter once, under the first of its names."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module, _ in iter_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (join(path, name), parameter))
+    return list(found.values())
+
+
+def _run_backward(backward: Backward, output: Any) -> None:
+    loss = backward(output)
+    if loss is None:
+        return  # it ran backward itself
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise PlanError(f"backward returned {what}: expected a scalar tensor, such as lambda y: y.mean()")
+    if not loss.requires_grad:
+        raise PlanError("backward returned a loss that does not depend on any parameter that requires grad")
+    loss.backward()
+
+
+def _refuse_stepping(model: nn.Module) -> None:
+    for path, parameter in _iter_parameters(model):
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise PlanError(
+                f"{path}: has post-accumulate hooks, which may step an optimizer inside backward and change the weights; "
+                "trace without backward=, or remove them first"
+            )
+
+
+def _build(
+    model: nn.Module,
+    modules: list[Any],
+    log: CallLog,
+    parameters: dict[str, ParameterLog],
+    used: set[int] | None,
+    has_backward: bool,
+    device: str,
+    notes: list[str],
+) -> Trace:
+    classes = {path: module for path, module, _ in modules}
+    counts: dict[str, int] = {}
+    for call in log.calls:
+        counts[call.path] = counts.get(call.path, 0) + 1
+    rows = tuple(_row(call, classes[call.path], counts[call.path]) for call in log.calls)
+    called = {id(classes[path]) for path in counts}
+    unused = [path for path, module, _ in modules if path and not is_container(module) and id(module) not in called]
+    states = []
+    without: list[str] = []
+    for path, parameter in _iter_parameters(model):
+        grad = parameters[path].grad if has_backward else None
+        shape, dtype = shape_text(parameter), str(parameter.dtype).removeprefix("torch.")
+        states.append(ParameterRow(f"{path}:param", shape, dtype, parameter.numel(), parameter.requires_grad, grad))
+        is_unused = grad.norm is None if grad is not None else used is not None and id(parameter) not in used
+        if parameter.requires_grad and is_unused:
+            without.append(path)
+    name = type(unwrap(model)).__name__
+    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), has_backward, device, tuple(notes))
+
+
+def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
+    own = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
+    site = Site(call.path, call=call.call if count > 1 else None)
+    return CallRow(
+        site=str(site),
+        path=call.path,
+        cls=type(module).__name__,
+        call=call.call,
+        depth=call.depth,
+        input=call.input,
+        output=call.output if call.is_complete else "did not return",
+        dtype=call.dtype,
+        parameters=own,
+        time_s=call.time_s,
+        memory_bytes=call.memory_bytes,
+        flops=call.flops if call.is_complete else 0,
+        statistics=statistics_of(call.statistics),
+        grad_output=call.gradients.get("grad_output"),
+        grad_input=call.gradients.get("grad_input"),
+    )

@@ -1,0 +1,1 @@
+"""Views draw records and know nothing of models, hooks or torch."""

@@ -1,0 +1,155 @@
+"""A trace as text: table, tree, and a plain HTML table for notebooks."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from gaff.text import bytes_text, count_text, table
+
+if TYPE_CHECKING:
+    from gaff.record import CallRow, Gradient, Trace
+
+_HEAD = ("site", "class", "input", "output", "params", "time", "flops", "memory", "mean", "std", "min", "max")
+_GRADIENT_HEAD = ("grad out", "grad in")
+_RIGHT = ("params", "time", "flops", "memory", "mean", "std", "min", "max", "elements")
+_FOLD_FROM = 3  # this many equal blocks in a row are folded in the tree
+
+
+def render_table(trace: Trace, width: int | None = None, *, is_plain: bool = False) -> str:
+    """One line for each call, then parameters' gradients if there was a backward pass, then what was not used."""
+    head, rows = _cells(trace)
+    draw = _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT)
+    parts = [summary(trace), draw(head, rows)]
+    if trace.has_backward:
+        parts += ["", draw(("parameter", "shape", "elements", "gradient norm", "zeros"), _parameter_cells(trace))]
+    parts += _endings(trace)
+    return "\n".join(parts)
+
+
+def render_tree(trace: Trace) -> str:
+    """Calls indented by depth; a row of equal blocks is told once."""
+    lines = [summary(trace)]
+    lines += _tree_lines(trace, list(trace.rows))
+    return "\n".join([*lines, *_endings(trace)])
+
+
+def render_html(trace: Trace) -> str:
+    head, rows = _cells(trace)
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    heading = "".join(f"<th>{escape(name)}</th>" for name in head)
+    notes = "".join(f"<p>{escape(line)}</p>" for line in _endings(trace) if line)
+    return f"<p>{escape(summary(trace))}</p><table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>{notes}"
+
+
+def summary(trace: Trace) -> str:
+    top = [row for row in trace.rows if row.depth == min((other.depth for other in trace.rows), default=0)]
+    elements = sum(row.elements for row in trace.parameters)
+    return (
+        f"{trace.model} on {trace.device}: {len(trace.rows)} calls, {count_text(elements)} parameters, "
+        f"{count_text(sum(row.flops for row in top))} flops, {_milliseconds(sum(row.time_s for row in top))} "
+        "while watched"
+    )
+
+
+def _cells(trace: Trace) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    head = _HEAD + (_GRADIENT_HEAD if trace.has_backward else ())
+    return head, [_call_cells(row, trace.has_backward) for row in trace.rows]
+
+
+def _call_cells(row: CallRow, has_backward: bool) -> tuple[str, ...]:
+    numbers = row.statistics
+    values = () if numbers is None else (numbers.mean, numbers.std, numbers.min, numbers.max)
+    cells = (
+        row.site,
+        row.cls,
+        row.input,
+        f"{row.output} {row.dtype}".strip() if row.dtype not in ("", "float32") else row.output,
+        count_text(row.parameters) if row.parameters else "",
+        _milliseconds(row.time_s),
+        count_text(row.flops) if row.flops else "",
+        bytes_text(row.memory_bytes) if row.memory_bytes else "",
+        *(f"{value:.3g}" for value in values),
+        *("" for _ in range(4 - len(values))),
+    )
+    if numbers is not None and numbers.nonfinite:
+        cells = (*cells[:-1], f"{cells[-1]} ({numbers.nonfinite} non-finite)")
+    return (*cells, _gradient(row.grad_output), _gradient(row.grad_input)) if has_backward else cells
+
+
+def _parameter_cells(trace: Trace) -> list[tuple[str, ...]]:
+    rows = []
+    for row in trace.parameters:
+        grad = row.grad
+        norm = "" if grad is None else f"{grad.norm:.4g}" if grad.norm is not None else f"None: {grad.reason}"
+        zeros = f"{grad.zeros:.0%}" if grad is not None and grad.zeros else ""
+        rows.append((row.site, row.shape, count_text(row.elements), norm, zeros))
+    return rows
+
+
+def _endings(trace: Trace) -> list[str]:
+    lines = []
+    if trace.unused_modules:
+        lines.append(f"never called: {', '.join(trace.unused_modules)}")
+    if trace.unused_parameters:
+        lines.append(f"without influence on the output: {', '.join(trace.unused_parameters)}")
+    lines += [f"note: {note}" for note in trace.notes]
+    return ["", *lines] if lines else []
+
+
+def _tree_lines(trace: Trace, rows: list[CallRow]) -> list[str]:
+    lines: list[str] = []
+    blocks = _blocks(rows)
+    at = 0
+    while at < len(blocks):
+        same = at + 1
+        while same < len(blocks) and _shape_of(blocks[same]) == _shape_of(blocks[at]):
+            same += 1
+        count = same - at
+        head = blocks[at][0]
+        if count >= _FOLD_FROM:
+            last = blocks[same - 1][0]
+            lines.append(_tree_line(head, f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"))
+            lines += _tree_lines(trace, blocks[at][1:])
+        else:
+            for block in blocks[at:same]:
+                lines.append(_tree_line(block[0], block[0].site))
+                lines += _tree_lines(trace, block[1:])
+        at = same
+    return lines
+
+
+def _blocks(rows: list[CallRow]) -> list[list[CallRow]]:
+    """Each call with all that happened inside it."""
+    blocks: list[list[CallRow]] = []
+    for row in rows:
+        if blocks and row.depth > blocks[-1][0].depth:
+            blocks[-1].append(row)
+        else:
+            blocks.append([row])
+    return blocks
+
+
+def _shape_of(block: list[CallRow]) -> tuple[tuple[object, ...], ...]:
+    base = block[0].path
+    return tuple(
+        (row.path.removeprefix(base), row.cls, row.input, row.output, row.parameters, row.call == 0) for row in block
+    )
+
+
+def _tree_line(row: CallRow, name: str) -> str:
+    parameters = f"  {count_text(row.parameters)} params" if row.parameters else ""
+    grad = f"  grad {_gradient(row.grad_output)}" if row.grad_output is not None else ""
+    return f"{'  ' * row.depth}{name or ':output'}  {row.cls}  {row.input} -> {row.output}{parameters}{grad}"
+
+
+def _gradient(gradient: Gradient | None) -> str:
+    return "" if gradient is None else str(gradient)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g}ms"
+
+
+def _tabs(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join("\t".join(row) for row in [head, *rows])
