@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gaff.capturing import Capture
 from gaff.errors import PlanError
+from gaff.listing import Sites, list_sites
 from gaff.plan import Options, Plan
 from gaff.record import Trace
 from gaff.taking import Take
@@ -81,3 +82,17 @@ def trace(
     first output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
     """
     return trace_run(model, args, kwargs, backward, flops)
+
+
+def sites(model: nn.Module, /, *what: Any, **inputs: Any) -> Sites:
+    """What can be addressed in ``model``: a tree to print, rows to use.
+
+    Args:
+        model: any module.
+        what: patterns (texts, predicates, modules) limit the list; every other value is an example input, with
+            which the model is run once, and left as it was, to tell shapes, types and calls.
+        inputs: keyword inputs of that run.
+
+    Raises SiteError for a pattern that matches nothing.
+    """
+    return list_sites(model, what, inputs)

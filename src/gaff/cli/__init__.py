@@ -1,0 +1,99 @@
+"""The command line. Importing it, and ``gaff --help``, load neither torch nor any model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from gaff import __version__
+from gaff.errors import GaffError
+
+_MODEL_HELP = (
+    "file.py:name, package.module:name (a module, or what builds one), torchvision:NAME, timm:NAME, "
+    "transformers:FOLDER, or a torch.export file ending in .pt2"
+)
+_INPUT_HELP = (
+    "randn:1x3x224x224 (also zeros:, ones:, randint:1x16:100), an image file, .npy, .safetensors, file.py:name, "
+    "or a text for a model with a tokenizer"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: done; 1: an error, told in one line; 2: the command was not understood."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not hasattr(options, "command"):
+        parser.print_help()
+        return 2
+    try:
+        code: int = import_module(f"gaff.cli.{options.command}").run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001  # whatever a model or a file does, the user gets one line
+        if options.debug:
+            raise
+        print(_one_line(error), file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gaff",
+        description="See any tensor that flows through any PyTorch model, without editing the model.",
+    )
+    parser.add_argument("--version", action="version", version=f"gaff {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_trace(commands)
+    _add_take(commands)
+    _add_sites(commands)
+    return parser
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(commands, "trace", "run a model once and tell every call as a table")
+    parser.add_argument("input", nargs="*", metavar="INPUT", help=_INPUT_HELP)
+    parser.add_argument("--backward", action="store_true", help="also run backward, from the mean of the first output")
+    parser.add_argument("--loss", metavar="FILE:NAME", help="a function from the output to a scalar loss; runs backward")
+    parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
+    parser.add_argument("--no-flops", action="store_true", help="do not count operations; times are closer to bare ones")
+    parser.add_argument("--save", metavar="FILE", help="also write the trace, as JSON")
+
+
+def _add_take(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(commands, "take", "extract features; the model runs only as far as it must")
+    parser.add_argument("sites", nargs="+", metavar="SITE", help="addresses, such as layer4 or 'encoder.layer.*'")
+    parser.add_argument("--input", action="append", default=[], metavar="INPUT", help=f"{_INPUT_HELP}; may be repeated")
+    parser.add_argument("--out", metavar="FILE", help="write the features to this .safetensors file")
+
+
+def _add_sites(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(commands, "sites", "list what can be addressed in a model")
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="only these, such as '**<Conv2d>'")
+    parser.add_argument("--input", action="append", default=[], metavar="INPUT", help=f"tell shapes as well: {_INPUT_HELP}")
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=summary)
+    parser.set_defaults(command=name)
+    parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+    parser.add_argument("--plain", action="store_true", help="cells separated by tabs, nothing cut")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _one_line(error: Exception) -> str:
+    kind = "" if isinstance(error, GaffError) else f"{type(error).__name__}: "
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines) or "no message"
+    return f"gaff: {kind}{text if len(text) <= 500 else text[:499] + '~'}"

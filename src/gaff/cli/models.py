@@ -1,0 +1,130 @@
+"""MODEL and file.py:name on the command line. Nothing is unpickled, nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from gaff.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model and how it wants its inputs. ``image``: PIL image -> tensor with a batch dimension."""
+
+    model: nn.Module
+    image: Callable[[Any], Any] | None = None
+    folder: str | None = None  # of a transformers model: its tokenizer and image processor are there
+
+
+def load_model(spec: str) -> Loaded:
+    """Raises PlanError that says what was expected; import errors of the user's own file pass through."""
+    scheme, _, name = spec.partition(":")
+    loaders = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
+    if scheme in loaders and name:
+        return loaders[scheme](name)
+    if spec.endswith(".pt2"):
+        return Loaded(_exported(spec))
+    module, value = load_name(spec)
+    built = value if isinstance(value, nn.Module) else value() if callable(value) else value
+    if not isinstance(built, nn.Module):
+        raise PlanError(f"{spec}: is a {type(built).__name__}: expected a torch module, or a function that builds one")
+    return Loaded(built, getattr(module, "preprocess", None))
+
+
+def load_name(spec: str) -> tuple[ModuleType, Any]:
+    """The module and the object behind ``file.py:name`` or ``package.module:name``."""
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise PlanError(f"{spec!r} is no model: expected file.py:name, package.module:name, torchvision:NAME, "
+                        "timm:NAME, transformers:FOLDER or a .pt2 file")  # fmt: skip
+    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            there = ", ".join(sorted(key for key in vars(module) if not key.startswith("_"))[:12])
+            raise PlanError(f"{spec}: {source} has no {part!r}: expected one of {there}")
+        value = getattr(value, part)
+    return module, value
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise PlanError(f"{str(path)!r} is no file: expected a Python file that defines the name after the colon")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise PlanError(f"{str(path)!r} cannot be imported: expected a Python file")
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+        return known
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(path.resolve())
+    sys.path.insert(0, str(path.resolve().parent))  # as if the file were run
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _torchvision(name: str) -> Loaded:
+    models = _need("torchvision.models")
+    if name not in models.list_models():
+        raise PlanError(f"torchvision has no model {name!r}: expected one of {', '.join(_alike(name, models.list_models()))}")
+    weights = models.get_model_weights(name).DEFAULT
+    transform = weights.transforms()
+    return Loaded(models.get_model(name, weights=None).eval(), lambda image: transform(image).unsqueeze(0))
+
+
+def _timm(name: str) -> Loaded:
+    timm = _need("timm")
+    if not timm.is_model(name):
+        raise PlanError(f"timm has no model {name!r}: expected one of {', '.join(_alike(name, timm.list_models()))}")
+    model = timm.create_model(name, pretrained=False).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    return Loaded(model, lambda image: transform(image).unsqueeze(0))
+
+
+def _transformers(folder: str) -> Loaded:
+    if not Path(folder, "config.json").is_file():
+        raise PlanError(f"transformers:{folder} holds no config.json: expected the folder of a saved model")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    transformers = _need("transformers")
+    model = transformers.AutoModel.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
+    return Loaded(model.eval(), None, folder)
+
+
+def _exported(path: str) -> nn.Module:
+    """An exported program with its module hierarchy back, so that its sites have the original paths."""
+    import torch
+
+    if not Path(path).is_file():
+        raise PlanError(f"{path!r} is no file: expected what torch.export.save wrote")
+    return torch.export.unflatten(torch.export.load(path))
+
+
+def _need(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PlanError(f"{name} cannot be imported ({error}): install it, or give the model as file.py:name") from None
+
+
+def _alike(name: str, names: list[str]) -> list[str]:
+    from gaff.sites import nearest
+
+    return nearest(name, names, 5) or names[:5]

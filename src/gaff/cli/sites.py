@@ -1,0 +1,24 @@
+"""``gaff sites MODEL [PATTERN...]``"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from gaff.api import sites
+from gaff.cli.inputs import load_inputs
+from gaff.cli.models import load_model
+
+
+def run(options: Namespace) -> int:
+    loaded = load_model(options.model)
+    args, kwargs = load_inputs(options.input, loaded) if options.input else ((), {})
+    found = sites(loaded.model, *options.patterns, *args, **kwargs)
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    elif options.plain:
+        for row in found:
+            print("\t".join((row.site, row.cls, str(row.elements), row.input, row.output, row.dtype)))
+    else:
+        print(found)
+    return 0
