@@ -27,7 +27,7 @@ _HOMES = {
 }
 _MODULES = ("errors", "keep")
 
-__all__ = [  # noqa: PLE0604  # names loaded on demand
+__all__ = [  # names loaded on demand
     *_MODULES,
     *_HOMES,
 ]

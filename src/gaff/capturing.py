@@ -60,7 +60,9 @@ class Capture:
             stream.is_foreign = self._session.clock.is_foreign
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._session.close()
         if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
             raise_if_silent(self.receipt, self._ran())
@@ -133,7 +135,9 @@ class Capture:
 
     def _make_tensor_tap(self, name: str, tensor: Tensor) -> TensorTap:
         if any(site.path == name for site in self._streams):
-            raise PlanError(f"name {name!r} is also the path of a captured site: expected another keyword for the tensor")
+            raise PlanError(
+                f"name {name!r} is also the path of a captured site: expected another keyword for the tensor"
+            )
         site = Site(name, port="grad")
         keeper = make_keeper(self._plan.options, None, site)
         stream = self._by_name[name] = Stream(name, site, keeper, self._ledger, self._plan.options.last)

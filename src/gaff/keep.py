@@ -28,7 +28,9 @@ class Part:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if not -tensor.dim() <= self.dim < tensor.dim():
-            raise PlanError(f"dimension {self.dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}")
+            raise PlanError(
+                f"dimension {self.dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}"
+            )
         size = tensor.shape[self.dim]
         if isinstance(self.index, slice):
             chosen: list[int] = list(range(size))[self.index]
@@ -55,7 +57,9 @@ class Heads:
     def __call__(self, tensor: Tensor) -> Tensor:
         width = tensor.shape[-1] if tensor.dim() else 0
         if not width or width % self.count:
-            raise PlanError(f"{self.count} heads asked of a tensor of shape {tuple(tensor.shape)}: {width} cannot be cut so")
+            raise PlanError(
+                f"{self.count} heads asked of a tensor of shape {tuple(tensor.shape)}: {width} cannot be cut so"
+            )
         return Part(self.index, -2)(tensor.unflatten(-1, (self.count, width // self.count)))
 
 

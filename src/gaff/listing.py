@@ -13,10 +13,8 @@ from gaff.plan import Plan
 from gaff.select import is_container, iter_modules
 from gaff.sinks.tracing import shape_text
 from gaff.sites import Site
-from gaff.text import count_text
+from gaff.text import count_text, fold
 from gaff.tracing import trace_run
-
-_FOLD_FROM = 3  # this many equal siblings in a row are told once
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class Sites(Sequence[ModuleRow]):
     def __str__(self) -> str:
         if not self._is_whole:
             return "\n".join(_line(row, row.site) for row in self.rows)
-        return "\n".join(_fold(list(self.rows), 0))
+        return "\n".join(fold(self.rows, _is_inside, _likeness, _tree_line))
 
     __repr__ = __str__
 
@@ -74,9 +72,7 @@ def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any]) ->
     if patterns:
         found = Plan.of(*patterns).check(model)
         by_path = {row.path: row for row in rows}
-        wanted = [
-            (str(item.found.site), by_path[_module_path(item.found.site, item.found.name)]) for item in found
-        ]
+        wanted = [(str(item.found.site), by_path[_module_path(item.found.site, item.found.name)]) for item in found]
         rows = [_renamed(row, site) for site, row in wanted]
     return Sites(type(model).__name__, rows, is_whole=not patterns)
 
@@ -112,7 +108,9 @@ def _iter_rows(model: nn.Module) -> Iterator[ModuleRow]:
         )
 
 
-def _with_shapes(model: nn.Module, rows: list[ModuleRow], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ModuleRow]:
+def _with_shapes(
+    model: nn.Module, rows: list[ModuleRow], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[ModuleRow]:
     trace = trace_run(model, args, kwargs, None, has_flops=False)
     calls: dict[str, list[Any]] = {}
     for call in trace.rows:
@@ -131,45 +129,30 @@ def _renamed(row: ModuleRow, site: str) -> ModuleRow:
     return ModuleRow(**{**asdict(row), "site": site})
 
 
-def _fold(rows: list[ModuleRow], depth: int) -> list[str]:
-    lines: list[str] = []
-    blocks = _blocks(rows)
-    at = 0
-    while at < len(blocks):
-        same = at + 1
-        while same < len(blocks) and _shape_of(blocks[same]) == _shape_of(blocks[at]):
-            same += 1
-        head, count = blocks[at][0], same - at
-        if count >= _FOLD_FROM:
-            name = f"{head.site} ... {blocks[same - 1][0].site.rpartition('.')[2]} ({count}x)"
-            lines.append("  " * depth + _line(head, name))
-            lines += _fold(blocks[at][1:], depth + 1)
-        else:
-            for block in blocks[at:same]:
-                lines.append("  " * depth + _line(block[0], block[0].site))
-                lines += _fold(block[1:], depth + 1)
-        at = same
-    return lines
+def _is_inside(row: ModuleRow, head: ModuleRow) -> bool:
+    return not head.path or row.path.startswith(head.path + ".")
 
 
-def _blocks(rows: list[ModuleRow]) -> list[list[ModuleRow]]:
-    """Each of the topmost modules with all that is inside it."""
-    blocks: list[list[ModuleRow]] = []
-    for row in rows:
-        is_inside = blocks and (row.path.startswith(blocks[-1][0].path + ".") or blocks[-1][0].path == "")
-        if is_inside:
-            blocks[-1].append(row)
-        else:
-            blocks.append([row])
-    return blocks
-
-
-def _shape_of(block: list[ModuleRow]) -> tuple[Any, ...]:
+def _likeness(block: Sequence[ModuleRow]) -> tuple[Any, ...]:
     base = block[0].path
     return tuple(
-        (row.path.removeprefix(base), row.cls, tuple(row.parameters.items()), row.input, row.output, row.calls, row.same_as)
+        (
+            row.path.removeprefix(base),
+            row.cls,
+            tuple(row.parameters.items()),
+            row.input,
+            row.output,
+            row.calls,
+            row.same_as,
+        )
         for row in block
     )
+
+
+def _tree_line(head: ModuleRow, last: ModuleRow | None, count: int) -> str:
+    depth = head.path.count(".") + 1 if head.path else 0
+    name = head.site if last is None else f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"
+    return "  " * depth + _line(head, name)
 
 
 def _line(row: ModuleRow, name: str) -> str:
@@ -178,7 +161,8 @@ def _line(row: ModuleRow, name: str) -> str:
         return f"{name}  same module as {row.same_as}"
     if row.input or row.output:
         calls = f" ({row.calls} calls)" if row.calls and row.calls > 1 else ""
-        parts.append(f"{row.input} -> {row.output} {row.dtype}".rstrip() + calls)
+        dtype = f" {row.dtype}" if row.dtype not in ("", "float32") else ""
+        parts.append(f"{row.input} -> {row.output}{dtype}{calls}")
     elif row.calls == 0 and row.is_called:
         parts.append("not called")
     parts += [f".{key} {shape}" for key, shape in row.parameters.items()]
@@ -187,4 +171,3 @@ def _line(row: ModuleRow, name: str) -> str:
     if row.elements and not row.parameters:
         parts.append(f"({count_text(row.elements)} params)")
     return "  ".join(parts)
-

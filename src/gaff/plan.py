@@ -136,7 +136,9 @@ class Plan:
             if request.reduce is not None:
                 row["reduce"] = keep_part.to_dict(request.reduce)
             requests.append(row)
-        return json.dumps({"gaff_plan": _FORMAT, "requests": requests, "options": _options_dict(self.options)}, indent=1)
+        return json.dumps(
+            {"gaff_plan": _FORMAT, "requests": requests, "options": _options_dict(self.options)}, indent=1
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -169,7 +171,17 @@ def parse_bytes(size: int | str) -> int:
         if size <= 0:
             raise PlanError(f"budget={size!r} leaves no room: expected a positive number of bytes, or '4GB'")
         return size
-    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "B": 1}
+    units = {
+        "KB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "TB": 1e12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+        "B": 1,
+    }
     text = size.strip().upper()
     for unit, factor in units.items():
         number = text.removesuffix(unit).strip()
@@ -192,7 +204,9 @@ def _requests(patterns: Iterable[Any], optional: bool = False) -> Iterable[Reque
         elif isinstance(pattern, str):
             yield Request(parse(pattern), optional)
         elif isinstance(pattern, Tensor):
-            raise PlanError("a tensor was given as a pattern: expected it by keyword, gaff.capture(model, b=b), to name it")
+            raise PlanError(
+                "a tensor was given as a pattern: expected it by keyword, gaff.capture(model, b=b), to name it"
+            )
         elif isinstance(pattern, (Site, Pattern, nn.Module)) or callable(pattern):
             yield Request(pattern, optional)
         else:

@@ -40,7 +40,8 @@ class Receipt:
 
     def __str__(self) -> str:
         rows = [
-            (row.pattern, row.site, str(row.fired), _some(row.none), _some(row.skipped), row.reason) for row in self.rows
+            (row.pattern, row.site, str(row.fired), _some(row.none), _some(row.skipped), row.reason)
+            for row in self.rows
         ]
         lines = [f"{self.runs} run{'' if self.runs == 1 else 's'}, {len(self.rows)} sites"]
         lines += [f"not bitwise: {note}" for note in self.notes]

@@ -239,7 +239,9 @@ def _no_state(model: nn.Module, site: Site, kind: str) -> str:
     if found is not None:
         owned = found[0]._buffers if kind == "buffer" else found[0]._parameters
         have = ", ".join(f"{join(site.path, name)}:{site.port}" for name in owned) or f"no {kind} of its own"
-        return f"{site}: {site.path!r} is a module, not a {kind}: it has {have}; its gradient is {site.path}:grad_output"
+        return (
+            f"{site}: {site.path!r} is a module, not a {kind}: it has {have}; its gradient is {site.path}:grad_output"
+        )
     states = [
         join(path, name)
         for path, module, _ in iter_modules(model)

@@ -122,7 +122,9 @@ class Take(nn.Module):
                 found = self.forward(*moved[0], **moved[1])
             for address, value in found.items():
                 if not isinstance(value, Tensor):
-                    raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
+                    raise SiteError(
+                        f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]"
+                    )
                 parts.setdefault(address, []).append(value.to(to))
         return {address: _join(address, tensors) for address, tensors in parts.items()}
 
@@ -247,4 +249,3 @@ def _progress(loader: Iterable[Any], is_wanted: bool) -> Iterable[Any]:
     total = len(loader) if hasattr(loader, "__len__") else None
     console = Console(stderr=True)
     return track(loader, "gaff take", total=total, console=console, transient=True) if console.is_terminal else loader
-

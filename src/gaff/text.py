@@ -2,40 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+_Row = TypeVar("_Row")
+_NARROWEST = 6  # characters to which a column is cut at most
+_FOLD_FROM = 3  # this many equal blocks in a row are told once
 
 
 def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None, right: Sequence[str] = ()
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int | None = None,
+    right: Sequence[str] = (),
+    tail: Sequence[str] = (),
 ) -> str:
     """Aligned columns, two spaces apart; empty columns are left out. ``right``: columns set flush right.
 
-    ``width`` cuts the widest columns, with ``~``, until the table fits.
+    ``width`` cuts the widest columns, with ``~``, until the table fits; of columns in ``tail`` the end is kept.
     """
     used = [number for number in range(len(head)) if any(row[number] for row in rows)] or [0]
     cells = [[head[number] for number in used], *([row[number] for number in used] for row in rows)]
     widths = [max(len(row[number]) for row in cells) for number in range(len(used))]
     if width is not None:
         widths = _fit(widths, width)
-    flush = [head[number] in right for number in used]
-    return "\n".join(
-        "  ".join(
-            (_cut(cell, wide).rjust if is_right else _cut(cell, wide).ljust)(wide)
-            for cell, wide, is_right in zip(row, widths, flush, strict=True)
-        ).rstrip()
-        for row in cells
-    )
+    flush = [(head[number] in right, head[number] in tail) for number in used]
+    lines = []
+    for row in cells:
+        shown = []
+        for cell, wide, (is_right, is_tail) in zip(row, widths, flush, strict=True):
+            text = _cut(cell, wide, is_tail)
+            shown.append(text.rjust(wide) if is_right else text.ljust(wide))
+        lines.append("  ".join(shown).rstrip())
+    return "\n".join(lines)
+
+
+def fold(
+    rows: Sequence[_Row],
+    is_inside: Callable[[_Row, _Row], bool],
+    likeness: Callable[[Sequence[_Row]], Hashable],
+    line: Callable[[_Row, _Row | None, int], str],
+) -> list[str]:
+    """Lines of a tree in which blocks alike that follow each other are told once.
+
+    ``rows`` come parents first. ``is_inside(row, head)``: whether a row belongs under a head; ``likeness(block)`` is
+    equal for blocks to be folded; ``line(head, last, count)``: the text of a head, which stands for ``count`` blocks
+    up to ``last`` (None, and 1, when it stands for itself).
+    """
+    blocks: list[list[_Row]] = []
+    for row in rows:
+        if blocks and is_inside(row, blocks[-1][0]):
+            blocks[-1].append(row)
+        else:
+            blocks.append([row])
+    lines: list[str] = []
+    at = 0
+    while at < len(blocks):
+        same = at + 1
+        while same < len(blocks) and likeness(blocks[same]) == likeness(blocks[at]):
+            same += 1
+        if same - at < _FOLD_FROM:
+            same = at + 1
+        last = blocks[same - 1][0] if same > at + 1 else None
+        lines.append(line(blocks[at][0], last, same - at))
+        lines += fold(blocks[at][1:], is_inside, likeness, line)
+        at = same
+    return lines
 
 
 def _fit(widths: list[int], width: int) -> list[int]:
     widths = list(widths)
-    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 6:
+    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
     return widths
 
 
-def _cut(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else cell[: width - 1] + "~"
+def _cut(cell: str, width: int, is_tail: bool) -> str:
+    if len(cell) <= width:
+        return cell
+    return "~" + cell[len(cell) - width + 1 :] if is_tail else cell[: width - 1] + "~"
 
 
 def count_text(number: float) -> str:

@@ -18,7 +18,9 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]
     Copies every buffer once. Random states: torch on the CPU and on all initialised GPUs, Python's, NumPy's.
     """
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    contents = {id(tensor): tensor.detach().clone() for _, owned in buffers for tensor in owned.values() if tensor is not None}
+    contents = {
+        id(tensor): tensor.detach().clone() for _, owned in buffers for tensor in owned.values() if tensor is not None
+    }
     modes = [(module, module.training) for module in model.modules()]
     leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf and tensor.requires_grad]
     gradients = [(tensor, tensor.grad) for tensor in leaves]

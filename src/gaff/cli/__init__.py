@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # noqa: BLE001  # whatever a model or a file does, the user gets one line
+    except Exception as error:  # whatever a model or a file does, the user gets one line
         if options.debug:
             raise
         print(_one_line(error), file=sys.stderr)
@@ -61,9 +61,13 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = _command(commands, "trace", "run a model once and tell every call as a table")
     parser.add_argument("input", nargs="*", metavar="INPUT", help=_INPUT_HELP)
     parser.add_argument("--backward", action="store_true", help="also run backward, from the mean of the first output")
-    parser.add_argument("--loss", metavar="FILE:NAME", help="a function from the output to a scalar loss; runs backward")
+    parser.add_argument(
+        "--loss", metavar="FILE:NAME", help="a function from the output to a scalar loss; runs backward"
+    )
     parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
-    parser.add_argument("--no-flops", action="store_true", help="do not count operations; times are closer to bare ones")
+    parser.add_argument(
+        "--no-flops", action="store_true", help="do not count operations; times are closer to bare ones"
+    )
     parser.add_argument("--save", metavar="FILE", help="also write the trace, as JSON")
 
 
@@ -77,7 +81,9 @@ def _add_take(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_sites(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _command(commands, "sites", "list what can be addressed in a model")
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="only these, such as '**<Conv2d>'")
-    parser.add_argument("--input", action="append", default=[], metavar="INPUT", help=f"tell shapes as well: {_INPUT_HELP}")
+    parser.add_argument(
+        "--input", action="append", default=[], metavar="INPUT", help=f"tell shapes as well: {_INPUT_HELP}"
+    )
 
 
 def _command(

@@ -57,7 +57,9 @@ def _made(spec: str, maker: str, rest: str) -> Tensor:
     sizes, _, high = rest.partition(":")
     parts = sizes.split("x")
     if not all(part.isdigit() for part in parts) or (high and not high.isdigit()):
-        raise PlanError(f"input {spec!r} has no shape: expected {maker}:1x3x224x224" + (":100" if maker == "randint" else ""))
+        raise PlanError(
+            f"input {spec!r} has no shape: expected {maker}:1x3x224x224" + (":100" if maker == "randint" else "")
+        )
     shape = [int(part) for part in parts]
     generator = torch.Generator().manual_seed(0)
     if maker == "randn":
@@ -72,7 +74,9 @@ def _image(spec: str, loaded: Loaded) -> Call:
     if loaded.image is not None:
         return (loaded.image(image),), {}
     if loaded.folder is not None:
-        processor = _need("transformers", "transformers").AutoImageProcessor.from_pretrained(loaded.folder, local_files_only=True)
+        processor = _need("transformers", "transformers").AutoImageProcessor.from_pretrained(
+            loaded.folder, local_files_only=True
+        )
         return (), dict(processor(images=image, return_tensors="pt"))
     numpy = _need("numpy", "images")
     pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1).float() / 255

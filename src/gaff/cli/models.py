@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from gaff.cli.exported import load_exported
 from gaff.errors import PlanError
 
 
@@ -33,7 +34,7 @@ def load_model(spec: str) -> Loaded:
     if scheme in loaders and name:
         return loaders[scheme](name)
     if spec.endswith(".pt2"):
-        return Loaded(_exported(spec))
+        return Loaded(load_exported(spec))
     module, value = load_name(spec)
     built = value if isinstance(value, nn.Module) else value() if callable(value) else value
     if not isinstance(built, nn.Module):
@@ -82,7 +83,9 @@ def _import_module(name: str) -> ModuleType:
 def _torchvision(name: str) -> Loaded:
     models = _need("torchvision.models")
     if name not in models.list_models():
-        raise PlanError(f"torchvision has no model {name!r}: expected one of {', '.join(_alike(name, models.list_models()))}")
+        raise PlanError(
+            f"torchvision has no model {name!r}: expected one of {', '.join(_alike(name, models.list_models()))}"
+        )
     weights = models.get_model_weights(name).DEFAULT
     transform = weights.transforms()
     return Loaded(models.get_model(name, weights=None).eval(), lambda image: transform(image).unsqueeze(0))
@@ -106,15 +109,6 @@ def _transformers(folder: str) -> Loaded:
         folder, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
     return Loaded(model.eval(), None, folder)
-
-
-def _exported(path: str) -> nn.Module:
-    """An exported program with its module hierarchy back, so that its sites have the original paths."""
-    import torch
-
-    if not Path(path).is_file():
-        raise PlanError(f"{path!r} is no file: expected what torch.export.save wrote")
-    return torch.export.unflatten(torch.export.load(path))
 
 
 def _need(name: str) -> Any:

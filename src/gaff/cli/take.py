@@ -32,9 +32,19 @@ def run(options: Namespace) -> int:
         features = _flat(extractor(*args, **kwargs))
     if options.out is not None:
         _save(features, options.out, options.model)
-    rows = [(name, shape_text(x), str(x.dtype).removeprefix("torch."), bytes_text(x.nbytes)) for name, x in features.items()]
+    rows = [
+        (name, shape_text(x), str(x.dtype).removeprefix("torch."), bytes_text(x.nbytes)) for name, x in features.items()
+    ]
     if options.json:
-        print(json.dumps({name: {"shape": list(x.shape), "dtype": dtype} for (name, x), (_, _, dtype, _) in zip(features.items(), rows, strict=True)}, indent=1))
+        print(
+            json.dumps(
+                {
+                    name: {"shape": list(x.shape), "dtype": dtype}
+                    for (name, x), (_, _, dtype, _) in zip(features.items(), rows, strict=True)
+                },
+                indent=1,
+            )
+        )
     elif options.plain:
         print("\n".join("\t".join(row) for row in rows))
     else:

@@ -33,7 +33,19 @@ class Frame:
 class Run:
     """One outermost call. ``entered`` and ``left`` count calls for each hooked module."""
 
-    __slots__ = ("entered", "foreign", "frames", "has_backward", "index", "is_waiting", "left", "once", "outermost", "step", "thread")
+    __slots__ = (
+        "entered",
+        "foreign",
+        "frames",
+        "has_backward",
+        "index",
+        "is_waiting",
+        "left",
+        "once",
+        "outermost",
+        "step",
+        "thread",
+    )
 
     def __init__(self, index: int, step: int, size: int, foreign: set[int]) -> None:
         self.index = index
@@ -92,7 +104,12 @@ class Clock:
         """A hooked module is entered in an ordinary forward: its run, opened if this call is the outermost."""
         thread = get_ident()
         run = self.open.get(thread)
-        if run is not None and run.frames and run.frames[-1].owner not in owner.above and not _is_running(run.outermost):
+        if (
+            run is not None
+            and run.frames
+            and run.frames[-1].owner not in owner.above
+            and not _is_running(run.outermost)
+        ):
             run = None  # an exception such as Ctrl-C went past every hook: that run is over
         if run is None:
             run = self.begin(args, kwargs)

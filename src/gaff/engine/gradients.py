@@ -213,7 +213,9 @@ class InputShare(_Arm):
         outputs = [found for _, found in iter_tensors(output)]
         is_changed = _version(tensor) != version
         if any(found is tensor for found in outputs) and not is_changed:
-            self._stream.refuse(run, call, "the module returned its input itself: ask for :input_grad, the total gradient")
+            self._stream.refuse(
+                run, call, "the module returned its input itself: ask for :input_grad, the total gradient"
+            )
         elif tensor._is_view() and is_changed:
             self._stream.refuse(run, call, "the input is a view that the module changed in place")
         else:
@@ -353,7 +355,9 @@ def _settle(armed: Armed) -> None:
         armed.stream.absent(armed.run, armed.call, NOT_REACHED)
         return
     was = "was changed in place later" if tensor is not None else "may have been changed in place later"
-    armed.stream.refuse(armed.run, armed.call, f"no gradient arrived, and it is a view that {was}: torch then tells none")
+    armed.stream.refuse(
+        armed.run, armed.call, f"no gradient arrived, and it is a view that {was}: torch then tells none"
+    )
 
 
 def _version(tensor: Tensor) -> int:

@@ -33,7 +33,19 @@ class Node:
     recomputes the module, since its first pass had no graph.
     """
 
-    __slots__ = ("above", "arms", "clock", "entries", "entry_arms", "exits", "has_entry", "index", "module", "open", "replay")
+    __slots__ = (
+        "above",
+        "arms",
+        "clock",
+        "entries",
+        "entry_arms",
+        "exits",
+        "has_entry",
+        "index",
+        "module",
+        "open",
+        "replay",
+    )
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
@@ -155,9 +167,7 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         _arm_after(node, output, run, call)
 
 
-def _after_unusual(
-    node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
+def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """A recomputation, a torch.func transform, or a run that is this one call."""
     if backward_task() != -1:
         _after_again(node, output)

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class StopForward(Exception):  # noqa: N818  # an Exception, not a BaseException: torch cleans up only after these
+class StopForward(Exception):  # an Exception, not a BaseException: torch cleans up only after these
     """Raised at the last wanted site, caught by gaff. One string argument, so that torch can pass it on."""

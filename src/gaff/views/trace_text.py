@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from gaff.text import bytes_text, count_text, table
+from gaff.text import bytes_text, count_text, fold, table
 
 if TYPE_CHECKING:
     from gaff.record import CallRow, Gradient, Trace
@@ -13,13 +14,13 @@ if TYPE_CHECKING:
 _HEAD = ("site", "class", "input", "output", "params", "time", "flops", "memory", "mean", "std", "min", "max")
 _GRADIENT_HEAD = ("grad out", "grad in")
 _RIGHT = ("params", "time", "flops", "memory", "mean", "std", "min", "max", "elements")
-_FOLD_FROM = 3  # this many equal blocks in a row are folded in the tree
+_TAIL = ("site", "parameter")  # of these the end tells most
 
 
 def render_table(trace: Trace, width: int | None = None, *, is_plain: bool = False) -> str:
     """One line for each call, then parameters' gradients if there was a backward pass, then what was not used."""
     head, rows = _cells(trace)
-    draw = _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT)
+    draw = _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT, tail=_TAIL)
     parts = [summary(trace), draw(head, rows)]
     if trace.has_backward:
         parts += ["", draw(("parameter", "shape", "elements", "gradient norm", "zeros"), _parameter_cells(trace))]
@@ -29,9 +30,8 @@ def render_table(trace: Trace, width: int | None = None, *, is_plain: bool = Fal
 
 def render_tree(trace: Trace) -> str:
     """Calls indented by depth; a row of equal blocks is told once."""
-    lines = [summary(trace)]
-    lines += _tree_lines(trace, list(trace.rows))
-    return "\n".join([*lines, *_endings(trace)])
+    lines = fold(trace.rows, _is_inside, _likeness, _tree_line)
+    return "\n".join([summary(trace), *lines, *_endings(trace)])
 
 
 def render_html(trace: Trace) -> str:
@@ -39,7 +39,9 @@ def render_html(trace: Trace) -> str:
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     heading = "".join(f"<th>{escape(name)}</th>" for name in head)
     notes = "".join(f"<p>{escape(line)}</p>" for line in _endings(trace) if line)
-    return f"<p>{escape(summary(trace))}</p><table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>{notes}"
+    return (
+        f"<p>{escape(summary(trace))}</p><table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>{notes}"
+    )
 
 
 def summary(trace: Trace) -> str:
@@ -97,50 +99,22 @@ def _endings(trace: Trace) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _tree_lines(trace: Trace, rows: list[CallRow]) -> list[str]:
-    lines: list[str] = []
-    blocks = _blocks(rows)
-    at = 0
-    while at < len(blocks):
-        same = at + 1
-        while same < len(blocks) and _shape_of(blocks[same]) == _shape_of(blocks[at]):
-            same += 1
-        count = same - at
-        head = blocks[at][0]
-        if count >= _FOLD_FROM:
-            last = blocks[same - 1][0]
-            lines.append(_tree_line(head, f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"))
-            lines += _tree_lines(trace, blocks[at][1:])
-        else:
-            for block in blocks[at:same]:
-                lines.append(_tree_line(block[0], block[0].site))
-                lines += _tree_lines(trace, block[1:])
-        at = same
-    return lines
+def _is_inside(row: CallRow, head: CallRow) -> bool:
+    return row.depth > head.depth
 
 
-def _blocks(rows: list[CallRow]) -> list[list[CallRow]]:
-    """Each call with all that happened inside it."""
-    blocks: list[list[CallRow]] = []
-    for row in rows:
-        if blocks and row.depth > blocks[-1][0].depth:
-            blocks[-1].append(row)
-        else:
-            blocks.append([row])
-    return blocks
-
-
-def _shape_of(block: list[CallRow]) -> tuple[tuple[object, ...], ...]:
+def _likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
     base = block[0].path
     return tuple(
         (row.path.removeprefix(base), row.cls, row.input, row.output, row.parameters, row.call == 0) for row in block
     )
 
 
-def _tree_line(row: CallRow, name: str) -> str:
-    parameters = f"  {count_text(row.parameters)} params" if row.parameters else ""
-    grad = f"  grad {_gradient(row.grad_output)}" if row.grad_output is not None else ""
-    return f"{'  ' * row.depth}{name or ':output'}  {row.cls}  {row.input} -> {row.output}{parameters}{grad}"
+def _tree_line(head: CallRow, last: CallRow | None, count: int) -> str:
+    name = head.site if last is None else f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"
+    parameters = f"  {count_text(head.parameters)} params" if head.parameters else ""
+    grad = f"  grad {_gradient(head.grad_output)}" if head.grad_output is not None else ""
+    return f"{'  ' * head.depth}{name}  {head.cls}  {head.input} -> {head.output}{parameters}{grad}"
 
 
 def _gradient(gradient: Gradient | None) -> str:

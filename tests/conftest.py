@@ -1,0 +1,42 @@
+"""Every test ends as it began: no hook, mode, flag or random draw of ours is left anywhere."""
+
+import sys
+
+import pytest
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+GLOBAL_TABLES = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+)
+
+
+def global_state():
+    optimizer = sys.modules["torch.optim.optimizer"]
+    stance = sys.modules.get("torch._dynamo.eval_frame")
+    return {
+        **{name: len(getattr(module_hooks, name)) for name in GLOBAL_TABLES},
+        "optimizer hooks": len(optimizer._global_optimizer_post_hooks) + len(optimizer._global_optimizer_pre_hooks),
+        "dispatch modes": len(_get_current_dispatch_mode_stack()),
+        "function modes": torch._C._len_torch_function_stack(),
+        "grad mode": torch.is_grad_enabled(),
+        "stance": getattr(getattr(stance, "_stance", None), "stance", "default"),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_residue():
+    before = global_state()
+    yield
+    assert global_state() == before
