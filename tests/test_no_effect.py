@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from zoo import ZOO, loss_of
 
 import gaff
 from gaff.values import iter_tensors
+from zoo import ZOO, loss_of
 
 EVERYTHING = [
     *(gaff.maybe(f"{head}:{port}") for port in ("output", "input", "grad_output", "grad_input", "input_grad") for head in ("", "**")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import attrgetter
@@ -14,7 +15,7 @@ from gaff.engine.session import Session, Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow
-from gaff.select import identity, resolve
+from gaff.select import Found, identity, is_there, resolve
 from gaff.sinks.capture import Reading, Stream, make_keeper
 from gaff.sinks.ledger import Ledger
 from gaff.sites import Site, every_call
@@ -49,6 +50,7 @@ class Capture:
         self._by_name: dict[str, Stream] = {}  # plain tensors
         self._by_object: dict[tuple[object, ...], Stream] = {}
         self._missing: list[str] = []
+        self._places: list[tuple[Found, Stream]] = []
         self._model = model
         taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
@@ -64,6 +66,7 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.close()
+        self._report_replaced()
         if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
             raise_if_silent(self.receipt, self._ran())
 
@@ -111,6 +114,14 @@ class Capture:
     def __repr__(self) -> str:
         return f"<gaff capture, {'open' if self._session.is_open else 'closed'}>\n{self.receipt}"
 
+    def _report_replaced(self) -> None:
+        """A module that was replaced while the session was open no longer fires; that must not go unnoticed."""
+        for found, stream in self._places:
+            if not is_there(found):
+                stream.skip("the module was replaced while the session was open: what its successor did was not seen")
+                if stream.fired:
+                    warnings.warn(f"gaff: {stream.site}: {list(stream.reasons)[-1]}", stacklevel=3)
+
     def _ran(self) -> int:
         return self._session.clock.latest.index + 1 if hasattr(self._session, "clock") else 0
 
@@ -130,6 +141,7 @@ class Capture:
                 stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
                 self._by_object[same] = self._streams[found.site] = stream
                 taps.append(Tap(found, stream, is_exact and not request.optional))
+                self._places.append((found, stream))
         self._missing = [str(request) for at, request in enumerate(self._plan.requests) if at not in matched]
         return taps
 

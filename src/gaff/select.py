@@ -91,6 +91,15 @@ def identity(module: nn.Module, name: str, site: Site) -> tuple[object, ...]:
     return id(owned.get(name) if name else module), site.port, site.key, site.call
 
 
+def is_there(found: Found) -> bool:
+    """Whether the module that was found is still the one at its place."""
+    if not found.chain:
+        return True
+    path = found.site.path.rpartition(".")[0] if found.name else found.site.path
+    child = found.chain[-1]._modules.get(path.rpartition(".")[2])
+    return child is not None and unwrap(child) is found.module
+
+
 def refuse_op(address: Address) -> None:
     if address.op is not None:
         raise PlanError(

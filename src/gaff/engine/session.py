@@ -165,7 +165,8 @@ class Session:
                 for depth, node in enumerate(hooked):
                     node.above |= frozenset(hooked[:depth])
                 above[id(chain)] = frozenset(hooked)
-            self._nodes[id(tap.found.module)].above |= above[id(chain)]
+            if id(tap.found.module) in self._nodes:  # a parameter's gradient needs no hook on its owner
+                self._nodes[id(tap.found.module)].above |= above[id(chain)]
         self._fused = surroundings.fused_blocks([node.module for node in self._nodes.values()], model)
         if self._fused:
             self.clock.at_begin.append(self._note_slow_path)

@@ -1,0 +1,40 @@
+"""A module called twice gives two values, in order."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from traps.tools import Gaff, same
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.lin(torch.tanh(self.lin(x)))
+
+
+def trap(tool):
+    model, x = Shared(), torch.randn(2, 4)
+    one = model.lin(x)
+    two = model.lin(torch.tanh(one))
+    found = tool.seen(model, ["lin:output"], lambda: model(x))
+    same(found["lin:output"], [one, two])
+
+
+def test_reading_one_of_two_needs_to_say_which():
+    model, x = Shared(), torch.randn(2, 4)
+    with gaff.capture(model, "lin") as got:
+        model(x)
+    assert torch.equal(got["lin@1"], model(x))
+    with pytest.raises(
+        gaff.SiteError, match="fired 2 times, calls 0 and 1: say got\\['lin@0'\\], or got.all\\('lin'\\)"
+    ):
+        got["lin"]
+
+
+def test_gaff_is_right():
+    trap(Gaff())

@@ -1,0 +1,28 @@
+"""Gradients of a module called twice are told apart by their forward call."""
+
+import torch
+from torch import nn
+
+import gaff
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.lin(torch.tanh(self.lin(x)))
+
+
+def test_each_call_has_its_own_gradient():
+    model, x = Shared(), torch.randn(2, 4)
+    one = model.lin(x)
+    one.retain_grad()
+    two = model.lin(torch.tanh(one))
+    two.retain_grad()
+    two.pow(2).sum().backward()
+    with gaff.capture(model, "lin:grad_output") as got:
+        model(x).pow(2).sum().backward()
+    assert torch.equal(got["lin@0:grad_output"], one.grad)
+    assert torch.equal(got["lin@1:grad_output"], two.grad)
