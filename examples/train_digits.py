@@ -9,7 +9,7 @@ torch.manual_seed(0)
 images, labels = digits()
 net = DigitNet()
 optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-for epoch in range(30):
+for _ in range(30):
     for batch in torch.randperm(TEST_FROM).split(64):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(images[batch]), labels[batch])

@@ -17,7 +17,7 @@ from gaff.tracing import Backward, trace_run
 
 
 def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
-    """Keep values of ``model`` while the returned session is open: ``with gaff.capture(model, "fc", "fc:grad_input") as got``.
+    """Keep values of ``model`` while the session is open: ``with gaff.capture(model, "fc", "fc:grad_input") as got``.
 
     Args:
         model: any module; None (or left out) when only plain tensors are captured.

@@ -32,7 +32,8 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 def sequence_of(node: Node) -> int:
     """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""
-    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
+    number: int = node._sequence_nr()  # type: ignore[attr-defined]
+    return number
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -79,7 +79,8 @@ def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any]) ->
 
 def _split(what: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Texts, sites, predicates and modules are patterns; everything else is an example input."""
-    patterns, args = [], []
+    patterns: list[Any] = []
+    args: list[Any] = []
     for item in what:
         is_pattern = isinstance(item, (str, Site, nn.Module)) or hasattr(item, "matches") or callable(item)
         (patterns if is_pattern else args).append(item)

@@ -103,8 +103,8 @@ def is_there(found: Found) -> bool:
 def refuse_op(address: Address) -> None:
     if address.op is not None:
         raise PlanError(
-            f"{address}: op sites cannot be run yet, only read and printed: "
-            f"expected a module, parameter or buffer; next to it there is {str(replace(address, op=None, op_index=None))!r}"
+            f"{address}: op sites cannot be used yet, only read and printed: "
+            f"expected a module, parameter or buffer, such as {str(replace(address, op=None, op_index=None))!r}"
         )
 
 
@@ -139,7 +139,8 @@ def _walk(
 
 
 def _descend(model: nn.Module, path: str) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
-    module, chain = unwrap(model), ()
+    module = unwrap(model)
+    chain: tuple[nn.Module, ...] = ()
     outer: nn.Module = model
     for name in path.split(".") if path else ():
         child = module._modules.get(name)

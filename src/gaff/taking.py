@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -154,7 +154,7 @@ class Take(nn.Module):
             if feature.fired > 1 and feature.site.call is None and feature.site.port not in ("param", "buffer"):
                 first = str(replace(feature.site, call=0))
                 raise SiteError(
-                    f"{feature.site}: was called {feature.fired} times before the run ended: say which, such as {first!r}"
+                    f"{feature.site}: was called {feature.fired} times in the run: say which, such as {first!r}"
                 )
             if feature.fired:
                 values[str(feature.site)] = read(feature.kept, feature.site)
@@ -246,6 +246,6 @@ def _progress(loader: Iterable[Any], is_wanted: bool) -> Iterable[Any]:
         from rich.progress import track
     except ImportError:
         return loader
-    total = len(loader) if hasattr(loader, "__len__") else None
+    total = len(loader) if isinstance(loader, Sized) else None
     console = Console(stderr=True)
     return track(loader, "gaff take", total=total, console=console, transient=True) if console.is_terminal else loader

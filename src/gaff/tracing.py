@@ -57,7 +57,10 @@ def trace_run(
     changed = [path for path, parameter in _iter_parameters(model) if parameter._version != versions[path]]
     if changed:
         notes.append(f"this run itself changed parameters in place: {', '.join(changed[:5])}; they are not restored")
-    return _build(model, modules, log, parameters, used, backward is not None, str(device), notes)
+    has_backward = backward is not None
+    return _build(
+        model, modules, log, parameters, used=used, has_backward=has_backward, device=str(device), notes=notes
+    )
 
 
 def _taps(
@@ -76,7 +79,7 @@ def _taps(
             for port in ("grad_output", "grad_input"):
                 site = Site(path, port=port)
                 taps.append(Tap(Found(site, module, chain), GradientLog(log, path, port), is_exact=False))
-    for path, parameter in _iter_parameters(model):
+    for path, _ in _iter_parameters(model):
         if path in parameters:
             owner, chain, name = _owner(modules, path)
             taps.append(Tap(Found(Site(path, port="grad"), owner, chain, name), parameters[path]))
@@ -118,7 +121,7 @@ def _refuse_stepping(model: nn.Module) -> None:
     for path, parameter in _iter_parameters(model):
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise PlanError(
-                f"{path}: has post-accumulate hooks, which may step an optimizer inside backward and change the weights; "
+                f"{path}: has post-accumulate hooks, which may step an optimizer inside backward and change weights; "
                 "trace without backward=, or remove them first"
             )
 
@@ -128,6 +131,7 @@ def _build(
     modules: list[Any],
     log: CallLog,
     parameters: dict[str, ParameterLog],
+    *,
     used: set[int] | None,
     has_backward: bool,
     device: str,

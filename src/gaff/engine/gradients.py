@@ -111,12 +111,16 @@ class Gradients:
 
 
 class _Mark:
-    """A stream that only lets ``_arrived`` note the backward pass on its run."""
+    """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
 
     def add(self, value: Any, run: Run, call: int) -> None:
         return
 
-    absent = refuse = add
+    def absent(self, run: Run, call: int, reason: str) -> None:
+        return
+
+    def refuse(self, run: Run, call: int, reason: str) -> None:
+        return
 
     def skip(self, reason: str) -> None:
         return

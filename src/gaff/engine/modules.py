@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
@@ -15,6 +16,8 @@ from gaff.compat import backward_task, transform_level
 from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.stream import EntryArm, EntryTap, ExitArm, ExitTap
 from gaff.errors import PlanError
+
+MISSING: Any = object()
 
 
 class Hook(partial):  # type: ignore[type-arg]  # the one subclass of a concrete class: partial calls at C speed
@@ -65,7 +68,9 @@ class Node:
         if not self.replay.is_waiting:
             return
         for place in self.replay.give_up(run):
-            for arm in [*self.entry_arms, *self.arms]:
+            for entry_arm in self.entry_arms:
+                entry_arm.give_up(*place)
+            for arm in self.arms:
                 arm.give_up(*place)
 
     def install(self, handles: list[Any]) -> None:
@@ -106,7 +111,7 @@ class Replay:
         start = compat.sequence_of(node)
         place = (compat.backward_task(), start)
         position = self._claimed.get(place, 0)
-        while position < len(self._waiting) and self._waiting[position][0] <= start:
+        while position < len(self._waiting) and not self._may_be(self._waiting[position], start):
             position += 1
         if position == len(self._waiting):
             return None
@@ -120,6 +125,13 @@ class Replay:
             self._waiting.append((compat.next_sequence(), run, call))
         return run, call
 
+    def _may_be(self, row: tuple[int, Run, int], start: int) -> bool:
+        """Sequence numbers are counted for each thread; on a device, autograd's own threads recompute."""
+        if row[0] <= start:
+            return False
+        thread = get_ident()
+        return row[1].thread == thread or all(other.ident != thread for other in threading.enumerate())
+
     def give_up(self, run: Run | None = None) -> list[tuple[Run, int]]:
         """Stop waiting, for one run or for all; returns the calls that were never recomputed."""
         lost = [(row[1], row[2]) for row in self._waiting if run is None or row[1] is run]
@@ -129,14 +141,18 @@ class Replay:
         return never
 
 
-def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+# torch notes that a hook takes keywords after it has put the hook in place, and forgets it after it has taken the hook
+# away: a call on another thread at that moment comes without keywords. It is outside the session, and ignored.
+
+
+def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     clock = node.clock
-    if clock.closed:
+    if clock.closed or kwargs is None:
         return
     if backward_task() != -1:
         _before_again(node, args, kwargs)
         return
-    if transform_level() is not None:
+    if transform_level() is not None and clock.is_own_thread():
         _refuse_transform(module)
     run = clock.enter(node, args, kwargs)
     if run is None:
@@ -153,7 +169,7 @@ def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             node.replay.wait(run, call)
 
 
-def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = MISSING) -> None:
     run = node.open.get(get_ident())
     if run is None or backward_task() != -1 or transform_level() is not None:
         _after_unusual(node, module, args, kwargs, output)
@@ -169,12 +185,14 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """A recomputation, a torch.func transform, or a run that is this one call."""
+    if output is MISSING:
+        return
     if backward_task() != -1:
         _after_again(node, output)
         return
     if node.clock.closed:
         return
-    if transform_level() is not None:
+    if transform_level() is not None and node.clock.is_own_thread():
         _refuse_transform(module)
     run = node.clock.begin(args, kwargs)
     if run is None:
@@ -195,7 +213,7 @@ def _arm_after(node: Node, output: Any, run: Run, call: int) -> None:
         node.replay.wait(run, call)
 
 
-def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
     if backward_task() == -1:
         node.clock.leave(node, output)
         return

@@ -30,24 +30,24 @@ class Stream(Protocol):
 class EntryTap(Protocol):
     """Called when a module is entered."""
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None: ...
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int, /) -> None: ...
 
 
 class ExitTap(Protocol):
     """Called when a module returns."""
 
-    def __call__(self, output: Any, run: Run, call: int) -> None: ...
+    def __call__(self, output: Any, run: Run, call: int, /) -> None: ...
 
 
 class EntryArm(EntryTap, Protocol):
     """Sets gradient hooks at the entry of a module."""
 
-    def give_up(self, run: Run, call: int) -> None:
+    def give_up(self, run: Run, call: int, /) -> None:
         """The call had no graph, and none will come."""
 
 
 class ExitArm(ExitTap, Protocol):
     """Sets gradient hooks at the exit of a module."""
 
-    def give_up(self, run: Run, call: int) -> None:
+    def give_up(self, run: Run, call: int, /) -> None:
         """The call had no graph, and none will come."""

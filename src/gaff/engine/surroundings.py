@@ -33,7 +33,7 @@ def look(model: nn.Module) -> bool:
     while waiting:
         module = waiting.pop()
         waiting.extend(child for child in module._modules.values() if child is not None)
-        kind = _kind(type(module))
+        kind = _kind(type(module))  # type: ignore[arg-type]  # a class is hashable
         if kind:
             is_compiled = is_compiled or kind == "compiled"
             _refuse(model, module, kind)

@@ -189,7 +189,7 @@ class Reading:
             why = f"; {stream.evicted} older events were let go (last=, evict=)"
         elif stream is not None and stream.inner:
             why = f"; its tensors are at {', '.join(str(inner.site) for inner in stream.inner.values())}"
-        elif site is not None and site.port in GRADIENT_PORTS + ("grad",):
+        elif site is not None and site.port in (*GRADIENT_PORTS, "grad"):
             why = "; a gradient needs backward() inside the session, None is known once it closes"
         elif stream is not None and stream.fired:
             calls = sorted({number for _, number, _ in stream.records})
@@ -212,7 +212,8 @@ def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, A
     calls = sorted({call for _, call, _ in events})
     what = f"{address!r} fired {len(events)} times"
     if len(runs) > 1:
-        return f"{what}, in runs {_span(runs)}: say got.run({runs[0]})[{address!r}], or got.all({address!r}) for all in order"
+        one = f"got.run({runs[0]})[{address!r}]"
+        return f"{what}, in runs {_span(runs)}: say {one}, or got.all({address!r}) for all in order"
     if len(calls) > 1 and site is not None:
         one = str(replace(site, call=calls[0]))
         return f"{what}, calls {_span(calls)}: say got[{one!r}], or got.all({address!r}) for all in order"

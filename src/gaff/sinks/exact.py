@@ -106,15 +106,12 @@ class Keeper:
     def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         device = self._device or tensor.device
-        if not self._graph:
-            tensor_in = tensor.detach()
-        else:
-            tensor_in = tensor
+        source = tensor if self._graph else tensor.detach()
         if tensor.is_cuda and device.type == "cpu" and not self._graph:
-            return _to_pinned(tensor_in, dtype, checks)
+            return _to_pinned(source, dtype, checks)
         if dtype == tensor.dtype and device.type == tensor.device.type and device.index in (None, tensor.device.index):
             return tensor
-        return tensor_in.to(device=device, dtype=dtype)
+        return source.to(device=device, dtype=dtype)
 
 
 def hold(
@@ -151,8 +148,8 @@ def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
     def check(site: Site) -> None:
         if tensor._version != version:
             raise ExactnessError(
-                f"{site}: its memory was changed in place after the capture ({tensor._version - version} writes), and it "
-                "belongs to a parameter, buffer or argument; capture it with clone=True"
+                f"{site}: its memory was changed in place after the capture ({tensor._version - version} writes), "
+                "and belongs to a parameter, buffer or argument; capture it with clone=True"
             )
 
     return check

@@ -47,7 +47,7 @@ class Ledger:
             self._let_go()
         if self.held > self.limit:
             raise PlanError(
-                f"{site}: capture holds {bytes_text(self.held)} in memory, over its budget of {bytes_text(self.limit)}; "
+                f"{site}: capture holds {bytes_text(self.held)}, over its budget of {bytes_text(self.limit)}; "
                 "keep less: last=n, reduce=gaff.keep.rows(0), dtype=, to='cpu', evict='oldest', or a larger budget="
             )
 

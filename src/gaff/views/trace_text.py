@@ -80,7 +80,7 @@ def _call_cells(row: CallRow, has_backward: bool) -> tuple[str, ...]:
 
 
 def _parameter_cells(trace: Trace) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in trace.parameters:
         grad = row.grad
         norm = "" if grad is None else f"{grad.norm:.4g}" if grad.norm is not None else f"None: {grad.reason}"
