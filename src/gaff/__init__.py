@@ -27,9 +27,22 @@ _HOMES = {
 }
 _MODULES = ("errors", "keep")
 
-__all__ = [  # names loaded on demand
-    *_MODULES,
-    *_HOMES,
+__all__ = [
+    "ExactnessError",
+    "GaffError",
+    "NeverFiredError",
+    "Plan",
+    "PlanError",
+    "RecordError",
+    "Site",
+    "SiteError",
+    "capture",
+    "errors",
+    "keep",
+    "maybe",
+    "sites",
+    "take",
+    "trace",
 ]
 
 if TYPE_CHECKING:

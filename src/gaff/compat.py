@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # Number that the next autograd node of this thread will get; a node's own is ``Node._sequence_nr()``.
-next_sequence: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # The autograd node that this thread is executing, inside a backward pass.
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
@@ -27,18 +27,20 @@ current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 # Grad mode of this thread, without the cost of a context manager.
+is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def sequence_of(node: Node) -> int:
     """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""
-    number: int = node._sequence_nr()  # type: ignore[attr-defined]
+    number: int = node._sequence_nr()
     return number
 
 
 def storage_id(tensor: Tensor) -> int:
     """Identity of the memory behind a tensor: equal for all views of it."""
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
@@ -53,7 +55,7 @@ def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
 
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass of this thread has finished; dropped by torch if it raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 @cache

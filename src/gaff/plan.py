@@ -251,4 +251,4 @@ def _options_dict(options: Options) -> dict[str, Any]:
 
 
 def _maybe_keep(data: dict[str, Any] | None) -> Reducer | None:
-    return None if data is None else keep_part.from_dict(data)  # type: ignore[no-any-return]
+    return None if data is None else keep_part.from_dict(data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -31,7 +32,11 @@ class Frame:
 
 
 class Run:
-    """One outermost call. ``entered`` and ``left`` count calls for each hooked module."""
+    """One outermost call. ``entered`` and ``left`` count calls for each hooked module.
+
+    ``foreign`` are the storages of its arguments and, once ``is_sure``, of the model's parameters and buffers:
+    memory that the run did not make.
+    """
 
     __slots__ = (
         "entered",
@@ -39,6 +44,7 @@ class Run:
         "frames",
         "has_backward",
         "index",
+        "is_sure",
         "is_waiting",
         "left",
         "once",
@@ -53,7 +59,8 @@ class Run:
         self.thread = get_ident()
         self.entered = [0] * size
         self.left = [0] * size
-        self.foreign = foreign  # storages of the arguments: memory that the run did not make
+        self.foreign = foreign
+        self.is_sure = False
         self.frames: list[Frame] = []
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
@@ -149,14 +156,12 @@ class Clock:
         What an operation has just made, and nobody has written to since, is the run's own; only in doubt are the
         model's tensors looked through, once a session.
         """
-        storage = tensor.untyped_storage()._cdata
-        if storage in run.foreign:
-            return True
-        if self._storages is None:
-            if tensor.grad_fn is not None and not tensor._is_view() and tensor._version == 0:
-                return False
-            self._storages = _model_storages(self._model)
-        return storage in self._storages
+        if not run.is_sure and not _is_fresh(tensor):
+            if self._storages is None:
+                self._storages = _model_storages(self._model)
+            run.foreign |= self._storages
+            run.is_sure = True
+        return compat.storage_id(tensor) in run.foreign
 
     def close(self) -> None:
         self.closed = True
@@ -173,6 +178,10 @@ def _is_running(frame: FrameType | None) -> bool:
     return False
 
 
+def _is_fresh(tensor: Tensor) -> bool:
+    return tensor.grad_fn is not None and tensor._version == 0 and not tensor._is_view()
+
+
 def _model_storages(model: nn.Module) -> set[int]:
     found = set()
     waiting = [model]
@@ -181,8 +190,9 @@ def _model_storages(model: nn.Module) -> set[int]:
         waiting.extend(child for child in module._modules.values() if child is not None)
         for owned in (module._parameters, module._buffers):
             for tensor in owned.values():
-                if tensor is not None and has_storage(tensor):
-                    found.add(tensor.untyped_storage()._cdata)
+                if tensor is not None:
+                    with suppress(RuntimeError, NotImplementedError):  # sparse and the like have no storage
+                        found.add(tensor.untyped_storage()._cdata)
     return found
 
 

@@ -28,23 +28,42 @@ NOT_REACHED = "backward ran, but no gradient reached this tensor"
 
 
 class Armed:
-    """One tensor hook that waits: whose gradient it will be, and what could make it miss."""
+    """One tensor hook that waits: whose gradient it will be."""
 
-    __slots__ = ("call", "fired", "handle", "is_view", "run", "stream", "tensor", "version")
+    __slots__ = ("call", "fired", "handle", "run", "stream")
 
     def __init__(self, stream: Stream, run: Run, call: int) -> None:
         self.stream = stream
         self.run = run
         self.call = call
         self.fired = False
-        self.is_view = False
-        self.version = 0
-        self.tensor: weakref.ref[Tensor] | None = None
         self.handle: Any = None
 
     def is_dead(self) -> bool:
         """Whether the graph that the hook sits on is gone."""
         return self.handle is None or self.handle.hooks_dict_ref() is None
+
+    def why_refused(self) -> str:
+        """Why a missing gradient is not None; empty where None is the truth."""
+        return ""
+
+
+class ArmedView(Armed):
+    """On a view: torch never calls its hook once it or its base has been changed in place."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
+        super().__init__(stream, run, call)
+        self._version = _version(tensor)
+        self._tensor = weakref.ref(tensor)
+
+    def why_refused(self) -> str:
+        tensor = self._tensor()
+        if tensor is not None and _version(tensor) == self._version:
+            return ""
+        was = "was changed in place later" if tensor is not None else "may have been changed in place later"
+        return f"no gradient arrived, and it is a view that {was}: torch then tells none"
 
 
 class Gradients:
@@ -52,6 +71,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self.is_open = True
+        self.has_leaves = False  # gradients of parameters are wanted, which ask whose backward pass it is
         self.has_backward = False  # a backward pass of any run has been seen
         self._armed: list[Armed] = []
         self._prune_at = 256
@@ -59,12 +79,11 @@ class Gradients:
 
     def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad."""
-        armed = Armed(stream, run, call)
         if tensor._is_view():
             _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
-            armed.is_view = True
-            armed.version = _version(tensor)
-            armed.tensor = weakref.ref(tensor)
+            armed: Armed = ArmedView(stream, run, call, tensor)
+        else:
+            armed = Armed(stream, run, call)
         armed.handle = tensor.register_hook(partial(_arrived, self, armed))
         self.add(armed)
 
@@ -138,6 +157,7 @@ class _Arm:
         self._stream = stream
         self._site = site
         self._is_exact = is_exact
+        self._is_plain = site.call is None and not site.key
 
     def give_up(self, run: Run, call: int) -> None:
         if self._wants(call):
@@ -157,10 +177,10 @@ class OutputGradient(_Arm):
     """The gradient at a module's output."""
 
     def __call__(self, output: Any, run: Run, call: int) -> None:
-        if not self._wants(call):
+        if type(output) is Tensor and self._is_plain and output.requires_grad:
+            self._gradients.arm(output, self._stream, run, call)
             return
-        if type(output) is Tensor and not self._site.key:
-            self._arm(output, self._stream, run, call)
+        if not self._wants(call):
             return
         try:
             value = dig(output, self._site.key)
@@ -341,7 +361,9 @@ def _ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteErr
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> None:
     if gradients.is_open:
         armed.fired = True
-        gradients.seen(armed.run)
+        armed.run.has_backward = True
+        if gradients.has_leaves:
+            gradients.seen(armed.run)
         armed.stream.add(gradient, armed.run, armed.call)
 
 
@@ -353,15 +375,12 @@ def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ..
 def _settle(armed: Armed) -> None:
     if armed.fired or not armed.run.has_backward:
         return
-    tensor = armed.tensor() if armed.tensor is not None else None
     armed.fired = True
-    if not armed.is_view or (tensor is not None and _version(tensor) == armed.version):
+    refused = armed.why_refused()
+    if refused:
+        armed.stream.refuse(armed.run, armed.call, refused)
+    else:
         armed.stream.absent(armed.run, armed.call, NOT_REACHED)
-        return
-    was = "was changed in place later" if tensor is not None else "may have been changed in place later"
-    armed.stream.refuse(
-        armed.run, armed.call, f"no gradient arrived, and it is a view that {was}: torch then tells none"
-    )
 
 
 def _version(tensor: Tensor) -> int:

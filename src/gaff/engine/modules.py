@@ -61,7 +61,7 @@ class Node:
         self.exits: tuple[ExitTap, ...] = ()
         self.entry_arms: tuple[EntryArm, ...] = ()
         self.arms: tuple[ExitArm, ...] = ()
-        self.replay = Replay()
+        self.replay: Replay = _NOTHING_TO_REPLAY
 
     def give_up(self, run: Run | None = None) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
@@ -139,6 +139,9 @@ class Replay:
         never = [place for place in dict.fromkeys(lost) if place not in self._matched]
         self._matched.difference_update(lost)
         return never
+
+
+_NOTHING_TO_REPLAY = Replay()  # of modules without gradient sites, which never wait
 
 
 # torch notes that a hook takes keywords after it has put the hook in place, and forgets it after it has taken the hook

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gaff.engine import surroundings
 from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients import Gradients, InputGradient, InputShare, OutputGradient, find_input
-from gaff.engine.modules import Node
+from gaff.engine.modules import Node, Replay
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.stream import EntryTap, ExitTap, Stream
 from gaff.errors import PlanError, SiteError
@@ -59,7 +59,7 @@ class Session:
         for tensor in tensors:
             if not tensor.tensor.requires_grad:
                 raise PlanError(f"tensor {tensor.name!r} does not require grad: it will get no gradient to capture")
-        self._is_compiled = model is not None and surroundings.look(model)
+        self._around = surroundings.look(model) if model is not None else None
         self.notes: list[str] = []  # why what ran is not what would have run without the session
         self._model = model
         self._taps = taps
@@ -86,7 +86,7 @@ class Session:
         with ExitStack() as opening:
             opening.callback(self._let_go)
             self._prepare()
-            if self._is_compiled:
+            if self._around is not None and self._around.is_compiled:
                 opening.enter_context(surroundings.forced_eager)
                 self.notes.append(surroundings.EAGER)
             hooks: list[Any] = []
@@ -126,6 +126,7 @@ class Session:
         if self._leaves or any(tap.found.site.port in GRADIENT_PORTS for tap in self._taps):
             self.clock.at_end.append(self._mark_outputs)
         if self._leaves:
+            self._gradients.has_leaves = True
             self.clock.at_begin.append(self._follow_leaves)
 
     def _prepare_tap(self, model: nn.Module, tap: Tap | CallTap) -> None:
@@ -149,6 +150,8 @@ class Session:
             self.clock.at_end.append(value.finish)
         else:
             node = self._node(module)
+            if site.port in GRADIENT_PORTS and not node.arms and not node.entry_arms:
+                node.replay = Replay()
             _connect(node, site, stream, tap.is_exact, self._gradients)
 
     def _prepare_nodes(self, model: nn.Module) -> None:
@@ -167,8 +170,9 @@ class Session:
                 above[id(chain)] = frozenset(hooked)
             if id(tap.found.module) in self._nodes:  # a parameter's gradient needs no hook on its owner
                 self._nodes[id(tap.found.module)].above |= above[id(chain)]
-        self._fused = surroundings.fused_blocks([node.module for node in self._nodes.values()], model)
-        if self._fused:
+        if self._around is not None and self._around.fused:
+            ours = {node.module for node in self._nodes.values()}
+            self._fused = [block for block in self._around.fused if not ours.isdisjoint(block.modules())]
             self.clock.at_begin.append(self._note_slow_path)
         if any(node.arms or node.entry_arms for node in self._nodes.values()):
             self.clock.at_end.append(self._stop_waiting)

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,33 +17,42 @@ from torch import nn
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
-_FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the modules inside"
 
 
-def look(model: nn.Module) -> bool:
-    """Refuse what gaff cannot see truly yet, and tell whether torch.compile stands before the hooks of ``model``.
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What ``look`` found. ``fused``: layers that nn.Transformer runs as one fused call when it may."""
 
-    The second is true for compiled modules in it, and as soon as this process has compiled anything at all: a
+    is_compiled: bool
+    fused: tuple[nn.Module, ...]
+
+
+def look(model: nn.Module) -> Surroundings:
+    """Refuse what gaff cannot see truly yet, and tell what else stands between a call and the hooks of ``model``.
+
+    It counts as compiled with compiled modules in it, and as soon as this process has compiled anything at all: a
     compiled function may call the model, and torch ignores hooks that come after the first trace without a word.
     Raises PlanError; installs nothing.
     """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     is_compiled = bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
+    fused: list[nn.Module] = []
     waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        waiting.extend(child for child in module._modules.values() if child is not None)
+    for module in waiting:
+        waiting += [child for child in module._modules.values() if child is not None]
         kind = _kind(type(module))  # type: ignore[arg-type]  # a class is hashable
         if kind:
             is_compiled = is_compiled or kind == "compiled"
+            if kind == "fused":
+                fused.append(module)
             _refuse(model, module, kind)
-        if "_compiled_call_impl" in module.__dict__:
-            is_compiled = is_compiled or module._compiled_call_impl is not None
+        if module._compiled_call_impl is not None:
+            is_compiled = True
         for parameter in module._parameters.values():
-            if parameter is not None and type(parameter) is not nn.Parameter:
+            if type(parameter) is not nn.Parameter and parameter is not None:
                 _refuse(model, module, type(parameter).__name__)
-    return is_compiled
+    return Surroundings(is_compiled, tuple(fused))
 
 
 @cache
@@ -55,6 +65,8 @@ def _kind(cls: type) -> str:
         return "compiled"
     if name == "FullyShardedDataParallel" or any(base.__name__ == "FSDPModule" for base in cls.__mro__):
         return "sharded"
+    if issubclass(cls, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+        return "fused"
     return "replicated" if name == "DataParallel" else ""
 
 
@@ -95,15 +107,6 @@ class _Stance:
 
 
 forced_eager = _Stance()
-
-
-def fused_blocks(hooked: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """The nn.Transformer layers whose fused fast path our hooks switch off."""
-    if not any(isinstance(module, _FUSED) for module in model.modules()):
-        return []
-    ours = set(hooked)
-    blocks = [module for module in model.modules() if isinstance(module, _FUSED)]
-    return [block for block in blocks if not ours.isdisjoint(block.modules())]
 
 
 def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gaff import compat
-from gaff.compat import set_grad_enabled
+from gaff.compat import is_grad_enabled, set_grad_enabled
 from gaff.errors import GaffError, SiteError
 from gaff.plan import Options
 from gaff.receipt import ReceiptRow, merge_reasons
@@ -41,12 +40,13 @@ class Stream:
         self._lazy = compat.lazy_clone() if keeper.is_plain else None
 
     def add(self, value: Any, run: Any, call: int) -> None:
-        if self._lazy is not None and type(value) is Tensor:
+        kept: Any = None
+        if type(value) is Tensor and self._lazy is not None:
             kept = self._hold(value, run)
         elif value is None:
             self.absent(run, call, "the value is None")
             return
-        else:
+        if kept is None:
             kept = self._keep(value, run)
         self.records.append((run, call, kept))
         ledger = self._ledger
@@ -103,21 +103,21 @@ class Stream:
         skipped = sum(self.reasons.values()) - self.none
         return ReceiptRow(self.pattern, str(self.site), self.fired, self.none, skipped, merge_reasons(reasons))
 
-    def _hold(self, value: Tensor, run: Any) -> Any:
-        """The common case, at the price of a reference: see ``exact.hold``."""
-        if value.is_cpu:
-            has_grad = torch.is_grad_enabled()
-            try:
-                if not self.is_foreign(value, run):
-                    if has_grad:
-                        set_grad_enabled(False)  # cheaper than detaching first
-                    return self._lazy(value)  # type: ignore[misc]
-            except (RuntimeError, NotImplementedError):
-                pass  # sparse, nested or borrowed memory
-            finally:
-                if has_grad:
-                    set_grad_enabled(True)
-        return self._keep(value, run)
+    def _hold(self, value: Tensor, run: Any) -> Tensor | None:
+        """The common case of ``exact.hold``, at the price of a reference; None where it is not that case."""
+        had_grad = is_grad_enabled()
+        if had_grad:
+            set_grad_enabled(False)  # cheaper than detaching first
+        try:
+            is_foreign = value.untyped_storage()._cdata in run.foreign if run.is_sure else self.is_foreign(value, run)
+            if not is_foreign and value.is_cpu:
+                return self._lazy(value)  # type: ignore[misc]
+        except (RuntimeError, NotImplementedError):
+            pass  # sparse, nested or borrowed memory
+        finally:
+            if had_grad:
+                set_grad_enabled(True)
+        return None
 
     def _keep(self, value: Any, run: Any) -> Any:
         try:
