@@ -15,7 +15,7 @@ from gaff.engine.session import Session, Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow
-from gaff.select import Found, identity, is_there, resolve
+from gaff.select import identity, is_there, resolve
 from gaff.sinks.capture import Reading, Stream, make_keeper
 from gaff.sinks.ledger import Ledger
 from gaff.sites import Site, every_call
@@ -46,19 +46,17 @@ class Capture:
         options = plan.options
         self._plan = plan
         self._ledger = Ledger(options.budget, options.evict, self._iter_streams)
-        self._streams: dict[Site, Stream] = {}
         self._by_name: dict[str, Stream] = {}  # plain tensors
         self._by_object: dict[tuple[object, ...], Stream] = {}
         self._missing: list[str] = []
-        self._places: list[tuple[Found, Stream]] = []
         self._model = model
-        taps = self._make_taps(model) if model is not None else []
+        self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
-        self._session = Session(model, taps, tensor_taps, options.threads)
+        self._session = Session(model, self._taps, tensor_taps, options.threads)
 
     def __enter__(self) -> Capture:
         self._session.open()
-        for stream in (*self._streams.values(), *self._by_name.values()):
+        for stream in (*self._by_object.values(), *self._by_name.values()):
             stream.is_foreign = self._session.clock.is_foreign
         return self
 
@@ -116,8 +114,8 @@ class Capture:
 
     def _report_replaced(self) -> None:
         """A module that was replaced while the session was open no longer fires; that must not go unnoticed."""
-        for found, stream in self._places:
-            if not is_there(found):
+        for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
+            if not is_there(tap.found):
                 stream.skip("the module was replaced while the session was open: what its successor did was not seen")
                 if stream.fired:
                     warnings.warn(f"gaff: {stream.site}: {list(stream.reasons)[-1]}", stacklevel=3)
@@ -129,24 +127,23 @@ class Capture:
         taps = []
         options = self._plan.options
         matched = set()
+        by_object = self._by_object
         for number, rows in groupby(self._plan.check(model), key=attrgetter("request")):
             request = self._plan.requests[number]
             pattern, keeper = str(request), None
             matched.add(number)
             for found, _, is_exact in rows:
                 same = identity(found.module, found.name, found.site)
-                if same in self._by_object:
+                if same in by_object:
                     continue  # two patterns may name one site; it is kept once, under the first
                 keeper = keeper or make_keeper(options, request.reduce, found.site)
-                stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
-                self._by_object[same] = self._streams[found.site] = stream
+                by_object[same] = stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
                 taps.append(Tap(found, stream, is_exact and not request.optional))
-                self._places.append((found, stream))
         self._missing = [str(request) for at, request in enumerate(self._plan.requests) if at not in matched]
         return taps
 
     def _make_tensor_tap(self, name: str, tensor: Tensor) -> TensorTap:
-        if any(site.path == name for site in self._streams):
+        if any(stream.site.path == name for stream in self._by_object.values()):
             raise PlanError(
                 f"name {name!r} is also the path of a captured site: expected another keyword for the tensor"
             )
@@ -158,9 +155,6 @@ class Capture:
     def _find(self, site: Site) -> Stream | None:
         """The stream of an address: by its text, then by what it names (a shared module has several names)."""
         whole = every_call(site)
-        for wanted in (site, whole):
-            if found := self._streams.get(wanted):
-                return found
         for stream in self._iter_streams():
             if stream.site in (site, whole):
                 return stream
@@ -176,7 +170,7 @@ class Capture:
         return None
 
     def _iter_streams(self) -> Iterator[Stream]:
-        for stream in (*self._streams.values(), *self._by_name.values()):
+        for stream in (*self._by_object.values(), *self._by_name.values()):
             yield stream
             yield from stream.inner.values()
 

@@ -26,6 +26,10 @@ current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 # Level of the innermost torch.func transform (grad, vmap ...) on this thread, or None.
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
+# Address of the memory behind a tensor: equal for all views of it, and (unlike ``data_ptr``) without making a
+# copy-on-write copy real. Raises where there is no such memory (sparse, nested).
+memory_of: Callable[[Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
+
 # Grad mode of this thread, without the cost of a context manager.
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -34,12 +38,6 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 def sequence_of(node: Node) -> int:
     """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""
     number: int = node._sequence_nr()
-    return number
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Identity of the memory behind a tensor: equal for all views of it."""
-    number: int = tensor.untyped_storage()._cdata
     return number
 
 
@@ -79,7 +77,7 @@ def _is_copy_on_write(function: Callable[[Tensor], Tensor]) -> bool:
         base = torch.arange(4, dtype=torch.float32, device="cpu") + 0
         view = base[1:3]
         kept_base, kept_view = function(base), function(view)
-        is_shared = torch._C._data_address(kept_base) == torch._C._data_address(base)  # type: ignore[attr-defined]
+        is_shared = memory_of(kept_base) == memory_of(base) == memory_of(view)
         view.add_(10)
         base.add_(100)
         return (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from gaff.errors import PlanError, SiteError
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside any number of known wrappers (DDP, torch.compile, checkpoint)."""
-    while (name := _WRAPPERS.get(type(module).__name__)) and (inner := module._modules.get(name)) is not None:
+    while (name := _wrapped_as(type(module))) and (inner := module._modules.get(name)) is not None:
         module = inner
     return module
 
@@ -110,9 +110,19 @@ def refuse_op(address: Address) -> None:
 
 def is_container(module: nn.Module) -> bool:
     """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...)."""
+    return _has_no_forward(type(module)) and "forward" not in module.__dict__
+
+
+@cache
+def _has_no_forward(cls: Hashable) -> bool:
     from torch import nn
 
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    return cls.forward is nn.Module.forward  # type: ignore[attr-defined]
+
+
+@cache
+def _wrapped_as(cls: Hashable) -> str | None:
+    return _WRAPPERS.get(cls.__name__)  # type: ignore[attr-defined]
 
 
 def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
@@ -173,7 +183,7 @@ def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
         found = [
             Found(_site(pattern, path), module, chain)
             for path, module, chain in _match(unwrap(model), pattern.names, "", ())
-            if path and has_class(module, pattern.cls) and not is_container(module)
+            if path and (pattern.cls is None or has_class(module, pattern.cls)) and not is_container(module)
         ]
     if not found:
         raise SiteError(_no_match(model, pattern))
@@ -195,10 +205,14 @@ def _match(
             yield from _match(unwrap(child), rest, join(path, first.text), (*chain, module))
         return
     inner = (*chain, module)
+    prefix = f"{path}." if path else ""
     onward = names if first == ANY_DEPTH else rest
     for name, child in module._modules.items():
-        if child is not None and (first == ANY_DEPTH or first.matches(name)):
-            yield from _match(unwrap(child), onward, join(path, name), inner)
+        if child is not None and (first == ANY_DEPTH or first.text == "*" or first.matches(name)):
+            if onward:
+                yield from _match(unwrap(child), onward, prefix + name, inner)
+            else:
+                yield prefix + name, unwrap(child), inner
 
 
 def _match_states(model: nn.Module, pattern: Pattern) -> list[Found]:
@@ -218,7 +232,10 @@ def _site(pattern: Pattern, path: str) -> Site:
 
 def _without_aliases(found: Sequence[Found]) -> list[Found]:
     """A shared module or tied parameter once, under the first of its names."""
-    return list({identity(item.module, item.name, item.site): item for item in reversed(found)}.values())[::-1]
+    kept: dict[object, Found] = {}
+    for item in found:
+        kept.setdefault((id(item.tensor) if item.name else id(item.module), item.site.port), item)
+    return list(kept.values())
 
 
 def _find_object(model: nn.Module, wanted: nn.Module) -> Found:

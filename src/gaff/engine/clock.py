@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Set as AbstractSet
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -34,33 +34,33 @@ class Frame:
 class Run:
     """One outermost call. ``entered`` and ``left`` count calls for each hooked module.
 
-    ``foreign`` are the storages of its arguments and, once ``is_sure``, of the model's parameters and buffers:
-    memory that the run did not make.
+    ``arguments`` and ``model`` are addresses of memory that the run did not make: of what it was given, and of the
+    parameters and buffers.
     """
 
     __slots__ = (
+        "arguments",
         "entered",
-        "foreign",
         "frames",
         "has_backward",
         "index",
-        "is_sure",
         "is_waiting",
         "left",
+        "model",
         "once",
         "outermost",
         "step",
         "thread",
     )
 
-    def __init__(self, index: int, step: int, size: int, foreign: set[int]) -> None:
+    def __init__(self, index: int, step: int, size: int, arguments: set[int], model: AbstractSet[int]) -> None:
         self.index = index
         self.step = step
         self.thread = get_ident()
         self.entered = [0] * size
         self.left = [0] * size
-        self.foreign = foreign
-        self.is_sure = False
+        self.arguments = arguments
+        self.model = model
         self.frames: list[Frame] = []
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
@@ -72,21 +72,22 @@ class Run:
 
 
 class Clock:
-    """Opens and closes the runs of one session. ``size``: number of hooked modules."""
+    """Opens and closes the runs of one session. ``memory``: addresses of the model's parameters and buffers."""
 
-    def __init__(self, model: nn.Module, size: int, threads: str) -> None:
+    def __init__(self, memory: AbstractSet[int], threads: str) -> None:
         self.open: dict[int, Run] = {}  # by thread
         self.closed = False
         self.step = 0
-        self.latest = Run(-1, 0, size, set())  # the run begun last; number -1 stands for a forward before the session
+        self.latest = Run(
+            -1, 0, 0, set(), memory
+        )  # the run begun last; number -1 stands for a forward before the session
         self.at_begin: list[Callable[[Run], None]] = []
         self.at_end: list[Callable[[Run, Any], None]] = []
-        self._model = model
-        self._size = size
+        self._memory = memory
+        self._size = 0
         self._owner = None if threads == "all" else get_ident()
         self._numbers = itertools.count()
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
-        self._storages: set[int] | None = None  # of the model's parameters and buffers
 
     def resize(self, size: int) -> None:
         """The number of hooked modules, once it is known."""
@@ -96,7 +97,7 @@ class Clock:
         """A new run on this thread, or None where this session does not look."""
         if self.closed or not self.is_own_thread():
             return None
-        run = Run(next(self._numbers), self.step, self._size, _storages(args, kwargs))
+        run = Run(next(self._numbers), self.step, self._size, _storages(args, kwargs), self._memory)
         self.latest = run
         for callback in self.at_begin:
             callback(run)
@@ -151,17 +152,9 @@ class Clock:
         return self._owner is None or self._owner == get_ident()
 
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:
-        """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument.
-
-        What an operation has just made, and nobody has written to since, is the run's own; only in doubt are the
-        model's tensors looked through, once a session.
-        """
-        if not run.is_sure and not _is_fresh(tensor):
-            if self._storages is None:
-                self._storages = _model_storages(self._model)
-            run.foreign |= self._storages
-            run.is_sure = True
-        return compat.storage_id(tensor) in run.foreign
+        """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""
+        memory = compat.memory_of(tensor)
+        return memory in run.arguments or memory in run.model
 
     def close(self) -> None:
         self.closed = True
@@ -176,24 +169,6 @@ def _is_running(frame: FrameType | None) -> bool:
             return True
         current = current.f_back
     return False
-
-
-def _is_fresh(tensor: Tensor) -> bool:
-    return tensor.grad_fn is not None and tensor._version == 0 and not tensor._is_view()
-
-
-def _model_storages(model: nn.Module) -> set[int]:
-    found = set()
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        waiting.extend(child for child in module._modules.values() if child is not None)
-        for owned in (module._parameters, module._buffers):
-            for tensor in owned.values():
-                if tensor is not None:
-                    with suppress(RuntimeError, NotImplementedError):  # sparse and the like have no storage
-                        found.add(tensor.untyped_storage()._cdata)
-    return found
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -213,7 +188,7 @@ def _add_storages(value: Any, found: set[int], depth: int) -> None:
     """Also looks into attributes of unknown objects (graph batches, caches), a few levels deep."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, nn.Parameter) and has_storage(value) and compat.transform_level() is None:
-            found.add(compat.storage_id(value))
+            found.add(compat.memory_of(value))
         return
     if depth > 5 or value is None or isinstance(value, (str, int, float, bytes, type, nn.Module)):
         return

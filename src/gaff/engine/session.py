@@ -82,7 +82,7 @@ class Session:
         if self._is_used:
             raise PlanError("this session was opened before: expected a new one for each with block")
         self._is_used = True
-        self.clock = Clock(self._model or nn.Module(), 0, self._threads)
+        self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self._threads)
         with ExitStack() as opening:
             opening.callback(self._let_go)
             self._prepare()
@@ -123,15 +123,13 @@ class Session:
             self._prepare_nodes(model)
         for tensor in self._tensors:
             self._leaves.append(LeafGradient(self._gradients, tensor.stream, self.clock, lambda t=tensor.tensor: t))  # type: ignore[misc]
-        if self._leaves or any(tap.found.site.port in GRADIENT_PORTS for tap in self._taps):
+        if self._leaves or any(node.arms or node.entry_arms for node in self._nodes.values()):
             self.clock.at_end.append(self._mark_outputs)
         if self._leaves:
             self._gradients.has_leaves = True
             self.clock.at_begin.append(self._follow_leaves)
 
     def _prepare_tap(self, model: nn.Module, tap: Tap | CallTap) -> None:
-        for module in tap.found.chain:
-            self._node(module).has_entry = True
         if isinstance(tap, CallTap):
             node = self._node(tap.found.module)
             node.entries += (tap.enter,)
@@ -159,17 +157,20 @@ class Session:
         self._node(unwrap(model)).has_entry = True
         for node in self._nodes.values():
             node.has_entry = node.has_entry or bool(node.entries or node.entry_arms)
-        self.clock.resize(len(self._nodes))
         above: dict[int, frozenset[Node]] = {}  # by identity of the chain, which siblings share
         for tap in self._taps:
             chain = tap.found.chain
+            if tap.found.site.port == "grad":
+                continue  # a parameter's gradient needs no hook on a module
             if id(chain) not in above:
-                hooked = [self._nodes[id(module)] for module in chain]
+                hooked = [self._node(module) for module in chain]
+                for node in hooked:
+                    node.has_entry = True
                 for depth, node in enumerate(hooked):
                     node.above |= frozenset(hooked[:depth])
                 above[id(chain)] = frozenset(hooked)
-            if id(tap.found.module) in self._nodes:  # a parameter's gradient needs no hook on its owner
-                self._nodes[id(tap.found.module)].above |= above[id(chain)]
+            self._nodes[id(tap.found.module)].above |= above[id(chain)]
+        self.clock.resize(len(self._nodes))
         if self._around is not None and self._around.fused:
             ours = {node.module for node in self._nodes.values()}
             self._fused = [block for block in self._around.fused if not ours.isdisjoint(block.modules())]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gaff.compat import memory_of
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
@@ -22,10 +23,15 @@ SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What ``look`` found. ``fused``: layers that nn.Transformer runs as one fused call when it may."""
+    """What ``look`` found.
+
+    ``fused``: layers that nn.Transformer runs as one fused call when it may. ``memory``: addresses of the memory of
+    all parameters and buffers.
+    """
 
     is_compiled: bool
     fused: tuple[nn.Module, ...]
+    memory: frozenset[int]
 
 
 def look(model: nn.Module) -> Surroundings:
@@ -38,6 +44,7 @@ def look(model: nn.Module) -> Surroundings:
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     is_compiled = bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
     fused: list[nn.Module] = []
+    tensors: list[Tensor | None] = []
     waiting = [model]
     for module in waiting:
         waiting += [child for child in module._modules.values() if child is not None]
@@ -50,9 +57,19 @@ def look(model: nn.Module) -> Surroundings:
         if module._compiled_call_impl is not None:
             is_compiled = True
         for parameter in module._parameters.values():
-            if type(parameter) is not nn.Parameter and parameter is not None:
-                _refuse(model, module, type(parameter).__name__)
-    return Surroundings(is_compiled, tuple(fused))
+            if parameter is not None:
+                if type(parameter) is not nn.Parameter:
+                    _refuse(model, module, type(parameter).__name__)
+                tensors.append(parameter)
+        tensors += module._buffers.values()
+    return Surroundings(is_compiled, tuple(fused), frozenset(_iter_memory(tensors)))
+
+
+def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
+    for tensor in tensors:
+        if tensor is not None:
+            with suppress(RuntimeError, NotImplementedError):  # sparse and the like have none
+                yield memory_of(tensor)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gaff import compat
-from gaff.compat import is_grad_enabled, set_grad_enabled
+from gaff.compat import is_grad_enabled, memory_of, set_grad_enabled
 from gaff.errors import GaffError, SiteError
 from gaff.plan import Options
 from gaff.receipt import ReceiptRow, merge_reasons
@@ -109,8 +109,8 @@ class Stream:
         if had_grad:
             set_grad_enabled(False)  # cheaper than detaching first
         try:
-            is_foreign = value.untyped_storage()._cdata in run.foreign if run.is_sure else self.is_foreign(value, run)
-            if not is_foreign and value.is_cpu:
+            memory = memory_of(value)
+            if value.is_cpu and memory not in run.arguments and memory not in run.model:
                 return self._lazy(value)  # type: ignore[misc]
         except (RuntimeError, NotImplementedError):
             pass  # sparse, nested or borrowed memory

@@ -139,7 +139,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return True
     try:
-        return compat.storage_id(one) == compat.storage_id(other)
+        return compat.memory_of(one) == compat.memory_of(other)
     except (RuntimeError, NotImplementedError):
         return False
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gaff.compat import memory_of
 from gaff.errors import PlanError
 from gaff.sites import Site
 from gaff.text import bytes_text
@@ -65,8 +66,8 @@ class Ledger:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    try:  # not data_ptr: it would make a copy-on-write copy real
-        return torch._C._data_address(tensor) - tensor.storage_offset() * tensor.element_size()  # type: ignore[attr-defined, no-any-return]
+    try:
+        return memory_of(tensor)
     except (RuntimeError, NotImplementedError):
         return id(tensor)
 
