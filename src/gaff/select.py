@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gaff.errors import PlanError, SiteError
 from gaff.sites import ANY_DEPTH, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside any number of known wrappers (DDP, torch.compile, checkpoint)."""
-    while (name := _wrapped_as(type(module))) and (inner := module._modules.get(name)) is not None:
+    while (name := _wrapped_as(module.__class__)) and (inner := module._modules.get(name)) is not None:
         module = inner
     return module
 
@@ -110,19 +110,19 @@ def refuse_op(address: Address) -> None:
 
 def is_container(module: nn.Module) -> bool:
     """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...)."""
-    return _has_no_forward(type(module)) and "forward" not in module.__dict__
+    return _has_no_forward(module.__class__) and "forward" not in module.__dict__
 
 
 @cache
-def _has_no_forward(cls: Hashable) -> bool:
+def _has_no_forward(cls: Any) -> bool:
     from torch import nn
 
-    return cls.forward is nn.Module.forward  # type: ignore[attr-defined]
+    return cls.forward is nn.Module.forward
 
 
 @cache
-def _wrapped_as(cls: Hashable) -> str | None:
-    return _WRAPPERS.get(cls.__name__)  # type: ignore[attr-defined]
+def _wrapped_as(cls: Any) -> str | None:
+    return _WRAPPERS.get(cls.__name__)
 
 
 def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

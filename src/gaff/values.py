@@ -107,6 +107,11 @@ def dig_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key) -> 
     raise KeyError(f"the call has no argument {print_key((head,))}: it was given {', '.join(there) or 'none'}")
 
 
+def size_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one as if it were dense."""
+    return tensor.nbytes if tensor.layout == torch.strided else tensor.numel() * tensor.element_size()
+
+
 def describe(value: Any) -> str:
     """A short text of what a value is: ``2x3 float32``, ``tuple of 2``, ``DynamicCache``."""
     if isinstance(value, Tensor):

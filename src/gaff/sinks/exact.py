@@ -17,7 +17,7 @@ from gaff import compat
 from gaff.errors import ExactnessError
 from gaff.plan import Options
 from gaff.sites import Site
-from gaff.values import Opaque, map_tensors
+from gaff.values import Opaque, iter_tensors, map_tensors, size_bytes
 
 
 class Moment(Protocol):
@@ -59,11 +59,8 @@ def read(kept: Any, site: Site) -> Any:
 
 def size_of(kept: Any) -> int:
     """Bytes of the tensors in what a ``Keeper`` returned."""
-    if isinstance(kept, Tensor):
-        return kept.nbytes
-    sizes: list[int] = []
-    map_tensors(kept.value if type(kept) is Kept else kept, lambda tensor: sizes.append(tensor.nbytes))
-    return sum(sizes)
+    value = kept.value if type(kept) is Kept else kept
+    return sum(size_bytes(tensor) for _, tensor in iter_tensors(value))
 
 
 class Keeper:

@@ -12,6 +12,7 @@ from gaff.compat import memory_of
 from gaff.errors import PlanError
 from gaff.sites import Site
 from gaff.text import bytes_text
+from gaff.values import size_bytes
 
 _LOOK_FIRST_AT = 64 * 2**20  # below this nobody asks the system how much memory is free
 
@@ -76,7 +77,7 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
-        return tensor.nbytes
+        return size_bytes(tensor)
 
 
 def _free_bytes() -> int:

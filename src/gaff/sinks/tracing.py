@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gaff.record import Gradient, Statistics
 from gaff.sites import Key
-from gaff.values import iter_tensors
+from gaff.values import iter_tensors, size_bytes
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class CallLog:
         notes.flops = self._flops() - notes.flops
         tensors = [tensor for _, tensor in iter_tensors(output)]
         notes.output = shapes_text(output)
-        notes.memory_bytes = sum(tensor.nbytes for tensor in tensors)
+        notes.memory_bytes = sum(size_bytes(tensor) for tensor in tensors)
         notes.is_complete = True
         if tensors:
             notes.dtype = str(tensors[0].dtype).removeprefix("torch.")

@@ -1,0 +1,95 @@
+"""Plans: frozen, checked before anything is installed, saved when they hold no function."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff import Plan, keep
+from zoo import Net
+
+
+def test_a_plan_survives_saving(tmp_path):
+    plan = Plan.of(
+        "**<Conv2d>",
+        gaff.maybe("x.y:grad"),
+        {"fc1": keep.rows([0, 2]), "relu:input": keep.positions(slice(1, None, 2)), "conv": keep.heads(1, 4)},
+        dtype="float16",
+        last=3,
+        budget="2 GiB",
+        reduce=keep.mean(0),
+        to="cpu",
+    )
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert plan.options.budget == 2 * 2**30
+
+
+def test_a_plan_is_frozen_and_can_be_opened_again_and_again():
+    model, x = Net(), torch.randn(1, 3, 8, 8)
+    plan = Plan.of("conv", "fc1:grad_output")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.requests = ()
+    for _ in range(2):
+        with gaff.capture(model, plan) as got:
+            model(x).sum().backward()
+        assert got["conv"].shape == (1, 10, 4, 4)
+    with gaff.capture(model, plan, dtype=torch.float64) as got:
+        model(x).sum().backward()
+    assert got["conv"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Plan.of(lambda site: True).to_json(), "plan cannot be saved: <predicate <lambda>> is no address"),
+        (lambda: Plan.of(nn.Linear(1, 1)).to_json(), "plan cannot be saved: <module Linear> is no address"),
+        (lambda: Plan.of("a", reduce=abs).to_json(), "is a function: a plan that holds one cannot be saved"),
+        (lambda: Plan.of("a", lost=3), "option 'lost' is not known: expected to, dtype"),
+        (lambda: Plan.of("a", last=0), "last=0 keeps nothing"),
+        (lambda: Plan.of("a", to="gpu"), "to='gpu' is no device"),
+        (lambda: Plan.of("a", dtype="half precision"), "dtype='half precision' is no type of torch"),
+        (lambda: Plan.of("a", dtype=torch.int8), "is no floating type"),
+        (lambda: Plan.of("a", budget="lots"), "budget='lots' is no size"),
+        (lambda: Plan.of("a", budget=0), "budget=0 leaves no room"),
+        (lambda: Plan.of("a", evict="newest"), "evict='newest' is not known: expected one of 'raise', 'oldest'"),
+        (lambda: Plan.of("a", threads="some"), "threads='some' is not known"),
+        (lambda: Plan.of("a", reduce=3), "reduce=3 cannot be called"),
+        (lambda: Plan.of({"a": 3}), "'a': 3 cannot be called"),
+        (lambda: Plan.of(3), "pattern 3 is a int: expected an address"),
+        (lambda: Plan.of(torch.ones(1)), "a tensor was given as a pattern: expected it by keyword"),
+        (lambda: gaff.capture(Net()), "capture was given nothing to capture"),
+        (lambda: gaff.capture("conv"), "capture was given 'conv' first: expected a model"),
+        (lambda: gaff.capture(None, "conv"), "pattern 'conv' needs a model"),
+        (lambda: keep.from_dict({"kind": "part", "dim": 1}), "cannot be read"),
+        (lambda: keep.Reduce("median"), "reduction 'median' is not known"),
+    ],
+)
+def test_messages(make, message):
+    with pytest.raises(gaff.PlanError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"gaff_plan": 9}', '{"gaff_plan": 1, "requests": [{}], "options": {}}']
+)
+def test_hostile_files_are_refused(text):
+    with pytest.raises(gaff.RecordError, match="plan cannot be read"):
+        Plan.from_json(text)
+
+
+def test_models_that_cannot_be_seen_truly_are_refused_before_a_hook():
+    class FullyShardedDataParallel(nn.Sequential):
+        pass
+
+    class DataParallel(nn.Sequential):
+        device_ids = (0, 1)
+
+    with pytest.raises(gaff.PlanError, match="0: FullyShardedDataParallel is sharded"):
+        gaff.capture(nn.Sequential(FullyShardedDataParallel()), "0")
+    with pytest.raises(gaff.PlanError, match="0: DataParallel runs replicas on several devices"):
+        gaff.capture(nn.Sequential(DataParallel()), gaff.maybe("x"), "**")
+    with pytest.raises(gaff.PlanError, match="is TorchScript, which takes no hooks"):
+        gaff.capture(torch.jit.script(nn.Sequential(nn.Linear(1, 1))), ":output")

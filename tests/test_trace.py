@@ -1,0 +1,167 @@
+"""trace: one run told as a table, a tree and data."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff.record import Trace
+from zoo import Checkpointed, Net, Shared, Tied
+
+
+def rows_of(trace):
+    return {row.site: row for row in trace.rows}
+
+
+def test_the_table_tells_shapes_parameters_and_statistics():
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    trace = gaff.trace(model, x)
+    assert [row.site for row in trace.rows] == [":output", "conv", "relu", "fc1"]
+    conv = rows_of(trace)["conv"]
+    assert (conv.cls, conv.input, conv.output, conv.dtype) == ("Conv2d", "2x3x8x8", "2x10x4x4", "float32")
+    assert conv.parameters == 130
+    assert conv.memory_bytes == 2 * 10 * 4 * 4 * 4
+    assert conv.flops == 2 * 2 * 10 * 4 * 4 * 3 * 2 * 2
+    y = model.conv(x)
+    assert conv.statistics.mean == pytest.approx(y.mean().item())
+    assert conv.statistics.std == pytest.approx(y.std(correction=0).item())
+    assert conv.statistics.min == y.min().item()
+    assert conv.grad_output is None
+    assert str(trace).splitlines()[1].split()[:4] == ["site", "class", "input", "output"]
+
+
+def test_gradients_are_told_and_missing_ones_named():
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    trace = gaff.trace(model, x, backward=lambda y: y.mean())
+    model(x).mean().backward()
+    fc1 = rows_of(trace)["fc1"]
+    assert fc1.grad_output.shape == "2x5"
+    assert fc1.grad_input.shape == "2x160"
+    assert rows_of(trace)["conv"].grad_input.reason == "the tensor does not require grad"
+    weight = next(row for row in trace.parameters if row.site == "fc1.weight:param")
+    assert weight.grad.norm == pytest.approx(model.fc1.weight.grad.norm().item())
+    assert "None: the tensor does not require grad" in str(trace)
+
+
+def test_every_call_of_a_shared_module_is_a_row():
+    trace = gaff.trace(Shared(), torch.randn(2, 4))
+    assert [row.site for row in trace.rows] == [":output", "shared@0", "shared@1", "shared@2", "head"]
+    assert gaff.trace(Tied(), torch.tensor([[1]])).parameters[0].site == "embed.weight:param"
+    assert len(gaff.trace(Tied(), torch.tensor([[1]])).parameters) == 1
+
+
+class Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(2, 2)
+        self.called = nn.Linear(2, 2)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.called(x)
+        return self.used(x)
+
+
+@pytest.mark.parametrize("backward", [None, lambda y: y.sum()])
+def test_what_is_not_used_is_listed(backward):
+    trace = gaff.trace(Partly(), torch.randn(1, 2), backward=backward)
+    assert trace.unused_modules == ("never",)
+    assert trace.unused_parameters == ("called.weight", "called.bias", "never.weight", "never.bias")
+    assert "never called: never" in str(trace)
+
+
+def test_a_reentrant_checkpoint_hides_what_is_used_so_nothing_is_claimed():
+    x = torch.randn(2, 4, requires_grad=True)
+    assert gaff.trace(Checkpointed(use_reentrant=True), x).unused_parameters == ()
+    with_gradients = gaff.trace(Checkpointed(use_reentrant=True), x, backward=lambda y: y.sum())
+    assert with_gradients.unused_parameters == ()
+    assert rows_of(with_gradients)["first.0"].grad_output.norm > 0
+
+
+def test_a_trace_survives_saving_and_opens_without_torch(tmp_path):
+    trace = gaff.trace(Net(), torch.randn(2, 3, 8, 8), backward=lambda y: y.mean())
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json") == trace
+    assert trace._repr_html_().startswith("<p>Net on cpu: 4 calls")
+    assert "<td>conv</td>" in trace._repr_html_()
+    with pytest.raises(gaff.RecordError, match="is no file"):
+        Trace.load(tmp_path / "other.json")
+    for text in ("", "{}", '{"gaff_trace": 1, "rows": [{"site": 1}]}', "[1]"):
+        with pytest.raises(gaff.RecordError, match="trace cannot be read"):
+            Trace.from_json(text)
+
+
+def test_the_tree_folds_equal_blocks():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4)))
+    tree = gaff.trace(model, torch.randn(1, 2)).tree().splitlines()
+    assert tree[2:] == [
+        "  0 ... 3 (4x)  Sequential  1x2 -> 1x2",
+        "    0.0  Linear  1x2 -> 1x2  6 params",
+        "    0.1  ReLU  1x2 -> 1x2",
+    ]
+
+
+def test_nonfinite_values_are_counted():
+    class Bad(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, torch.tensor([float("nan"), float("inf")])])
+
+    trace = gaff.trace(Bad(), torch.ones(3))
+    assert trace.rows[0].statistics.nonfinite == 2
+    assert "(2 non-finite)" in str(trace)
+
+
+def test_gradients_and_hooks_of_the_user_are_left_alone():
+    model, x = Net(), torch.randn(2, 3, 8, 8, requires_grad=True)
+    model(x).sum().backward()
+    before = [parameter.grad for parameter in model.parameters()], x.grad
+    gaff.trace(model, x, backward=lambda y: y.mean())
+    assert all(one is other for one, other in zip(before[0], [p.grad for p in model.parameters()], strict=True))
+    assert x.grad is before[1]
+    model.fc1.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(gaff.PlanError, match="fc1.weight: has post-accumulate hooks"):
+        gaff.trace(model, x, backward=lambda y: y.mean())
+
+
+@pytest.mark.parametrize(
+    ("backward", "message"),
+    [
+        (lambda y: y, r"backward returned shape \(2, 5\): expected a scalar"),
+        (lambda y: 3, "backward returned int"),
+        (lambda y: y.detach().sum(), "does not depend on any parameter"),
+    ],
+)
+def test_a_backward_that_cannot_work(backward, message):
+    with pytest.raises(gaff.PlanError, match=message):
+        gaff.trace(Net(), torch.randn(2, 3, 8, 8), backward=backward)
+
+
+def test_sites_as_a_tree_as_data_and_with_shapes():
+    model = Net()
+    found = gaff.sites(model)
+    assert [row.path for row in found] == ["", "conv", "relu", "fc1"]
+    assert str(found).splitlines()[1] == "  conv  <Conv2d>  .weight 10x3x2x2  .bias 10"
+    assert "conv" in found
+    assert str(gaff.sites(model, "**<Conv2d>")) == "conv  <Conv2d>  .weight 10x3x2x2  .bias 10"
+    shaped = gaff.sites(model, torch.randn(1, 3, 8, 8))
+    assert (shaped[1].input, shaped[1].output, shaped[1].calls) == ("1x3x8x8", "1x10x4x4", 1)
+    assert gaff.sites(model, "fc1.weight:grad")[0].site == "fc1.weight:grad"
+    assert found.to_dict()["modules"][1]["parameters"] == {"weight": "10x3x2x2", "bias": "10"}
+    with pytest.raises(gaff.SiteError, match="matches nothing"):
+        gaff.sites(model, "**<LSTM>")
+
+
+def test_repeated_blocks_and_shared_modules_in_the_tree():
+    model = nn.Module()
+    model.h = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(12))
+    model.again = model.h[0]
+    assert str(gaff.sites(model)).splitlines() == [
+        ":output  <Module>  (72 params)",
+        "  h  <ModuleList>  (72 params)",
+        "    h.0 ... 11 (12x)  <Sequential>  (6 params)",
+        "      h.0.0  <Linear>  .weight 2x2  .bias 2",
+        "      h.0.1  <GELU>",
+        "  again  same module as h.0",
+        "    again.0  same module as h.0.0",
+        "    again.1  same module as h.0.1",
+    ]
