@@ -17,7 +17,7 @@ _HOMES = {
     "trace": "gaff.api",
     "maybe": "gaff.plan",
     "Plan": "gaff.plan",
-    "Site": "gaff.sites",
+    "Site": "gaff.address",
     "GaffError": "gaff.errors",
     "SiteError": "gaff.errors",
     "PlanError": "gaff.errors",
@@ -47,10 +47,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gaff import errors, keep
+    from gaff.address import Site
     from gaff.api import capture, sites, take, trace
     from gaff.errors import ExactnessError, GaffError, NeverFiredError, PlanError, RecordError, SiteError
     from gaff.plan import Plan, maybe
-    from gaff.sites import Site
 
 
 def __getattr__(name: str) -> Any:

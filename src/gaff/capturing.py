@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gaff.address import Site, every_call
 from gaff.engine.session import Session, Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
@@ -18,7 +19,6 @@ from gaff.receipt import Receipt, ReceiptRow
 from gaff.select import identity, is_there, resolve
 from gaff.sinks.capture import Reading, Stream, make_keeper
 from gaff.sinks.ledger import Ledger
-from gaff.sites import Site, every_call
 
 
 class RunView:

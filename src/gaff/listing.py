@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from gaff.address import Site
 from gaff.errors import SiteError
 from gaff.plan import Plan
 from gaff.select import is_container, iter_modules
 from gaff.sinks.tracing import shape_text
-from gaff.sites import Site
 from gaff.text import count_text, fold
 from gaff.tracing import trace_run
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gaff import keep as keep_part
+from gaff.address import Address, Pattern, Site, parse
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.select import Found, resolve
-from gaff.sites import Address, Pattern, Site, parse
 
 Reducer = Callable[[Tensor], Tensor]
 Target = Address | nn.Module | Callable[[Site], bool]

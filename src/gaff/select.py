@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gaff.address import ANY_DEPTH, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
 from gaff.errors import PlanError, SiteError
-from gaff.sites import ANY_DEPTH, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,7 +47,7 @@ class Found(NamedTuple):
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside any number of known wrappers (DDP, torch.compile, checkpoint)."""
-    while (name := _wrapped_as(module.__class__)) and (inner := module._modules.get(name)) is not None:
+    while (name := _WRAPPERS.get(type(module).__name__)) and (inner := module._modules.get(name)) is not None:
         module = inner
     return module
 
@@ -110,19 +111,15 @@ def refuse_op(address: Address) -> None:
 
 def is_container(module: nn.Module) -> bool:
     """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...)."""
-    return _has_no_forward(module.__class__) and "forward" not in module.__dict__
+    cls: Any = type(module)
+    return _has_no_forward(cls) and "forward" not in module.__dict__
 
 
 @cache
 def _has_no_forward(cls: Any) -> bool:
     from torch import nn
 
-    return cls.forward is nn.Module.forward
-
-
-@cache
-def _wrapped_as(cls: Any) -> str | None:
-    return _WRAPPERS.get(cls.__name__)
+    return getattr_static(cls, "forward") is nn.Module.forward
 
 
 def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.capturing import raise_if_silent
 from gaff.engine.session import Session, Tap
 from gaff.engine.stop import StopForward
@@ -17,7 +18,6 @@ from gaff.errors import PlanError, SiteError
 from gaff.plan import Options, Plan, Resolved
 from gaff.receipt import Receipt, ReceiptRow, merge_reasons
 from gaff.sinks.exact import Keeper, read
-from gaff.sites import GRADIENT_PORTS, Key, Site
 from gaff.values import map_tensors
 
 _OPTIONS = ("to", "dtype", "reduce", "clone")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff.address import Site
 from gaff.engine.flops import FlopCount
 from gaff.engine.graph import used_leaves
 from gaff.engine.session import CallTap, Session, Tap
@@ -17,7 +18,6 @@ from gaff.errors import PlanError
 from gaff.record import CallRow, ParameterRow, Trace
 from gaff.select import Found, is_container, iter_modules, join, unwrap
 from gaff.sinks.tracing import CallLog, CallNotes, GradientLog, ParameterLog, shape_text, statistics_of
-from gaff.sites import Site
 from gaff.untouched import untouched
 from gaff.values import iter_tensors
 

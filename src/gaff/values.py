@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.sites import Key, print_key
+from gaff.address import Key, print_key
 
 _PLAIN_LEAVES = (int, float, complex, str, bytes, bool, type(None), enum.Enum, range, slice, torch.Size,
                  torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip

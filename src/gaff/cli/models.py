@@ -119,6 +119,6 @@ def _need(name: str) -> Any:
 
 
 def _alike(name: str, names: list[str]) -> list[str]:
-    from gaff.sites import nearest
+    from gaff.address import nearest
 
     return nearest(name, names, 5) or names[:5]

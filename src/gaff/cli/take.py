@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from gaff import __version__
+from gaff.address import print_key
 from gaff.api import take
 from gaff.cli.inputs import load_inputs
 from gaff.cli.models import load_model
 from gaff.cli.trace import terminal_width
 from gaff.errors import PlanError
 from gaff.sinks.tracing import shape_text
-from gaff.sites import print_key
 from gaff.text import bytes_text, table
 from gaff.values import iter_tensors
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from gaff import compat
+from gaff.address import Key, Site, print_key
 from gaff.engine.clock import Frame, Run
 from gaff.engine.modules import Node
 from gaff.engine.stream import Stream
 from gaff.errors import SiteError
-from gaff.sites import Key, Site, print_key
 from gaff.values import dig, dig_argument, first_tensor, iter_tensors
 
 NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"

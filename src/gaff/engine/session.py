@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gaff.address import GRADIENT_PORTS, Site
 from gaff.engine import surroundings
 from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients import Gradients, InputGradient, InputShare, OutputGradient, find_input
@@ -18,7 +19,6 @@ from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.stream import EntryTap, ExitTap, Stream
 from gaff.errors import PlanError, SiteError
 from gaff.select import Found, unwrap
-from gaff.sites import GRADIENT_PORTS, Site
 from gaff.values import dig, dig_argument, iter_tensors
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from gaff.address import Key
 from gaff.engine.clock import Run
-from gaff.sites import Key
 
 
 class Stream(Protocol):

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from gaff import compat
+from gaff.address import GRADIENT_PORTS, STATE_PORTS, Key, Site, nearest, parse_site
 from gaff.compat import is_grad_enabled, memory_of, set_grad_enabled
 from gaff.errors import GaffError, SiteError
 from gaff.plan import Options
 from gaff.receipt import ReceiptRow, merge_reasons
 from gaff.sinks.exact import Keeper, Moment, Refused, read, size_of
 from gaff.sinks.ledger import Ledger
-from gaff.sites import GRADIENT_PORTS, STATE_PORTS, Key, Site, nearest, parse_site
 from gaff.values import dig, iter_tensors
 
 Foreign = Callable[[Tensor, Any], bool]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gaff import compat
+from gaff.address import Site
 from gaff.errors import ExactnessError
 from gaff.plan import Options
-from gaff.sites import Site
 from gaff.values import Opaque, iter_tensors, map_tensors, size_bytes
 
 

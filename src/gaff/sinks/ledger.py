@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from gaff.address import Site
 from gaff.compat import memory_of
 from gaff.errors import PlanError
-from gaff.sites import Site
 from gaff.text import bytes_text
 from gaff.values import size_bytes
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.address import Key
 from gaff.record import Gradient, Statistics
-from gaff.sites import Key
 from gaff.values import iter_tensors, size_bytes
 
 
