@@ -105,6 +105,7 @@ def _transformers(folder: str) -> Loaded:
         raise PlanError(f"transformers:{folder} holds no config.json: expected the folder of a saved model")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers = _need("transformers")
+    transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModel.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )

@@ -143,6 +143,7 @@ def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
+    """What ``measure`` returned, as numbers. Synchronises with the device."""
     if measured is None:
         return None
     mean, std, low, high, count = (value.item() for value in measured)
@@ -150,6 +151,7 @@ def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
 
 
 def gradient_of(tensor: Tensor) -> Gradient:
+    """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device."""
     with torch.no_grad():
         x = tensor.detach()
         norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()

@@ -1,0 +1,175 @@
+"""The command line: exit codes, one-line errors, data, nothing unpickled, no torch for --help."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import zipfile
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from gaff.cli import main
+
+DIGITS = "examples/digits.py:model"
+IMAGE = "examples/digits.py:image"
+
+
+def run(capsys, *argv):
+    code = main(list(argv))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_trace_prints_a_table_a_tree_and_data(capsys, tmp_path):
+    code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--backward", "--save", str(tmp_path / "t.json"))
+    assert code == 0
+    assert out.startswith("DigitNet on cpu: 12 calls, 3674 parameters")
+    assert "head.classes.bias:param" in out
+    code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--tree", "--no-flops")
+    assert "    head.hidden  Linear  1x64 -> 1x32  2080 params" in out
+    code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--json")
+    assert json.loads(out)["rows"][0]["cls"] == "DigitNet"
+    code, out, _ = run(capsys, "trace", DIGITS, "randn:2x1x8x8", "--plain")
+    assert out.splitlines()[1].split("\t")[:3] == ["site", "class", "input"]
+    assert (tmp_path / "t.json").exists()
+
+
+def test_take_writes_safetensors(capsys, tmp_path):
+    out_file = tmp_path / "new" / "f.safetensors"
+    code, out, _ = run(capsys, "take", DIGITS, "features", "head.*", "--input", IMAGE, "--out", str(out_file))
+    assert code == 0
+    assert "features      1x16x2x2  float32    256B" in out
+    assert {name: tuple(x.shape) for name, x in load_file(out_file).items()} == {
+        "features": (1, 16, 2, 2),
+        "head.hidden": (1, 32),
+        "head.classes": (1, 10),
+    }
+    code, out, _ = run(capsys, "take", DIGITS, "features", "--input", IMAGE, "--json")
+    assert json.loads(out) == {"features": {"shape": [1, 16, 2, 2], "dtype": "float32"}}
+
+
+def test_sites_as_tree_data_and_with_shapes(capsys):
+    code, out, _ = run(capsys, "sites", DIGITS)
+    assert (code, out.splitlines()[0]) == (0, ":output  <DigitNet>  (3674 params)")
+    code, out, _ = run(capsys, "sites", DIGITS, "--json")
+    assert json.loads(out)["modules"][2]["path"] == "features.0"
+    code, out, _ = run(capsys, "sites", DIGITS, "**<Linear>", "--input", IMAGE, "--plain")
+    assert out.splitlines()[0].split("\t") == ["head.hidden", "Linear", "2080", "1x64", "1x32", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("trace", "nowhere.py:model"), "gaff: 'nowhere.py' is no file"),
+        (
+            ("trace", "examples/digits.py:nothing"),
+            "gaff: examples/digits.py:nothing: .* has no 'nothing': expected one of DigitNet",
+        ),
+        (("trace", "examples/digits.py:TEST_FROM"), "is a int: expected a torch module"),
+        (("trace", "digits"), "gaff: 'digits' is no model: expected file.py:name"),
+        (("trace", DIGITS, "randn:1xa"), "gaff: input 'randn:1xa' has no shape: expected randn:1x3x224x224"),
+        (("trace", DIGITS, "some words"), "gaff: input 'some words' is not understood"),
+        (("trace", DIGITS, "no.npy"), "gaff: input 'no.npy' is no file"),
+        (("trace", DIGITS, "randn:1x3x8x8"), "gaff: RuntimeError: Given groups=1"),
+        (
+            ("take", DIGITS, "head.hiden", "--input", IMAGE),
+            "gaff: no module 'head.hiden' in DigitNet .*nearest: head.hidden",
+        ),
+        (("take", DIGITS, "head", "--out", "x.pt"), "gaff: --out 'x.pt' has another ending"),
+        (("trace", "transformers:/nowhere"), "holds no config.json"),
+        (("trace", "nothing.pt2"), "gaff: 'nothing.pt2' is no file"),
+    ],
+)
+def test_errors_are_one_line(capsys, argv, message):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+
+    assert re.search(message, err), err
+
+
+def test_debug_shows_the_traceback_and_usage_errors_exit_with_two(capsys):
+    with pytest.raises(RuntimeError, match="Given groups"):
+        main(["trace", DIGITS, "randn:1x3x8x8", "--debug"])
+    with pytest.raises(SystemExit) as caught:
+        main(["trace"])
+    assert caught.value.code == 2
+    assert main([]) == 2
+    assert "usage: gaff" in capsys.readouterr().out
+
+
+def test_inputs_of_every_kind(capsys, tmp_path):
+    numpy.save(tmp_path / "x.npy", numpy.zeros((1, 1, 8, 8), dtype="float32"))
+    save_file({"x": torch.zeros(2, 1, 8, 8)}, tmp_path / "x.safetensors")
+    (tmp_path / "flat.py").write_text(
+        "import torch\nmodel = torch.nn.Conv2d(3, 2, 1)\ndef preprocess(image):\n    return torch.ones(1, 3, 5, 5)\n"
+    )
+    Image.new("RGB", (6, 4)).save(tmp_path / "x.png")
+    for spec, shape in (("x.npy", "1x1x8x8"), ("x.safetensors", "2x1x8x8")):
+        code, out, err = run(capsys, "trace", DIGITS, str(tmp_path / spec), "--json")
+        assert (code, err) == (0, "")
+        assert json.loads(out)["rows"][0]["input"] == shape
+    code, out, _ = run(capsys, "trace", f"{tmp_path}/flat.py:model", str(tmp_path / "x.png"), "--json")
+    assert json.loads(out)["rows"][0]["input"] == "1x3x5x5"
+    code, out, _ = run(capsys, "trace", "torch.nn:Identity", str(tmp_path / "x.png"), "--json")
+    assert json.loads(out)["rows"][0]["input"] == "1x3x4x6"
+
+
+def test_pickles_are_refused(capsys, tmp_path):
+    numpy.save(tmp_path / "bad.npy", numpy.array([{}], dtype=object), allow_pickle=True)
+    code, _, err = run(capsys, "trace", DIGITS, str(tmp_path / "bad.npy"))
+    assert code == 1
+    assert "allow_pickle=False" in err
+    for members, message in (
+        ({"m/models/model.json": b"{}"}, "older format that is unpickled on loading"),
+        ({"m/archive_format": b"pt2", "m/data/sample_inputs/model.pt": pickle.dumps({1})}, "reads no pickles"),
+        ({"m/archive_format": b"pt2", "m/data/weights/model.pt": b""}, "reads no pickles"),
+        (
+            {"m/archive_format": b"pt2", "m/data/weights/m_config.json": b'{"config": {"w": {"use_pickle": true}}}'},
+            "reads no pickles",
+        ),
+        ({"m/archive_format": b"pt2", "m/data/constants/custom_obj_0": b""}, "reads no pickles"),
+    ):
+        with zipfile.ZipFile(tmp_path / "bad.pt2", "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+        code, _, err = run(capsys, "trace", str(tmp_path / "bad.pt2"))
+        assert code == 1
+        assert message in err
+    (tmp_path / "bad.pt2").write_bytes(b"nothing")
+    assert "cannot be read" in run(capsys, "trace", str(tmp_path / "bad.pt2"))[2]
+
+
+def test_a_saved_transformer_and_a_text(capsys, tmp_path):
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fish"]))
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=7)
+    BertModel(config).save_pretrained(tmp_path)
+    capsys.readouterr()
+    code, out, err = run(capsys, "trace", f"transformers:{tmp_path}", "a fish", "--json")
+    assert (code, err) == (0, ""), err
+    assert json.loads(out)["rows"][0]["output"] == "1x4x8, 1x8"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_program(capsys, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    torch.export.save(torch.export.export(model, (torch.randn(2, 3),)), tmp_path / "m.pt2")
+    _, out, _ = run(capsys, "trace", str(tmp_path / "m.pt2"), "randn:2x3", "--json")
+    assert [row["path"] for row in json.loads(out)["rows"]] == ["", "0", "1"]
+
+
+def test_help_and_import_do_not_load_torch():
+    code = "import sys, gaff, gaff.cli\ntry:\n    gaff.cli.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    code = "import sys; from gaff.record import Trace; from gaff import Site, errors; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
