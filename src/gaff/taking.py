@@ -162,6 +162,7 @@ class Take(nn.Module):
 
 
 def take(model: nn.Module, patterns: tuple[Any, ...], options: dict[str, Any]) -> Take:
+    """See ``gaff.take``."""
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise PlanError(f"option {unknown[0]!r} is not known to take: expected {', '.join(_OPTIONS)}")

@@ -1,0 +1,99 @@
+"""A compiled model is run eagerly while a session is open, and is itself again afterwards; never a silent nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.relu(self.lin(x)) + x
+
+
+def model():
+    return nn.Sequential(Block(), Block(), Block())
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_model_compiled_before_the_session():
+    net, x = model(), torch.randn(2, 4)
+    compiled = torch.compile(net, backend="aot_eager")
+    compiled(x).sum().backward()
+    with gaff.capture(compiled, "1", "1.lin:grad_output", "0.lin.weight:grad") as got:
+        compiled(x).sum().backward()
+        compiled(x)
+    assert len(got.all("1")) == 2
+    assert torch.equal(got.run(1)["1"], net[1](net[0](x)))
+    assert got["1.lin:grad_output"].shape == (2, 4)
+    assert "compiled code ran eagerly" in got.receipt.notes[0]
+    before = torch._dynamo.convert_frame.FRAME_COUNTER
+    assert torch.allclose(compiled(x), net(x))
+    assert before == torch._dynamo.convert_frame.FRAME_COUNTER
+
+
+def test_blocks_compiled_one_by_one_and_a_sibling_instance():
+    net, other, x = model(), model(), torch.randn(2, 4)
+    for block in net:
+        block.compile(backend="aot_eager")
+    net(x)
+    torch.compile(other, backend="aot_eager")(x)
+    with gaff.capture(net, "1.lin") as got:
+        net(x)
+    assert torch.equal(got["1.lin"], net[1].lin(net[0](x)))
+    watched = torch.compile(other, backend="aot_eager")
+    with gaff.capture(other, "2.lin:input") as got:
+        watched(x)
+    assert torch.equal(got["2.lin:input"], other[1](other[0](x)))
+
+
+def test_a_compiled_function_around_the_model():
+    net, x = model(), torch.randn(2, 4)
+    step = torch.compile(lambda x: net(x) * 2, backend="aot_eager")
+    step(x)
+    with gaff.capture(net, "1") as got:
+        step(x)
+    assert torch.equal(got["1"], net[1](net[0](x)))
+
+
+def test_compiled_inside_the_session():
+    net, x = model(), torch.randn(2, 4)
+    with gaff.capture(net, "1", "1:grad_output") as got:
+        compiled = torch.compile(net, backend="aot_eager")
+        for _ in range(2):
+            compiled(x).sum().backward()
+    assert len(got.all("1")) == 2
+    assert torch.equal(got.run(0)["1"], net[1](net[0](x)))
+
+
+def test_take_and_trace_of_a_compiled_model():
+    net, x = model(), torch.randn(2, 4)
+    compiled = torch.compile(net, backend="aot_eager")
+    compiled(x)
+    assert torch.equal(gaff.take(compiled, "0.lin")(x)["0.lin"], net[0].lin(x))
+    assert [row.path for row in gaff.trace(compiled, x).rows][:3] == ["", "0", "0.lin"]
+
+
+def test_inductor_goes_on_with_its_old_graph():
+    net, x = model(), torch.randn(2, 4)
+    compiled = torch.compile(net)
+    true = compiled(x)
+    with gaff.capture(net, "**") as got:
+        compiled(x)
+    count = torch._dynamo.convert_frame.FRAME_COUNTER
+    assert torch.equal(compiled(x), true)
+    assert count == torch._dynamo.convert_frame.FRAME_COUNTER
+    assert got["0"].shape == (2, 4)
