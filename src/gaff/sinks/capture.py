@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gaff import compat
@@ -40,17 +41,16 @@ class Stream:
         self._lazy = compat.lazy_clone() if keeper.is_plain else None
 
     def add(self, value: Any, run: Any, call: int) -> None:
-        kept: Any = None
+        held = None
         if type(value) is Tensor and self._lazy is not None:
-            kept = self._hold(value, run)
+            held = self._hold(value, run)
         elif value is None:
             self.absent(run, call, "the value is None")
             return
-        if kept is None:
-            kept = self._keep(value, run)
+        kept = self._keep(value, run) if held is None else held
         self.records.append((run, call, kept))
         ledger = self._ledger
-        ledger.held += kept.nbytes if type(kept) is Tensor else size_of(kept)
+        ledger.held += kept.nbytes if kept is held else size_of(kept)
         if ledger.held > ledger.limit:
             ledger.check(self.site)
         if self._last is not None and len(self.records) > self._last:
@@ -87,7 +87,8 @@ class Stream:
         return self.records[0][0].index if self.records else None
 
     def evict(self) -> int:
-        size = size_of(self.records.popleft()[2])
+        kept = self.records.popleft()[2]
+        size = kept.nbytes if type(kept) is Tensor and kept.layout == torch.strided else size_of(kept)
         self.evicted += 1
         self._ledger.held -= size
         return size
