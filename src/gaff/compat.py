@@ -6,7 +6,8 @@ version switches to the safe alternative described beside it, never to a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,37 @@ def sequence_of(node: Node) -> int:
     """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""
     number: int = node._sequence_nr()
     return number
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to in place; -1 where torch does not count (inference mode)."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version counter of ``tensor``, and so tells of writes without holding memory."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
+class _Life:
+    """Lives as long as the autograd nodes in whose metadata it lies."""
+
+
+def graph_life(tensors: Iterable[Tensor]) -> Callable[[], bool]:
+    """Tells whether the graph behind any of ``tensors`` is still there, without holding it."""
+    life = _Life()
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.metadata[_Life] = life  # type: ignore[index]
+    reference = weakref.ref(life)
+    return lambda: reference() is not None
+
+
+def is_python_node(node: Node) -> bool:
+    """Whether an autograd node is a custom Function's, such as that of a reentrant checkpoint."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from gaff.address import ANY_DEPTH, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
 from gaff.errors import PlanError, SiteError
@@ -111,15 +110,9 @@ def refuse_op(address: Address) -> None:
 
 def is_container(module: nn.Module) -> bool:
     """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...)."""
-    cls: Any = type(module)
-    return _has_no_forward(cls) and "forward" not in module.__dict__
-
-
-@cache
-def _has_no_forward(cls: Any) -> bool:
     from torch import nn
 
-    return getattr_static(cls, "forward") is nn.Module.forward
+    return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
 
 
 def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from gaff.address import Key, print_key
+from gaff.errors import PlanError
 
 _PLAIN_LEAVES = (int, float, complex, str, bytes, bool, type(None), enum.Enum, range, slice, torch.Size,
                  torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
+
+
+_DEEPEST = 64
+_ENDLESS = f"a value is nested deeper than {_DEEPEST} levels, or contains itself: address the tensors inside by key"
 
 
 class Opaque:
@@ -53,12 +58,30 @@ def children(value: Any) -> list[tuple[int | str, Any]] | None:
 
 
 def iter_tensors(value: Any, key: Key = ()) -> Iterator[tuple[Key, Tensor]]:
-    """Every tensor in ``value`` with the key that leads to it, in order."""
+    """Every tensor in ``value`` with the key that leads to it, in order. Raises PlanError for endless nesting."""
     if isinstance(value, Tensor):
         yield key, value
         return
+    if len(key) > _DEEPEST:
+        raise PlanError(_ENDLESS)
     for name, child in children(value) or ():
         yield from iter_tensors(child, (*key, name))
+
+
+def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in ``value``, also in attributes of unknown objects (caches, batches), ``depth`` levels down."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN_LEAVES, type, torch.nn.Module)):
+        return
+    seen.add(id(value))
+    inside = children(value)
+    if inside is None:
+        inside = list(getattr(value, "__dict__", {}).items())
+    for _, child in inside:
+        yield from iter_deep(child, depth - 1, seen)
 
 
 def dig(value: Any, key: Key) -> Any:
@@ -72,7 +95,9 @@ def dig(value: Any, key: Key) -> Any:
     return value
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any], opaque: Callable[[Any], Any] | None = None) -> Any:
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Any], opaque: Callable[[Any], Any] | None = None, depth: int = 0
+) -> Any:
     """A copy of ``value`` with every tensor replaced by ``change(tensor)``; containers are new, of the same type.
 
     Leaves that cannot change (numbers, strings, None ...) are kept; other objects go through ``opaque``.
@@ -82,7 +107,15 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], opaque: Callable[[A
     inside = children(value)
     if inside is None:
         return value if opaque is None or isinstance(value, _PLAIN_LEAVES) else opaque(value)
-    return _rebuild(value, [map_tensors(child, change, opaque) for _, child in inside])
+    if depth > _DEEPEST:
+        raise PlanError(_ENDLESS)
+    parts = [map_tensors(child, change, opaque, depth + 1) for _, child in inside]
+    try:
+        return _rebuild(value, parts)
+    except TypeError:  # a container that cannot be made anew, such as a read-only mapping
+        if opaque is None:
+            raise
+        return opaque(value)
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Tensor] | None:

@@ -106,7 +106,7 @@ class Replay:
     def match(self) -> tuple[Run, int] | None:
         """The run and call that the current recomputation of this module repeats, if it waits for one."""
         node = compat.current_node()
-        if not self._waiting or node is None:
+        if not self._waiting or node is None or not compat.is_python_node(node):  # others recompute for their own
             return None
         start = compat.sequence_of(node)
         place = (compat.backward_task(), start)
@@ -183,7 +183,7 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     for tap in node.exits:
         tap(output, run, call)
     if node.arms:
-        _arm_after(node, output, run, call)
+        _arm_after(node, output, (args, kwargs), run, call)
 
 
 def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -191,7 +191,7 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     if output is MISSING:
         return
     if backward_task() != -1:
-        _after_again(node, output)
+        _after_again(node, output, (args, kwargs))
         return
     if node.clock.closed:
         return
@@ -204,14 +204,14 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     for tap in node.exits:
         tap(output, run, 0)
     if node.arms:
-        _arm_after(node, output, run, 0)
+        _arm_after(node, output, (args, kwargs), run, 0)
     node.clock.end(run, output)
 
 
-def _arm_after(node: Node, output: Any, run: Run, call: int) -> None:
+def _arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
     if torch.is_grad_enabled():
         for arm in node.arms:
-            arm(output, run, call)
+            arm(output, given, run, call)
     elif not node.entry_arms:
         node.replay.wait(run, call)
 
@@ -241,7 +241,7 @@ def _before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         arm(args, kwargs, *matched)
 
 
-def _after_again(node: Node, output: Any) -> None:
+def _after_again(node: Node, output: Any, given: tuple[Any, Any]) -> None:
     if not node.arms:
         return
     matched: tuple[Run, int] | None
@@ -252,7 +252,7 @@ def _after_again(node: Node, output: Any) -> None:
         matched = node.replay.match()
     if matched is not None and torch.is_grad_enabled():
         for arm in node.arms:
-            arm(output, *matched)
+            arm(output, given, *matched)
 
 
 def _refuse_transform(module: nn.Module) -> None:

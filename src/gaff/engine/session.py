@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gaff import compat
 from gaff.address import GRADIENT_PORTS, Site
 from gaff.engine import surroundings
+from gaff.engine.armed import Gradients
 from gaff.engine.clock import Clock, Run
-from gaff.engine.gradients import Gradients, InputGradient, InputShare, OutputGradient, find_input
+from gaff.engine.gradients import InputGradient, OutputGradient, find_input
 from gaff.engine.modules import Node, Replay
+from gaff.engine.shares import InputShare
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.stream import EntryTap, ExitTap, Stream
 from gaff.errors import PlanError, SiteError
@@ -70,6 +72,7 @@ class Session:
         self._nodes: dict[int, Node] = {}
         self._leaves: list[LeafGradient] = []
         self._fused: list[nn.Module] = []
+        self._waiting: list[tuple[Run, Callable[[], bool]]] = []
         self._gradients = Gradients()
         self.clock: Clock
 
@@ -86,7 +89,7 @@ class Session:
         with ExitStack() as opening:
             opening.callback(self._let_go)
             self._prepare()
-            if self._around is not None and self._around.is_compiled:
+            if self._around is not None and (self._around.is_compiled or surroundings.has_compiled()):
                 opening.enter_context(surroundings.forced_eager)
                 self.notes.append(surroundings.EAGER)
             hooks: list[Any] = []
@@ -124,7 +127,7 @@ class Session:
         for tensor in self._tensors:
             self._leaves.append(LeafGradient(self._gradients, tensor.stream, self.clock, lambda t=tensor.tensor: t))  # type: ignore[misc]
         if self._leaves or any(node.arms or node.entry_arms for node in self._nodes.values()):
-            self.clock.at_end.append(self._mark_outputs)
+            self.clock.at_end.append(self._gradients.end_run)
         if self._leaves:
             self._gradients.has_leaves = True
             self.clock.at_begin.append(self._follow_leaves)
@@ -184,18 +187,18 @@ class Session:
             found = self._nodes[id(module)] = Node(module, self.clock, len(self._nodes))
         return found
 
-    def _mark_outputs(self, run: Run, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._gradients.watch(output, run)
-
     def _follow_leaves(self, run: Run) -> None:
         for leaf in self._leaves:
             leaf.follow(run)
 
     def _stop_waiting(self, run: Run, output: Any) -> None:
-        if run.is_waiting and not any(tensor.requires_grad for _, tensor in iter_tensors(output)):
+        """Calls without grad mode wait for a reentrant checkpoint only as long as a graph could recompute them."""
+        if run.is_waiting:
+            self._waiting.append((run, compat.graph_life(tensor for _, tensor in iter_tensors(output))))
+        for waiting in [row for row in self._waiting if not row[1]()]:
+            self._waiting.remove(waiting)
             for node in self._nodes.values():
-                node.give_up(run)
+                node.give_up(waiting[0])
 
     def _note_slow_path(self, run: Run) -> None:
         if surroundings.SLOW_PATH not in self.notes and surroundings.takes_fast_path(self._fused):

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff import compat
+from gaff.engine.armed import BATCHED, NEEDS_NONE, NOT_REACHED, Gradients
 from gaff.engine.clock import Clock, Run
-from gaff.engine.gradients import NEEDS_NONE, NOT_REACHED, Gradients
 from gaff.engine.modules import Node
 from gaff.engine.stream import Stream
 from gaff.select import Found, is_container
@@ -79,13 +79,17 @@ class LeafGradient:
         self._tensor = None
 
     def _arrived(self, gradient: Tensor) -> None:
-        run = self._gradients.run_of(compat.backward_task())
+        runs = self._gradients.runs_of(compat.backward_task())
+        run = runs[-1] if runs else None
         if not self._gradients.is_open or (run is None and not self._clock.is_own_thread()):
             return  # a backward pass of a thread at which this session does not look
         run = run or self._clock.latest
         self._gradients.seen(run)
         self._has_fired = True
-        self._stream.add(gradient, run, 0)
+        if compat.transform_level() is not None:
+            self._stream.refuse(run, 0, BATCHED)
+        else:
+            self._stream.add(gradient, run, 0)
 
 
 def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:

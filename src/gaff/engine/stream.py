@@ -46,8 +46,10 @@ class EntryArm(EntryTap, Protocol):
         """The call had no graph, and none will come."""
 
 
-class ExitArm(ExitTap, Protocol):
-    """Sets gradient hooks at the exit of a module."""
+class ExitArm(Protocol):
+    """Sets gradient hooks at the exit of a module. ``given``: the arguments of the call."""
+
+    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int, /) -> None: ...
 
     def give_up(self, run: Run, call: int, /) -> None:
         """The call had no graph, and none will come."""

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,15 @@ from gaff.compat import memory_of
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
+_PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+_KINDS = {"OptimizedModule": "compiled", "FullyShardedDataParallel": "sharded", "DataParallel": "replicated"}
 SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the modules inside"
+
+
+def has_compiled() -> bool:
+    """Whether this process has compiled anything."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +48,13 @@ def look(model: nn.Module) -> Surroundings:
     compiled function may call the model, and torch ignores hooks that come after the first trace without a word.
     Raises PlanError; installs nothing.
     """
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    is_compiled = bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
+    is_compiled = has_compiled()
     fused: list[nn.Module] = []
     tensors: list[Tensor | None] = []
     waiting = [model]
     for module in waiting:
         waiting += [child for child in module._modules.values() if child is not None]
-        kind = _kind(type(module))  # type: ignore[arg-type]  # a class is hashable
+        kind = _kind(module)
         if kind:
             is_compiled = is_compiled or kind == "compiled"
             if kind == "fused":
@@ -62,29 +68,22 @@ def look(model: nn.Module) -> Surroundings:
                     _refuse(model, module, type(parameter).__name__)
                 tensors.append(parameter)
         tensors += module._buffers.values()
+        tensors += [value for value in module.__dict__.values() if type(value) is Tensor]  # state without a name
     return Surroundings(is_compiled, tuple(fused), frozenset(_iter_memory(tensors)))
 
 
 def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
     for tensor in tensors:
         if tensor is not None:
-            with suppress(RuntimeError, NotImplementedError):  # sparse and the like have none
+            with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse and the like have none
                 yield memory_of(tensor)
 
 
-@cache
-def _kind(cls: type) -> str:
+def _kind(module: nn.Module) -> str:
     """What a module's class means for hooks; empty for all ordinary ones."""
-    name = cls.__name__
-    if issubclass(cls, torch.jit.ScriptModule):
-        return "script"
-    if name == "OptimizedModule":
-        return "compiled"
-    if name == "FullyShardedDataParallel" or any(base.__name__ == "FSDPModule" for base in cls.__mro__):
-        return "sharded"
-    if issubclass(cls, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
-        return "fused"
-    return "replicated" if name == "DataParallel" else ""
+    if isinstance(module, _PECULIAR):
+        return "script" if isinstance(module, torch.jit.ScriptModule) else "fused"
+    return _KINDS.get(type(module).__name__, "")
 
 
 def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
@@ -96,6 +95,8 @@ def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
         raise PlanError(f"{at} is sharded (FSDP): not supported yet; open the session before it is sharded")
     if kind == "DTensor":
         raise PlanError(f"{at} holds DTensor parameters (tensor parallel or FSDP2): not supported yet")
+    if kind.startswith("Uninitialized"):
+        raise PlanError(f"{at} is not initialised yet (lazy): run the model once first")
     if kind == "replicated" and len(getattr(module, "device_ids", ())) > 1:
         raise PlanError(f"{at} runs replicas on several devices: not supported yet; give the module inside it")
 

@@ -1,0 +1,268 @@
+"""Tensor hooks that wait for a gradient: whose it will be, and what could make it another one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff import compat
+from gaff.address import Key
+from gaff.compat import transform_level
+from gaff.engine.clock import Run
+from gaff.engine.stream import Stream
+from gaff.values import iter_tensors
+
+NEEDS_NONE = "the tensor does not require grad"
+NOT_REACHED = "backward ran, but no gradient reached this tensor"
+BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
+
+
+class Armed:
+    """One tensor hook that waits. ``is_plain``: what arrives is the gradient, without further questions."""
+
+    __slots__ = ("call", "fired", "handle", "run", "stream")
+    is_plain = True
+
+    def __init__(self, stream: Stream, run: Run, call: int) -> None:
+        self.stream = stream
+        self.run = run
+        self.call = call
+        self.fired = False
+        self.handle: Any = None
+
+    def receive(self, gradients: Gradients, gradient: Tensor) -> None:
+        """Called in place of delivering, by kinds that are not plain."""
+        self.deliver(gradient)
+
+    def deliver(self, gradient: Tensor) -> None:
+        self.fired = True
+        self.stream.add(gradient, self.run, self.call)
+
+    def refuse(self, reason: str) -> None:
+        self.fired = True
+        self.stream.refuse(self.run, self.call, reason)
+
+    def is_dead(self) -> bool:
+        """Whether the graph that the hook sits on is gone."""
+        return self.handle is None or self.handle.hooks_dict_ref() is None
+
+    def remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def why_refused(self) -> str:
+        """Why a missing gradient is not None; empty where None is the truth."""
+        return ""
+
+
+class ArmedView(Armed):
+    """On a view. Once it or its base has been changed in place, torch tells only a part of its gradient, or nothing.
+
+    ``follow_base`` helps where nothing else can see the base: its gradient, in the shape of the view, is the whole.
+    """
+
+    __slots__ = ("_base_handle", "_probe", "_shape", "_version")
+    is_plain = False
+
+    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
+        super().__init__(stream, run, call)
+        self._probe = compat.version_probe(tensor)
+        self._version = self._probe._version
+        self._shape = tensor.shape
+        self._base_handle: Any = None
+
+    def receive(self, gradients: Gradients, gradient: Tensor) -> None:
+        if not self._is_stale():
+            self.deliver(gradient)
+        elif self._base_handle is None:
+            self.refuse("it is a view that was changed in place later: torch tells a part of its gradient only")
+
+    def follow_base(self, base: Tensor, gradients: Gradients) -> None:
+        """``base``: all of it is this view, and whoever made it let nobody else see it."""
+
+        def arrived(given: Sequence[Tensor | None]) -> None:
+            if gradients.is_open and self._is_stale() and given[0] is not None:
+                gradients.seen(self.run)
+                self.deliver(given[0].reshape(self._shape))
+
+        if base.grad_fn is not None:
+            self._base_handle = base.grad_fn.register_prehook(arrived)
+
+    def remove(self) -> None:
+        super().remove()
+        if self._base_handle is not None:
+            self._base_handle.remove()
+
+    def why_refused(self) -> str:
+        if self._base_handle is None and self._is_stale():
+            return "no gradient arrived, and it is a view that was changed in place later: torch then tells none"
+        return ""
+
+    def _is_stale(self) -> bool:
+        return self._probe._version != self._version
+
+
+class ArmedLeaf(Armed):
+    """On a leaf, which outlives the graph: the gradient belongs to the run whose backward pass brings it."""
+
+    __slots__ = ("_told_with",)
+    is_plain = False
+
+    def __init__(self, stream: Stream, run: Run, call: int) -> None:
+        super().__init__(stream, run, call)
+        self._told_with: int | None = None
+
+    def receive(self, gradients: Gradients, gradient: Tensor) -> None:
+        runs = gradients.runs_of(compat.backward_task())
+        owner = runs[-1] if runs else gradients.latest_leaf
+        if owner is self.run:
+            self.deliver(gradient)
+        elif self.run in runs and owner is not None:
+            self._told_with = owner.index
+
+    def why_refused(self) -> str:
+        if self._told_with is None:
+            return ""
+        return f"one backward pass served several runs with this tensor: its total is told with run {self._told_with}"
+
+
+class Gradients:
+    """All gradient hooks of one session; what they are waiting for, and their removal."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.has_leaves = False  # somebody asks whose backward pass it is
+        self.has_backward = False  # a backward pass of any run has been seen
+        self.latest_leaf: Run | None = None  # the run that armed a leaf last
+        self._armed: list[Armed] = []
+        self._prune_at = 256
+        self._tasks: dict[int, list[Run]] = {}
+        self._later: list[tuple[weakref.ref[Tensor], Stream, Run, int]] = []
+
+    def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
+        """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad."""
+        armed: Armed
+        if tensor._is_view():
+            _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
+            armed = ArmedView(stream, run, call, tensor)
+        elif tensor.is_leaf:
+            self.has_leaves = True
+            self.latest_leaf = run
+            armed = ArmedLeaf(stream, run, call)
+        else:
+            armed = Armed(stream, run, call)
+        armed.handle = tensor.register_hook(partial(_arrived, self, armed))
+        self.add(armed)
+        return armed
+
+    def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
+        """``tensor`` does not require grad now; somebody may still make it, until the run ends."""
+        self._later.append((weakref.ref(tensor), stream, run, call))
+
+    def add(self, armed: Armed) -> None:
+        """Keep an armed hook until its graph is gone, to remove it at closing."""
+        self._armed.append(armed)
+        if len(self._armed) > self._prune_at:
+            self._prune()
+
+    def runs_of(self, task: int) -> list[Run]:
+        """The runs whose gradients have come by in the backward pass ``task``, in order."""
+        return self._tasks.get(task, [])
+
+    def seen(self, run: Run) -> None:
+        """A gradient of ``run`` has come by in the current backward pass."""
+        run.has_backward = self.has_backward = True
+        if self.has_leaves:
+            if len(self._tasks) > 64:
+                self._tasks.clear()
+            runs = self._tasks.setdefault(compat.backward_task(), [])
+            if run not in runs:
+                runs.append(run)
+
+    def end_run(self, run: Run, output: Any) -> None:
+        """Arm what came to require grad, and note when a backward pass comes by what the run returned."""
+        self._settle_later()
+        if torch.is_grad_enabled():
+            for _, tensor in iter_tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    armed = Armed(_Mark(), run, 0)
+                    armed.handle = tensor.register_hook(partial(_arrived, self, armed))
+                    self.add(armed)
+
+    def close(self) -> None:
+        """Remove every hook; what a backward pass left out is told to the streams as None."""
+        self._settle_later()
+        self.is_open = False
+        for armed in self._armed:
+            _settle(armed)
+            armed.remove()
+        self._armed.clear()
+
+    def _settle_later(self) -> None:
+        later, self._later = self._later, []
+        for reference, stream, run, call in later:
+            tensor = reference()
+            if tensor is not None and tensor.requires_grad:
+                self.arm(tensor, stream, run, call)
+            else:
+                stream.absent(run, call, NEEDS_NONE)
+
+    def _prune(self) -> None:
+        kept = []
+        for armed in self._armed:
+            if armed.is_dead():
+                _settle(armed)
+            else:
+                kept.append(armed)
+        self._armed = kept
+        self._prune_at = 2 * len(kept) + 256
+
+
+class _Mark:
+    """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
+
+    def add(self, value: Any, run: Run, call: int) -> None:
+        return
+
+    def absent(self, run: Run, call: int, reason: str) -> None:
+        return
+
+    def refuse(self, run: Run, call: int, reason: str) -> None:
+        return
+
+    def skip(self, reason: str) -> None:
+        return
+
+    def at(self, key: Key) -> Stream:
+        return self
+
+
+def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> None:
+    if not gradients.is_open:
+        return
+    armed.run.has_backward = True
+    if gradients.has_leaves:
+        gradients.seen(armed.run) if not isinstance(armed, ArmedLeaf) else None
+    if transform_level() is not None:
+        armed.refuse(BATCHED)
+    elif armed.is_plain:
+        armed.fired = True
+        armed.stream.add(gradient, armed.run, armed.call)
+    else:
+        armed.receive(gradients, gradient)
+
+
+def _settle(armed: Armed) -> None:
+    if armed.fired or not armed.run.has_backward:
+        return
+    refused = armed.why_refused()
+    if refused:
+        armed.refuse(refused)
+    else:
+        armed.fired = True
+        armed.stream.absent(armed.run, armed.call, NOT_REACHED)
