@@ -28,7 +28,7 @@ def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -
             ``dtype`` for floating tensors; ``reduce`` a value of ``gaff.keep`` or any function tensor -> tensor,
             applied at the source; ``last`` keep only this many events a site; ``budget`` bytes or "4GB" (default:
             half of the memory that is free), with ``evict`` "raise" or "oldest" when it is exceeded; ``clone`` copy
-            at once instead of copy-on-write; ``reference`` do not clone parameters and buffers; ``graph`` keep the
+            at once instead of copy-on-write; ``reference`` do not clone parameters; ``graph`` keep the
             autograd graph of the values; ``threads`` "own" (runs that this thread starts) or "all".
             Every other keyword with a tensor captures the gradient of that tensor under this name.
 

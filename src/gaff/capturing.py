@@ -104,9 +104,10 @@ class Capture:
     @property
     def receipt(self) -> Receipt:
         """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""
-        rows = [stream.row() for stream in self._iter_streams() if stream.fired or not stream.inner]
+        rows = [row for stream in self._iter_streams() if stream.fired or not stream.inner for row in stream.rows()]
         rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
-        optional = frozenset(str(request) for request in self._plan.requests if request.optional)
+        needed = {str(request) for request in self._plan.requests if not request.optional}
+        optional = frozenset(str(request) for request in self._plan.requests) - needed
         return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional)
 
     def __repr__(self) -> str:
@@ -128,17 +129,24 @@ class Capture:
         options = self._plan.options
         matched = set()
         by_object = self._by_object
+        places: list[tuple[object, ...]] = []
+        exact: set[tuple[object, ...]] = set()  # named by a pattern first, and by their own address later
         for number, rows in groupby(self._plan.check(model), key=attrgetter("request")):
             request = self._plan.requests[number]
             pattern, keeper = str(request), None
             matched.add(number)
             for found, _, is_exact in rows:
                 same = identity(found.module, found.name, found.site)
-                if same in by_object:
-                    continue  # two patterns may name one site; it is kept once, under the first
+                if same in by_object:  # kept once, and told for each pattern
+                    by_object[same].serves(pattern, request.reduce or options.reduce)
+                    exact.update([same] if is_exact and not request.optional else [])
+                    continue
                 keeper = keeper or make_keeper(options, request.reduce, found.site)
                 by_object[same] = stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
                 taps.append(Tap(found, stream, is_exact and not request.optional))
+                places.append(same)
+        if exact:
+            taps = [Tap(*tap[:2], tap.is_exact or same in exact) for tap, same in zip(taps, places, strict=True)]
         self._missing = [str(request) for at, request in enumerate(self._plan.requests) if at not in matched]
         return taps
 
@@ -157,7 +165,8 @@ class Capture:
         whole = every_call(site)
         for stream in self._iter_streams():
             if stream.site in (site, whole):
-                return stream
+                found: Stream = stream
+                return found
         if self._model is None:
             return None
         try:
@@ -165,11 +174,11 @@ class Capture:
         except (SiteError, PlanError):
             return None
         for wanted in (site, whole):
-            if found := self._by_object.get(identity(named.module, named.name, wanted)):
-                return found
+            if same := self._by_object.get(identity(named.module, named.name, wanted)):
+                return same
         return None
 
-    def _iter_streams(self) -> Iterator[Stream]:
+    def _iter_streams(self) -> Iterator[Any]:
         for stream in (*self._by_object.values(), *self._by_name.values()):
             yield stream
             yield from stream.inner.values()
@@ -185,7 +194,7 @@ def raise_if_silent(receipt: Receipt, runs: int) -> None:
            for name in receipt.silent):  # fmt: skip
         hint = "a gradient needs backward() inside the session"
     elif runs == 0:
-        hint = "the model was never called inside the session (or only by compiled code or on another thread)"
+        hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
     else:
         hint = "the modules were not called in these runs"
     why = reasons[0] if reasons else hint

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # Number of the backward pass that this thread is executing, or -1: in a forward hook it means "recomputation".
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -40,6 +41,20 @@ def sequence_of(node: Node) -> int:
     """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""
     number: int = node._sequence_nr()
     return number
+
+
+def storage_life(tensor: Tensor) -> Callable[[], bool]:
+    """Tells whether the memory of ``tensor`` is still held by anybody, without holding it."""
+    weak = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not weak.expired()
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor stands for many, inside a transform or a batched backward pass, and means nothing outside."""
+    return transform_level() is not None or _is_batched(tensor)
+
+
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def version_of(tensor: Tensor) -> int:

@@ -120,6 +120,11 @@ def norm(*dim: int) -> Reduce:
     return Reduce("norm", dim or None)
 
 
+def is_pure(reduce: Any) -> bool:
+    """Whether ``reduce`` is one of the values above, which never write into what they are given."""
+    return isinstance(reduce, tuple(_KINDS.values()))
+
+
 def to_dict(keep: Any) -> dict[str, Any]:
     """JSON-ready form of one of the values above. Raises PlanError for a function, which has none."""
     for kind, cls in _KINDS.items():

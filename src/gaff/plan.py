@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gaff import keep as keep_part
 from gaff.address import Address, Pattern, Site, parse
-from gaff.errors import PlanError, RecordError, SiteError
+from gaff.errors import GaffError, PlanError, RecordError, SiteError
 from gaff.select import Found, resolve
 
 Reducer = Callable[[Tensor], Tensor]
@@ -64,12 +64,15 @@ class Options:
     budget: int | None = None  # bytes
     evict: str = "raise"
     clone: bool = False
-    reference: bool = False  # parameters and buffers: not cloned
+    reference: bool = False  # parameters: not cloned
     graph: bool = False
     threads: str = "own"
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
+        for name in ("clone", "reference", "graph"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)!r} is no truth value: expected True or False")
+        if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
             raise PlanError(f"last={self.last!r} keeps nothing: expected a number of events per site, 1 or more")
         if self.threads not in _THREADS:
             raise PlanError(f"threads={self.threads!r} is not known: expected one of {', '.join(map(repr, _THREADS))}")
@@ -154,7 +157,7 @@ class Plan:
             options = dict(data["options"])
             options["reduce"] = _maybe_keep(options.get("reduce"))
             return cls(requests, Options(**_options(options)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, GaffError) as error:
             raise RecordError(f"plan cannot be read: {error!r}; expected what Plan.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:

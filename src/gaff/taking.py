@@ -137,6 +137,7 @@ class Take(nn.Module):
 
     def _run(self, session: Session, features: list[Feature], args: Any, kwargs: Any) -> bool:
         session.open()
+        had_grad = torch.is_grad_enabled()
         try:
             for feature in features:
                 feature.is_foreign = session.clock.is_foreign
@@ -145,6 +146,7 @@ class Take(nn.Module):
             stop.__traceback__ = None  # its frames hold tensors
             return True
         finally:
+            torch.set_grad_enabled(had_grad)  # the model may have been stopped while it had switched it off
             session.close()
         return False
 

@@ -13,19 +13,20 @@ from torch import Tensor, nn
 
 @contextmanager
 def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Restores buffers (content and identity), ``.grad`` of parameters and ``inputs``, training flags, random states.
+    """Restores buffers, ``.grad`` of parameters and ``inputs``, training flags and random states.
 
-    Copies every buffer once. Random states: torch on the CPU and on all initialised GPUs, Python's, NumPy's.
+    Copies every buffer once. Random states: torch on the CPU and on all initialised GPUs, generators that modules keep,
+    Python's, NumPy's.
     """
-    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    contents = {
-        id(tensor): tensor.detach().clone() for _, owned in buffers for tensor in owned.values() if tensor is not None
-    }
-    modes = [(module, module.training) for module in model.modules()]
+    modules = list(model.modules())
+    buffers = [_Buffers(module) for module in modules]
+    modes = [module.training for module in modules]
     leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf and tensor.requires_grad]
-    gradients = [(tensor, tensor.grad) for tensor in leaves]
+    gradients = [tensor.grad for tensor in leaves]
     numpy = sys.modules.get("numpy")
     state = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    generators = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
+    generator_states = [generator.get_state() for generator in generators]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     for tensor in leaves:
         tensor.grad = None
@@ -36,29 +37,51 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]
         random.setstate(state[0])
         if numpy is not None:
             numpy.random.set_state(state[1])
-        for tensor, grad in gradients:
+        for generator, known in zip(generators, generator_states, strict=True):
+            generator.set_state(known)
+        for tensor, grad in zip(leaves, gradients, strict=True):
             tensor.grad = grad
-        for module, training in modes:
+        for module, training in zip(modules, modes, strict=True):
             module.training = training
-        _restore(buffers, contents)
+        for saved in buffers:
+            saved.restore()
 
 
-def _restore(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]], contents: dict[int, Tensor]) -> None:
-    for module, owned in buffers:
-        for name, tensor in owned.items():
-            if module._buffers.get(name) is not tensor:
-                module._buffers[name] = tensor
-            if tensor is not None and not _is_same(tensor, contents[id(tensor)]):
-                with torch.no_grad():
-                    tensor.copy_(contents[id(tensor)])
+class _Buffers:
+    """The buffers of one module. Those that still hold the same bits are not written to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._owned = dict(module._buffers)
+        self._hidden = set(module._non_persistent_buffers_set)
+        self._copies = {name: tensor.detach().clone() for name, tensor in self._owned.items() if tensor is not None}
+
+    def restore(self) -> None:
+        owned = self._module._buffers
+        for name in [name for name in owned if name not in self._owned]:
+            del owned[name]
+        self._module._non_persistent_buffers_set.intersection_update(self._hidden)
+        self._module._non_persistent_buffers_set.update(self._hidden)
+        for name, tensor in self._owned.items():
+            owned[name] = tensor
+            if tensor is None:
+                continue
+            saved = self._copies[name]
+            with torch.no_grad():
+                if tensor.shape != saved.shape:
+                    tensor.resize_(saved.shape)
+                if not _has_bits(tensor, saved):
+                    tensor.copy_(saved)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Bitwise, so that a NaN equals itself."""
-    if one.is_meta or one.shape != other.shape:
-        return one.is_meta
-    if one.is_floating_point() or one.is_complex():
-        return bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))) and bool(
-            torch.equal(torch.isnan(one), torch.isnan(other))
-        )
-    return torch.equal(one, other)
+def _has_bits(one: Tensor, other: Tensor) -> bool:
+    """Bitwise equality; False where it is not known. Version counters do not tell: batch norm writes without them."""
+    if one.is_meta:
+        return True
+    if one.layout != torch.strided or one.is_nested or one.is_quantized:
+        return False
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

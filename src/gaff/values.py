@@ -142,7 +142,8 @@ def dig_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key) -> 
 
 def size_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse one as if it were dense."""
-    return tensor.nbytes if tensor.layout == torch.strided else tensor.numel() * tensor.element_size()
+    is_plain = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.nbytes if is_plain else tensor.numel() * tensor.element_size()
 
 
 def describe(value: Any) -> str:

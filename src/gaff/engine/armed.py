@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gaff import compat
 from gaff.address import Key
-from gaff.compat import transform_level
+from gaff.compat import is_wrapper
 from gaff.engine.clock import Run
 from gaff.engine.stream import Stream
 from gaff.values import iter_tensors
@@ -246,9 +246,9 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> None:
     if not gradients.is_open:
         return
     armed.run.has_backward = True
-    if gradients.has_leaves:
-        gradients.seen(armed.run) if not isinstance(armed, ArmedLeaf) else None
-    if transform_level() is not None:
+    if gradients.has_leaves and not isinstance(armed, ArmedLeaf):
+        gradients.seen(armed.run)
+    if is_wrapper(gradient):
         armed.refuse(BATCHED)
     elif armed.is_plain:
         armed.fired = True

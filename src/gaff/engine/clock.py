@@ -10,15 +10,17 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gaff import compat
-from gaff.values import children
+from gaff.errors import PlanError
+from gaff.values import iter_deep
 
 
 class Frame:
@@ -53,7 +55,9 @@ class Run:
         "thread",
     )
 
-    def __init__(self, index: int, step: int, size: int, arguments: set[int], model: AbstractSet[int]) -> None:
+    def __init__(
+        self, index: int, step: int, size: int, arguments: dict[int, Callable[[], bool]], model: AbstractSet[int]
+    ) -> None:
         self.index = index
         self.step = step
         self.thread = get_ident()
@@ -78,9 +82,7 @@ class Clock:
         self.open: dict[int, Run] = {}  # by thread
         self.closed = False
         self.step = 0
-        self.latest = Run(
-            -1, 0, 0, set(), memory
-        )  # the run begun last; number -1 stands for a forward before the session
+        self.latest = Run(-1, 0, 0, {}, memory)  # the run begun last; number -1 stands for a forward before the session
         self.at_begin: list[Callable[[Run], None]] = []
         self.at_end: list[Callable[[Run, Any], None]] = []
         self._memory = memory
@@ -97,7 +99,9 @@ class Clock:
         """A new run on this thread, or None where this session does not look."""
         if self.closed or not self.is_own_thread():
             return None
-        run = Run(next(self._numbers), self.step, self._size, _storages(args, kwargs), self._memory)
+        if torch._C._get_tracing_state() or torch.compiler.is_exporting():
+            raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
+        run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._memory)
         self.latest = run
         for callback in self.at_begin:
             callback(run)
@@ -154,7 +158,7 @@ class Clock:
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:
         """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""
         memory = compat.memory_of(tensor)
-        return memory in run.arguments or memory in run.model
+        return memory in run.model or (memory in run.arguments and run.arguments[memory]())
 
     def close(self) -> None:
         self.closed = True
@@ -171,29 +175,11 @@ def _is_running(frame: FrameType | None) -> bool:
     return False
 
 
-def has_storage(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
-
-
-def _storages(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
-    found: set[int] = set()
-    for arg in args:
-        _add_storages(arg, found, depth=0)
-    for arg in kwargs.values():
-        _add_storages(arg, found, depth=0)
+def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], bool]]:
+    """Addresses of the memory of a call's tensors, also in attributes of objects; each with whether it still lives."""
+    found = {}
+    if compat.transform_level() is None:
+        for tensor in iter_deep((args, kwargs)):
+            with suppress(RuntimeError, NotImplementedError):  # sparse and the like have none
+                found[compat.memory_of(tensor)] = compat.storage_life(tensor)
     return found
-
-
-def _add_storages(value: Any, found: set[int], depth: int) -> None:
-    """Also looks into attributes of unknown objects (graph batches, caches), a few levels deep."""
-    if isinstance(value, Tensor):
-        if type(value) in (Tensor, nn.Parameter) and has_storage(value) and compat.transform_level() is None:
-            found.add(compat.memory_of(value))
-        return
-    if depth > 5 or value is None or isinstance(value, (str, int, float, bytes, type, nn.Module)):
-        return
-    inside = children(value)
-    if inside is None:
-        inside = list(getattr(value, "__dict__", {}).items())
-    for _, child in inside:
-        _add_storages(child, found, depth + 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from gaff import compat
-from gaff.compat import transform_level
+from gaff.compat import is_wrapper
 from gaff.engine.armed import BATCHED, Armed, Gradients
 from gaff.engine.clock import Frame, Run
 from gaff.engine.gradients import RETURNED_INPUT, GradientArm, find_input
@@ -164,11 +164,12 @@ class _Share(Armed):
 def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ...], _given: Any) -> None:
     if not share._gradients.is_open:
         return
-    if transform_level() is not None:
+    gradient = handed[position]
+    if gradient is not None and is_wrapper(gradient):
         share.run.has_backward = True
         share.refuse(BATCHED)
     else:
-        share.arrive(handed[position])
+        share.arrive(gradient)
 
 
 def _feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: int) -> list[tuple[GraphNode, int]]:

@@ -86,7 +86,7 @@ class LeafGradient:
         run = run or self._clock.latest
         self._gradients.seen(run)
         self._has_fired = True
-        if compat.transform_level() is not None:
+        if compat.is_wrapper(gradient):
             self._stream.refuse(run, 0, BATCHED)
         else:
             self._stream.add(gradient, run, 0)

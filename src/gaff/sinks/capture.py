@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gaff import compat
-from gaff.address import GRADIENT_PORTS, STATE_PORTS, Key, Site, nearest, parse_site
+from gaff.address import GRADIENT_PORTS, Key, Site, nearest, parse_site
 from gaff.compat import is_grad_enabled, memory_of, set_grad_enabled
-from gaff.errors import GaffError, SiteError
+from gaff.errors import GaffError, PlanError, SiteError
 from gaff.plan import Options
 from gaff.receipt import ReceiptRow, merge_reasons
 from gaff.sinks.exact import Keeper, Moment, Refused, read, size_of
@@ -27,7 +27,7 @@ class Stream:
     """The kept events of one site, in order: run, call, what was kept."""
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
-        self.pattern = pattern
+        self.patterns = [pattern]  # all that asked for this site
         self.site = site
         self.records: deque[tuple[Moment, int, Any]] = deque()
         self.inner: dict[Key, Stream] = {}  # streams of single tensors inside this site's value
@@ -48,22 +48,20 @@ class Stream:
             self.absent(run, call, "the value is None")
             return
         kept = self._keep(value, run) if held is None else held
-        self.records.append((run, call, kept))
+        self._append(run, call, kept)
         ledger = self._ledger
-        ledger.held += kept.nbytes if kept is held else size_of(kept)
+        ledger.held += size_of(kept) if held is None else held.nbytes
         if ledger.held > ledger.limit:
             ledger.check(self.site)
-        if self._last is not None and len(self.records) > self._last:
-            self.evict()
 
     def absent(self, run: Any, call: int, reason: str) -> None:
         self.none += 1
         self._note(reason)
-        self.records.append((run, call, None))
+        self._append(run, call, None)
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
         self._note(reason)
-        self.records.append((run, call, Refused(reason)))
+        self._append(run, call, Refused(reason))
 
     def skip(self, reason: str) -> None:
         self._note(reason)
@@ -72,9 +70,15 @@ class Stream:
         found = self.inner.get(key)
         if found is None:
             site = replace(self.site, key=(*self.site.key, *key))
-            found = self.inner[key] = Stream(self.pattern, site, self._keeper, self._ledger, self._last)
+            found = self.inner[key] = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
+            found.patterns = self.patterns
             found.is_foreign = self.is_foreign
         return found
+
+    def _append(self, run: Any, call: int, kept: Any) -> None:
+        self.records.append((run, call, kept))
+        if self._last is not None and len(self.records) > self._last:
+            self.evict()
 
     def _note(self, reason: str) -> None:
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
@@ -97,12 +101,22 @@ class Stream:
         for _, _, kept in self.records:
             yield from (tensor for _, tensor in iter_tensors(getattr(kept, "value", kept)))
 
-    def row(self) -> ReceiptRow:
+    def serves(self, pattern: str, reduce: Any) -> None:
+        """Another pattern names the same site. Raises PlanError when it wants another part of it."""
+        if not self._keeper.reduces_by(reduce):
+            raise PlanError(
+                f"{self.site}: {self.patterns[0]!r} and {pattern!r} both name it, with different reductions: "
+                "expected one, or two sessions"
+            )
+        self.patterns.append(pattern)
+
+    def rows(self) -> list[ReceiptRow]:
         reasons = list(self.reasons.items())
         if self.evicted:
             reasons.append((f"{self.evicted} older events let go", 1))
         skipped = sum(self.reasons.values()) - self.none
-        return ReceiptRow(self.pattern, str(self.site), self.fired, self.none, skipped, merge_reasons(reasons))
+        why = merge_reasons(reasons)
+        return [ReceiptRow(name, str(self.site), self.fired, self.none, skipped, why) for name in self.patterns]
 
     def _hold(self, value: Tensor, run: Any) -> Tensor | None:
         """The common case of ``exact.hold``, at the price of a reference; None where it is not that case."""
@@ -111,7 +125,7 @@ class Stream:
             set_grad_enabled(False)  # cheaper than detaching first
         try:
             memory = memory_of(value)
-            if value.is_cpu and memory not in run.arguments and memory not in run.model:
+            if memory not in run.model and memory not in run.arguments and value.is_cpu and not value.is_quantized:
                 return self._lazy(value)  # type: ignore[misc]
         except (RuntimeError, NotImplementedError):
             pass  # sparse, nested or borrowed memory
@@ -231,4 +245,6 @@ def _never(tensor: Tensor, run: Any) -> bool:
 
 def make_keeper(options: Options, reduce: Any, site: Site) -> Keeper:
     """How values of ``site`` are kept; ``reduce`` of its request goes before the plan's own."""
-    return Keeper(options, reduce or options.reduce, is_state=site.port in STATE_PORTS and site.port != "grad")
+    # batch norm writes into its buffers without torch's version counter: a reference to one could not be checked
+    is_state = site.port == "buffer" or (site.port == "param" and not options.reference)
+    return Keeper(options, reduce or options.reduce, is_state)

@@ -16,6 +16,7 @@ from torch import Tensor
 from gaff import compat
 from gaff.address import Site
 from gaff.errors import ExactnessError
+from gaff.keep import is_pure
 from gaff.plan import Options
 from gaff.values import Opaque, iter_tensors, map_tensors, size_bytes
 
@@ -71,8 +72,12 @@ class Keeper:
         self._dtype = options.dtype
         self._device = torch.device(options.to) if options.to is not None else None
         self._graph = options.graph
-        self._clone = options.clone or (is_state and not options.reference)
+        self._clone = options.clone or is_state
         self.is_plain = not (self._reduce or self._dtype or self._device or self._graph or self._clone)
+
+    def reduces_by(self, reduce: Any) -> bool:
+        """Whether ``reduce`` is how this keeper reduces."""
+        return reduce is self._reduce or (is_pure(reduce) and reduce == self._reduce)
 
     def keep(self, value: Any, run: Any, is_foreign: Callable[[Tensor, Any], bool]) -> Any:
         """``value``: a tensor or a nested value. Never synchronises with a device."""
@@ -89,7 +94,7 @@ class Keeper:
     ) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
             if self._reduce is not None:
-                exact = hold(tensor, self._graph, is_foreign, [])  # a function that writes into it copies first
+                exact = self._safe(tensor, is_foreign)
                 part = self._reduce(exact)
                 is_part = shares_memory(part, exact)
                 tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
@@ -99,6 +104,12 @@ class Keeper:
             if self._clone:
                 return tensor.clone() if self._graph else tensor.detach().clone()
             return hold(tensor, self._graph, is_foreign, checks)
+
+    def _safe(self, tensor: Tensor, is_foreign: Callable[[Tensor], bool]) -> Tensor:
+        """``tensor`` for a function of the user: what it writes into it must not reach the model or the caller."""
+        checks: list[Callable[[Site], None]] = []
+        held = hold(tensor, self._graph, is_foreign, checks)
+        return held.clone() if checks and not is_pure(self._reduce) else held
 
     def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -119,16 +130,17 @@ def hold(
     With ``has_graph`` the result stays connected to the autograd graph of ``tensor``.
     """
     lazy = compat.lazy_clone()
-    if lazy is not None and type(tensor) is Tensor and tensor.is_cpu:
+    if lazy is not None and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
             if not is_foreign(tensor):
                 return lazy(tensor if has_graph else tensor.detach())
         except (RuntimeError, NotImplementedError):
             pass  # sparse, nested or borrowed memory: torch refuses to share it
-    if tensor.is_inference():
+    if tensor.is_inference() or tensor.is_quantized:
         return tensor.clone()
-    checks.append(_version_check(tensor, tensor._version))
-    return tensor if has_graph else tensor.detach()
+    alias = tensor.detach()  # shares the version counter, and does not hold the graph
+    checks.append(_version_check(alias, tensor._version))
+    return tensor if has_graph else alias
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ class Holder(Protocol):
     """Something that holds values and can let the oldest go."""
 
     site: Site
+    records: Sized
 
     def oldest(self) -> int | None: ...
 
@@ -56,8 +57,8 @@ class Ledger:
     def _let_go(self) -> None:
         while self.held > self.limit:
             holders = [(age, holder) for holder in self._holders() if (age := holder.oldest()) is not None]
-            if not holders:
-                return
+            if sum(len(holder.records) for _, holder in holders) < 2:
+                return  # what has just come is too large by itself
             self.held -= min(holders, key=lambda pair: pair[0])[1].evict()
 
     def _count(self) -> int:

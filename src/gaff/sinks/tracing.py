@@ -127,7 +127,8 @@ class ParameterLog:
 
 def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
     """Mean, population std, min, max and non-finite count as 0-dim tensors; None where they mean nothing."""
-    if tensor.numel() == 0 or tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
+    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    if is_odd or tensor.is_complex() or tensor.numel() == 0:
         return None
     with torch.no_grad():
         x = tensor.detach()
@@ -152,14 +153,20 @@ def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
 
 def gradient_of(tensor: Tensor) -> Gradient:
     """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device."""
+    if tensor.is_meta:
+        return Gradient(shape_text(tensor), reason="a meta tensor has no values")
     with torch.no_grad():
         x = tensor.detach()
+        x = x.coalesce().values() if x.layout == torch.sparse_coo else x.to_dense() if x.layout != torch.strided else x
         norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
         zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
-    return Gradient(shape_text(x), norm, zeros)
+        zeros = 1 - (x.numel() * (1 - zeros)) / max(tensor.numel(), 1)  # what a sparse gradient leaves out is zero
+    return Gradient(shape_text(tensor), norm, zeros)
 
 
 def shape_text(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return "nested"
     return "x".join(map(str, tensor.shape)) or "scalar"
 
 
@@ -167,5 +174,6 @@ def shapes_text(value: Any) -> str:
     """``1x3x8x8``, or ``2x5x8, 2x8`` for several tensors; other values by their type."""
     tensors = [shape_text(tensor) for _, tensor in iter_tensors(value)]
     if not tensors:
-        return "" if value in ((), {}) else "None" if value is None else type(value).__name__
+        is_empty = isinstance(value, (tuple, list, dict)) and not value
+        return "" if is_empty else "None" if value is None else type(value).__name__
     return ", ".join(tensors[:4]) + (f", ... ({len(tensors)})" if len(tensors) > 4 else "")

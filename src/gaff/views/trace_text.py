@@ -35,6 +35,7 @@ def render_tree(trace: Trace) -> str:
 
 
 def render_html(trace: Trace) -> str:
+    """The table for a notebook; everything in it is escaped."""
     head, rows = _cells(trace)
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     heading = "".join(f"<th>{escape(name)}</th>" for name in head)

@@ -1,0 +1,55 @@
+"""A call without grad mode beside a checkpointed call of the same module: each keeps what is its own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gaff
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.lin(x * 1).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.block = Block()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for _ in range(2):
+            with torch.no_grad():
+                teacher = self.block(x)
+            x = checkpoint(self.block, x, use_reentrant=self.use_reentrant) + teacher * 0.1
+        return x.sum()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_calls_zero_and_two_have_none(use_reentrant):
+    model, x = Model(use_reentrant), torch.randn(2, 3, requires_grad=True)
+    with gaff.capture(model, "block:grad_output", "block:input_grad") as got:
+        model(x).backward()
+    for port in ("grad_output", "input_grad"):
+        assert got[f"block@0:{port}"] is None
+        assert got[f"block@2:{port}"] is None
+        assert got[f"block@1:{port}"] is not None
+        assert got[f"block@3:{port}"] is not None
+    assert torch.equal(got["block@3:grad_output"], torch.ones(2, 3))
+
+
+def test_calls_that_wait_are_forgotten_with_their_graph():
+    model, x = Model(False), torch.randn(2, 3, requires_grad=True)
+    with gaff.capture(model, "block:grad_output", last=1) as got:
+        for _ in range(50):
+            model(x).backward()
+        nodes = got._session._nodes.values()
+        assert max(len(node.replay._waiting) for node in nodes) < 10
+        stream = next(iter(got._by_object.values()))
+        assert len(stream.records) == 1
