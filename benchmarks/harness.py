@@ -7,7 +7,7 @@ import time
 
 
 def measure(ways, rounds, warmup=3):
-    """``ways``: name -> function. Median CPU seconds for each, in one process, interleaved, garbage collector as it is."""
+    """``ways``: name -> function. Median CPU seconds for each, in one process, interleaved."""
     for way in ways.values():
         for _ in range(warmup):
             way()

@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from types import TracebackType
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow
 from gaff.select import identity, is_there, resolve
 from gaff.sinks.capture import Reading, Stream, make_keeper
+from gaff.sinks.exact import Keeper
 from gaff.sinks.ledger import Ledger
 
 
@@ -45,10 +47,11 @@ class Capture:
     def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
         options = plan.options
         self._plan = plan
-        self._ledger = Ledger(options.budget, options.evict, self._iter_streams)
+        self._ledger = Ledger(options.budget, options.evict, WeakMethod(self._iter_streams))
         self._by_name: dict[str, Stream] = {}  # plain tensors
         self._by_object: dict[tuple[object, ...], Stream] = {}
         self._missing: list[str] = []
+        self._keepers: list[Keeper] = []
         self._model = model
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
@@ -56,8 +59,8 @@ class Capture:
 
     def __enter__(self) -> Capture:
         self._session.open()
-        for stream in (*self._by_object.values(), *self._by_name.values()):
-            stream.is_foreign = self._session.clock.is_foreign
+        for keeper in self._keepers:
+            keeper.is_foreign = self._session.clock.is_foreign
         return self
 
     def __exit__(
@@ -141,7 +144,7 @@ class Capture:
                     by_object[same].serves(pattern, request.reduce or options.reduce)
                     exact.update([same] if is_exact and not request.optional else [])
                     continue
-                keeper = keeper or make_keeper(options, request.reduce, found.site)
+                keeper = keeper or self._make_keeper(request.reduce, found.site)
                 by_object[same] = stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
                 taps.append(Tap(found, stream, is_exact and not request.optional))
                 places.append(same)
@@ -150,13 +153,18 @@ class Capture:
         self._missing = [str(request) for at, request in enumerate(self._plan.requests) if at not in matched]
         return taps
 
+    def _make_keeper(self, reduce: Any, site: Site) -> Keeper:
+        keeper = make_keeper(self._plan.options, reduce, site)
+        self._keepers.append(keeper)
+        return keeper
+
     def _make_tensor_tap(self, name: str, tensor: Tensor) -> TensorTap:
         if any(stream.site.path == name for stream in self._by_object.values()):
             raise PlanError(
                 f"name {name!r} is also the path of a captured site: expected another keyword for the tensor"
             )
         site = Site(name, port="grad")
-        keeper = make_keeper(self._plan.options, None, site)
+        keeper = self._make_keeper(None, site)
         stream = self._by_name[name] = Stream(name, site, keeper, self._ledger, self._plan.options.last)
         return TensorTap(name, tensor, stream)
 

@@ -32,14 +32,13 @@ class Feature:
         self.kept: Any = None
         self.fired = 0
         self.reasons: dict[str, int] = {}
-        self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: False
-        self._keeper = keeper
+        self.keeper = keeper
         self._done = done
 
     def add(self, value: Any, run: Any, call: int) -> None:
         self.fired += 1
         if self.fired == 1:
-            self.kept = None if value is None else self._keeper.keep(value, run, self.is_foreign)
+            self.kept = None if value is None else self.keeper.keep(value, run)
             self._done()
 
     def absent(self, run: Any, call: int, reason: str) -> None:
@@ -140,7 +139,7 @@ class Take(nn.Module):
         had_grad = torch.is_grad_enabled()
         try:
             for feature in features:
-                feature.is_foreign = session.clock.is_foreign
+                feature.keeper.is_foreign = session.clock.is_foreign
             self.model(*args, **kwargs)
         except StopForward as stop:
             stop.__traceback__ = None  # its frames hold tensors

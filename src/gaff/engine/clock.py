@@ -163,6 +163,8 @@ class Clock:
     def close(self) -> None:
         self.closed = True
         self.open.clear()
+        self.at_begin.clear()
+        self.at_end.clear()
         self._replays.clear()
 
 

@@ -36,36 +36,23 @@ class Node:
     recomputes the module, since its first pass had no graph.
     """
 
-    __slots__ = (
-        "above",
-        "arms",
-        "clock",
-        "entries",
-        "entry_arms",
-        "exits",
-        "has_entry",
-        "index",
-        "module",
-        "open",
-        "replay",
-    )
+    above: frozenset[Node] = frozenset()  # hooked modules that contain this one
+    has_entry = False
+    entries: tuple[EntryTap, ...] = ()
+    exits: tuple[ExitTap, ...] = ()
+    entry_arms: tuple[EntryArm, ...] = ()
+    arms: tuple[ExitArm, ...] = ()
+    replay: Replay  # of modules with gradient sites
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
         self.clock = clock
         self.open = clock.open  # the runs in progress, by thread
         self.index = index
-        self.above: frozenset[Node] = frozenset()  # hooked modules that contain this one
-        self.has_entry = False
-        self.entries: tuple[EntryTap, ...] = ()
-        self.exits: tuple[ExitTap, ...] = ()
-        self.entry_arms: tuple[EntryArm, ...] = ()
-        self.arms: tuple[ExitArm, ...] = ()
-        self.replay: Replay = _NOTHING_TO_REPLAY
 
     def give_up(self, run: Run | None = None) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
-        if not self.replay.is_waiting:
+        if not (self.arms or self.entry_arms) or not self.replay.is_waiting:
             return
         for place in self.replay.give_up(run):
             for entry_arm in self.entry_arms:
@@ -139,9 +126,6 @@ class Replay:
         never = [place for place in dict.fromkeys(lost) if place not in self._matched]
         self._matched.difference_update(lost)
         return never
-
-
-_NOTHING_TO_REPLAY = Replay()  # of modules without gradient sites, which never wait
 
 
 # torch notes that a hook takes keywords after it has put the hook in place, and forgets it after it has taken the hook

@@ -69,6 +69,7 @@ class Session:
         self._threads = threads
         self._handles: ExitStack | None = None
         self._is_used = False
+        self._has_arms = False  # some gradient at a module is wanted
         self._nodes: dict[int, Node] = {}
         self._leaves: list[LeafGradient] = []
         self._fused: list[nn.Module] = []
@@ -110,12 +111,17 @@ class Session:
 
     def _let_go(self) -> None:
         self.clock.closed = True
-        for node in self._nodes.values():
+        for node in self._nodes.values() if self._has_arms else ():
             node.give_up()
+            node.arms = node.entry_arms = ()  # they know their node
         for leaf in self._leaves:
             leaf.close()
         self._gradients.close()
         self.clock.close()
+        self._nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
+        self._leaves.clear()
+        self._waiting.clear()
+        self._taps = self._tensors = ()
 
     def _prepare(self) -> None:
         """Build the nodes and taps; installs nothing."""
@@ -126,7 +132,7 @@ class Session:
             self._prepare_nodes(model)
         for tensor in self._tensors:
             self._leaves.append(LeafGradient(self._gradients, tensor.stream, self.clock, lambda t=tensor.tensor: t))  # type: ignore[misc]
-        if self._leaves or any(node.arms or node.entry_arms for node in self._nodes.values()):
+        if self._leaves or self._has_arms:
             self.clock.at_end.append(self._gradients.end_run)
         if self._leaves:
             self._gradients.has_leaves = True
@@ -151,15 +157,17 @@ class Session:
             self.clock.at_end.append(value.finish)
         else:
             node = self._node(module)
-            if site.port in GRADIENT_PORTS and not node.arms and not node.entry_arms:
-                node.replay = Replay()
+            if site.port in GRADIENT_PORTS:
+                self._has_arms = True
+                node.replay = node.__dict__.get("replay") or Replay()
             _connect(node, site, stream, tap.is_exact, self._gradients)
 
     def _prepare_nodes(self, model: nn.Module) -> None:
         """The root and every module around a site tell where a run begins and ends."""
         self._node(unwrap(model)).has_entry = True
         for node in self._nodes.values():
-            node.has_entry = node.has_entry or bool(node.entries or node.entry_arms)
+            if node.entries or node.entry_arms:
+                node.has_entry = True
         above: dict[int, frozenset[Node]] = {}  # by identity of the chain, which siblings share
         for tap in self._taps:
             chain = tap.found.chain
@@ -178,7 +186,7 @@ class Session:
             ours = {node.module for node in self._nodes.values()}
             self._fused = [block for block in self._around.fused if not ours.isdisjoint(block.modules())]
             self.clock.at_begin.append(self._note_slow_path)
-        if any(node.arms or node.entry_arms for node in self._nodes.values()):
+        if self._has_arms:
             self.clock.at_end.append(self._stop_waiting)
 
     def _node(self, module: nn.Module) -> Node:

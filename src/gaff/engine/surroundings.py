@@ -19,6 +19,7 @@ from gaff.errors import PlanError
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
 _PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 _KINDS = {"OptimizedModule": "compiled", "FullyShardedDataParallel": "sharded", "DataParallel": "replicated"}
+_OWN = "own"  # a class of the user's, which may keep tensors as plain attributes
 SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the modules inside"
 
 
@@ -51,24 +52,31 @@ def look(model: nn.Module) -> Surroundings:
     is_compiled = has_compiled()
     fused: list[nn.Module] = []
     tensors: list[Tensor | None] = []
-    waiting = [model]
+    kinds: dict[Any, str] = {}  # by class
+    waiting: list[nn.Module | None] = [model]
     for module in waiting:
-        waiting += [child for child in module._modules.values() if child is not None]
-        kind = _kind(module)
-        if kind:
+        if module is None:
+            continue
+        inside = module.__dict__
+        waiting += inside["_modules"].values()
+        cls = type(module)
+        kind = kinds.get(cls)
+        if kind is None:
+            kind = kinds[cls] = _kind(module)
+        if kind == _OWN:
+            tensors += [value for value in inside.values() if type(value) is Tensor]  # state without a name
+        elif kind:
             is_compiled = is_compiled or kind == "compiled"
             if kind == "fused":
                 fused.append(module)
             _refuse(model, module, kind)
-        if module._compiled_call_impl is not None:
-            is_compiled = True
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                if type(parameter) is not nn.Parameter:
-                    _refuse(model, module, type(parameter).__name__)
-                tensors.append(parameter)
-        tensors += module._buffers.values()
-        tensors += [value for value in module.__dict__.values() if type(value) is Tensor]  # state without a name
+        if "_compiled_call_impl" in inside:
+            is_compiled = is_compiled or inside["_compiled_call_impl"] is not None
+        for parameter in inside["_parameters"].values():
+            if type(parameter) is not nn.Parameter and parameter is not None:
+                _refuse(model, module, type(parameter).__name__)
+            tensors.append(parameter)
+        tensors += inside["_buffers"].values()
     return Surroundings(is_compiled, tuple(fused), frozenset(_iter_memory(tensors)))
 
 
@@ -80,10 +88,11 @@ def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
 
 
 def _kind(module: nn.Module) -> str:
-    """What a module's class means for hooks; empty for all ordinary ones."""
+    """What a module's class means for hooks; empty for the ordinary ones of torch itself."""
     if isinstance(module, _PECULIAR):
         return "script" if isinstance(module, torch.jit.ScriptModule) else "fused"
-    return _KINDS.get(type(module).__name__, "")
+    cls = type(module)
+    return _KINDS.get(cls.__name__) or ("" if cls.__module__.startswith("torch.nn.modules.") else _OWN)
 
 
 def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:

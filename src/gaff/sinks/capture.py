@@ -20,20 +20,18 @@ from gaff.sinks.exact import Keeper, Moment, Refused, read, size_of
 from gaff.sinks.ledger import Ledger
 from gaff.values import dig, iter_tensors
 
-Foreign = Callable[[Tensor, Any], bool]
-
 
 class Stream:
     """The kept events of one site, in order: run, call, what was kept."""
+
+    none = 0  # events whose value was None
+    evicted = 0  # events that were let go
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
         self.patterns = [pattern]  # all that asked for this site
         self.site = site
         self.records: deque[tuple[Moment, int, Any]] = deque()
         self.inner: dict[Key, Stream] = {}  # streams of single tensors inside this site's value
-        self.is_foreign: Foreign = _never  # set when the session opens
-        self.none = 0
-        self.evicted = 0
         self.reasons: dict[str, int] = {}
         self._keeper = keeper
         self._ledger = ledger
@@ -41,27 +39,33 @@ class Stream:
         self._lazy = compat.lazy_clone() if keeper.is_plain else None
 
     def add(self, value: Any, run: Any, call: int) -> None:
-        held = None
-        if type(value) is Tensor and self._lazy is not None:
-            held = self._hold(value, run)
+        if type(value) is Tensor and self._lazy is not None and (held := self._hold(value, run)) is not None:
+            self.records.append((run, call, held))
+            size = held.nbytes
         elif value is None:
             self.absent(run, call, "the value is None")
             return
-        kept = self._keep(value, run) if held is None else held
-        self._append(run, call, kept)
+        else:
+            kept = self._keep(value, run)
+            self.records.append((run, call, kept))
+            size = size_of(kept)
         ledger = self._ledger
-        ledger.held += size_of(kept) if held is None else held.nbytes
+        ledger.held += size
         if ledger.held > ledger.limit:
             ledger.check(self.site)
+        if self._last is not None:
+            self._trim()
 
     def absent(self, run: Any, call: int, reason: str) -> None:
         self.none += 1
         self._note(reason)
-        self._append(run, call, None)
+        self.records.append((run, call, None))
+        self._trim()
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
         self._note(reason)
-        self._append(run, call, Refused(reason))
+        self.records.append((run, call, Refused(reason)))
+        self._trim()
 
     def skip(self, reason: str) -> None:
         self._note(reason)
@@ -72,11 +76,9 @@ class Stream:
             site = replace(self.site, key=(*self.site.key, *key))
             found = self.inner[key] = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
             found.patterns = self.patterns
-            found.is_foreign = self.is_foreign
         return found
 
-    def _append(self, run: Any, call: int, kept: Any) -> None:
-        self.records.append((run, call, kept))
+    def _trim(self) -> None:
         if self._last is not None and len(self.records) > self._last:
             self.evict()
 
@@ -136,7 +138,7 @@ class Stream:
 
     def _keep(self, value: Any, run: Any) -> Any:
         try:
-            return self._keeper.keep(value, run, self.is_foreign)
+            return self._keeper.keep(value, run)
         except GaffError as error:
             raise type(error)(f"{self.site}: {error}") from error
         except Exception as error:
@@ -237,10 +239,6 @@ def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, A
 
 def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else " and ".join(map(str, numbers))
-
-
-def _never(tensor: Tensor, run: Any) -> bool:
-    return False
 
 
 def make_keeper(options: Options, reduce: Any, site: Site) -> Keeper:

@@ -65,7 +65,10 @@ def size_of(kept: Any) -> int:
 
 
 class Keeper:
-    """Turns a passing value into one that can be read later. ``is_foreign`` tells memory that others hold."""
+    """Turns a passing value into one that can be read later.
+
+    ``is_foreign`` tells memory that others hold; whoever opens the session sets it.
+    """
 
     def __init__(self, options: Options, reduce: Callable[[Tensor], Tensor] | None, is_state: bool) -> None:
         self._reduce = reduce
@@ -73,18 +76,19 @@ class Keeper:
         self._device = torch.device(options.to) if options.to is not None else None
         self._graph = options.graph
         self._clone = options.clone or is_state
+        self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
         self.is_plain = not (self._reduce or self._dtype or self._device or self._graph or self._clone)
 
     def reduces_by(self, reduce: Any) -> bool:
         """Whether ``reduce`` is how this keeper reduces."""
         return reduce is self._reduce or (is_pure(reduce) and reduce == self._reduce)
 
-    def keep(self, value: Any, run: Any, is_foreign: Callable[[Tensor, Any], bool]) -> Any:
+    def keep(self, value: Any, run: Any) -> Any:
         """``value``: a tensor or a nested value. Never synchronises with a device."""
         checks: list[Callable[[Site], None]] = []
 
         def keep_tensor(tensor: Tensor) -> Tensor:
-            return self._keep_tensor(tensor, checks, lambda other: is_foreign(other, run))
+            return self._keep_tensor(tensor, checks, lambda other: self.is_foreign(other, run))
 
         kept = map_tensors(value, keep_tensor, lambda other: Opaque(type(other).__name__))
         return Kept(kept, checks) if checks else kept

@@ -31,9 +31,14 @@ class Holder(Protocol):
 
 
 class Ledger:
-    """Bytes held by one capture. ``budget`` None: half of the memory that was free, looked up when it matters."""
+    """Bytes held by one capture. ``budget`` None: half of the memory that was free, looked up when it matters.
 
-    def __init__(self, budget: int | None, evict: str, holders: Callable[[], Iterable[Holder]]) -> None:
+    ``holders`` is a weak method: what is kept must be freed with the capture, without waiting for a collector.
+    """
+
+    def __init__(
+        self, budget: int | None, evict: str, holders: Callable[[], Callable[[], Iterable[Holder]] | None]
+    ) -> None:
         self.held = 0
         self.limit = min(budget, _LOOK_FIRST_AT) if budget is not None else _LOOK_FIRST_AT
         self._budget = budget
@@ -54,16 +59,20 @@ class Ledger:
                 "keep less: last=n, reduce=gaff.keep.rows(0), dtype=, to='cpu', evict='oldest', or a larger budget="
             )
 
+    def _iter_holders(self) -> Iterable[Holder]:
+        holders = self._holders()
+        return holders() if holders is not None else ()
+
     def _let_go(self) -> None:
         while self.held > self.limit:
-            holders = [(age, holder) for holder in self._holders() if (age := holder.oldest()) is not None]
+            holders = [(age, holder) for holder in self._iter_holders() if (age := holder.oldest()) is not None]
             if sum(len(holder.records) for _, holder in holders) < 2:
                 return  # what has just come is too large by itself
             self.held -= min(holders, key=lambda pair: pair[0])[1].evict()
 
     def _count(self) -> int:
         """Exact: memory that several values share is counted once."""
-        held = (tensor for holder in self._holders() for tensor in holder.iter_held())
+        held = (tensor for holder in self._iter_holders() for tensor in holder.iter_held())
         return sum({_address(tensor): _storage_bytes(tensor) for tensor in held}.values())
 
 
