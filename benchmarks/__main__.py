@@ -99,9 +99,14 @@ def _blocks_open(mode):
         "no hooks": lambda: bare(x),
         "empty hooks": lambda: empty(x),
         "raw hooks, detach()": run_raw,
-        "gaff.capture, open": lambda: watched(x),
     }
-    with gaff.capture(watched, "blocks.*", last=1):
+    with gaff.capture(watched, "blocks.*") as got:
+
+        def run_gaff():
+            got.clear()
+            watched(x)
+
+        ways["gaff.capture, open"] = run_gaff
         medians = measure(ways, 800)
     title = f"48 blocks, every output kept, session open ({mode})"
     table(title, medians, base="raw hooks, detach()", bare="no hooks", sites=BLOCKS)
@@ -154,8 +159,12 @@ def gradients():
     raw_hooks(models["raw"].blocks, store, gradient=True)
     for block in models["full"].blocks:
         block.register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    session = gaff.capture(models["gaff"], "blocks.*:grad_output", last=1)
+    session = gaff.capture(models["gaff"], "blocks.*:grad_output")
     session.__enter__()
+
+    def watched():
+        session.clear()
+        models["gaff"](x).sum().backward()
 
     def raw():
         for values in store:
@@ -165,7 +174,7 @@ def gradients():
     ways = {
         "no hooks": lambda: models["none"](x).sum().backward(),
         "raw tensor hooks, detach()": raw,
-        "gaff.capture :grad_output, open": lambda: models["gaff"](x).sum().backward(),
+        "gaff.capture :grad_output, open": watched,
         "full backward hooks, empty": lambda: models["full"](x).sum().backward(),
     }
     medians = measure(ways, 300)
@@ -223,7 +232,7 @@ def gpt():
         held.clear()
         raw_model(tokens)
 
-    session = gaff.capture(model, "h.*", "h.*.attn", last=1)
+    session = gaff.capture(model, "h.*", "h.*.attn:output[0]", last=1)
     session.__enter__()
     bare = copy.deepcopy(model)
     with torch.no_grad():

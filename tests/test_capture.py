@@ -91,6 +91,15 @@ def test_last_keeps_the_newest_events(model, x):
         got.run(0)["conv"]
 
 
+def test_clear_lets_go_and_goes_on_counting(model, x):
+    with gaff.capture(model, "conv") as got:
+        model(x)
+        got.clear()
+        model(2 * x)
+    assert torch.equal(got["conv"], model.conv(2 * x))
+    assert got.receipt.rows[0].fired == 2
+
+
 def test_a_budget_refuses_and_names_the_way_out(model, x):
     with pytest.raises(
         gaff.PlanError, match=r"conv: capture holds .* over its budget of 1000B; keep less: last=n, reduce="

@@ -104,6 +104,11 @@ class Capture:
         """The events of the run with this number, from 0; None for all runs."""
         return RunView(Reading(self._by_name, list(self._iter_streams()), self._find, index))
 
+    def clear(self) -> None:
+        """Let go of all values kept so far; the receipt goes on counting. For sessions that stay open for long."""
+        for stream in self._iter_streams():
+            stream.clear()
+
     @property
     def receipt(self) -> Receipt:
         """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""

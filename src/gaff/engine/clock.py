@@ -111,6 +111,7 @@ class Clock:
         """``output`` is what the outermost call returned; None also after an exception."""
         for callback in self.at_end:
             callback(run, output)
+        run.once.clear()
 
     def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
         """A hooked module is entered in an ordinary forward: its run, opened if this call is the outermost."""

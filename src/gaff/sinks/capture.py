@@ -99,6 +99,12 @@ class Stream:
         self._ledger.held -= size
         return size
 
+    def clear(self) -> None:
+        """Let all events go."""
+        self.evicted += len(self.records)
+        self.records.clear()
+        self._ledger.held = 0
+
     def iter_held(self) -> Iterator[Tensor]:
         for _, _, kept in self.records:
             yield from (tensor for _, tensor in iter_tensors(getattr(kept, "value", kept)))

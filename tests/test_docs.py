@@ -1,0 +1,77 @@
+"""The documentation: every example runs, every name, port, error and command has its place."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gaff
+from gaff.address import PORTS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ALL_TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+EXAMPLES = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
+def test_examples_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_every_public_name_port_error_and_command_is_documented():
+    for name in gaff.__all__:
+        assert name in ALL_TEXT, name
+    for port in PORTS:
+        assert f":{port}" in ALL_TEXT, port
+    for command in ("gaff trace", "gaff take", "gaff sites"):
+        assert command in ALL_TEXT, command
+    for name in [
+        name
+        for name in vars(gaff.keep)
+        if callable(getattr(gaff.keep, name)) and name in ("rows", "positions", "channels", "heads", "mean", "norm")
+    ]:
+        assert name in ALL_TEXT, name
+
+
+def test_every_option_of_capture_is_explained():
+    from gaff.plan import Options
+
+    for option in Options.__dataclass_fields__:
+        assert f"``{option}``" in gaff.capture.__doc__, option
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_decision_is_listed():
+    pages = {page.name for page in (ROOT / "docs" / "decisions").glob("0*.md")}
+    index = (ROOT / "docs" / "decisions" / "index.md").read_text(encoding="utf-8")
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert pages
+    assert all(page in index and page in navigation for page in pages)
+
+
+def test_the_readme_names_the_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in ("demo", "test"):
+        assert f"make {command}" in text
+        assert f"\n{command}:" in makefile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["digits.py", "minilm.py", "resnet50.py"])
+def test_the_examples_run(example):
+    ran = subprocess.run([sys.executable, f"examples/{example}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    expected = {"digits.py": "this digit is a 1", "minilm.py": "0.665  0.060", "resnet50.py": "(1, 2048, 7, 7)"}
+    assert expected[example] in ran.stdout

@@ -1,0 +1,105 @@
+"""What create_feature_extractor and features_only are used for, on their own models; bits, values, early stop."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torchvision
+from timm import create_model
+from torchvision.models.feature_extraction import create_feature_extractor
+
+import gaff
+from gaff.cli import main
+from zoo import loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TORCHVISION = {
+    "resnet18": ["layer1", "layer4", "avgpool"],
+    "vgg11_bn": ["features.6", "features.28", "avgpool"],
+    "densenet121": ["features.denseblock1", "features.norm5"],
+    "mobilenet_v3_small": ["features.3", "avgpool"],
+    "efficientnet_b0": ["features.2", "features.8"],
+    "regnet_y_400mf": ["trunk_output.block1", "avgpool"],
+    "convnext_tiny": ["features.1", "features.7"],
+    "shufflenet_v2_x0_5": ["stage2", "conv5"],
+    "vit_b_32": ["encoder.layers.encoder_layer_3", "encoder.ln"],
+    "swin_t": ["features.1", "features.5"],
+}
+TIMM = ["resnet18", "efficientnet_lite0", "convnext_atto", "mobilenetv3_small_050", "regnetx_002", "hrnet_w18_small"]
+TRAINED = ["resnet18", "densenet121", "mobilenet_v3_small", "shufflenet_v2_x0_5", "efficientnet_b0", "regnet_y_400mf"]
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_features_equal_those_of_torchvisions_extractor(name):
+    model = torchvision.models.get_model(name, weights=None).eval()
+    x = torch.randn(1, 3, 224, 224)
+    sites = TORCHVISION[name]
+    with torch.no_grad():
+        true = create_feature_extractor(model, sites)(x)
+        found = gaff.take(model, *sites)(x)
+    assert list(found) == sites
+    assert all(torch.equal(found[site], true[site]) for site in sites)
+
+
+def test_before_an_in_place_relu_the_two_differ_and_gaff_is_right():
+    model = torchvision.models.vgg11_bn(weights=None).eval()
+    x, true = torch.randn(1, 3, 64, 64), []
+    with torch.no_grad():
+        handle = model.features[5].register_forward_hook(lambda module, args, output: true.append(output.clone()))
+        model(x)
+        handle.remove()
+        theirs = create_feature_extractor(model, ["features.5", "features.6"])(x)["features.5"]
+        ours = gaff.take(model, "features.5", "features.6")(x)["features.5"]
+    assert torch.equal(ours, true[0])
+    assert not torch.equal(theirs, true[0])
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_features_equal_those_of_timm(name):
+    extractor = create_model(name, features_only=True).eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        true = extractor(x)
+        with gaff.capture(extractor, ":output", "**") as got:
+            extractor(x)
+    assert all(torch.equal(one, other) for one, other in zip(got[":output"], true, strict=True))
+    assert sum(row.fired for row in got.receipt.rows) > 10
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_training_step_has_the_bits_of_a_bare_one(name):
+    model = torchvision.models.get_model(name, weights=None)
+    x = torch.randn(2, 3, 64, 64)
+
+    def step(model):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model(x)).backward()
+        optimizer.step()
+        return [*model.state_dict().values(), torch.rand(2)]
+
+    bare = step(copy.deepcopy(model))
+    everything = [gaff.maybe(f"**:{port}") for port in ("output", "input", "grad_output", "grad_input", "grad")]
+    with gaff.capture(model, *everything):
+        watched = step(model)
+    assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
+
+
+def test_an_early_site_stops_early():
+    model = torchvision.models.resnet18(weights=None).eval()
+    model.layer3.register_forward_pre_hook(lambda module, args: pytest.fail("ran too far"))
+    assert gaff.take(model, "layer1")(torch.randn(1, 3, 64, 64))["layer1"].shape == (1, 64, 16, 16)
+
+
+def test_models_by_name_and_a_photo_with_the_models_own_preprocessing(capsys, tmp_path):
+    from PIL import Image
+    from sklearn.datasets import load_sample_image
+
+    Image.fromarray(load_sample_image("china.jpg")).save(tmp_path / "china.png")
+    for model, size in (("torchvision:resnet18", 224), ("timm:resnet18", 224)):
+        assert main(["trace", model, str(tmp_path / "china.png"), "--json", "--no-flops"]) == 0
+        assert json.loads(capsys.readouterr().out)["rows"][0]["input"] == f"1x3x{size}x{size}"
+    assert main(["sites", "torchvision:resnet51"]) == 1
+    assert "torchvision has no model 'resnet51': expected one of resnet" in capsys.readouterr().err
