@@ -55,7 +55,7 @@ class OutputGradient(GradientArm):
         try:
             value = dig(output, self._site.key)
         except KeyError as error:
-            _missing(self._site, self._stream, self._is_exact, error)
+            report_missing(self._site, self._stream, self._is_exact, error)
             return
         found = list(iter_tensors(value))
         if not found:
@@ -94,13 +94,13 @@ def find_input(
     if not site.key:
         first = first_tensor(args, kwargs)
         if first is None:
-            _missing(site, stream, is_exact, KeyError("the call was given no tensor"))
+            report_missing(site, stream, is_exact, KeyError("the call was given no tensor"))
             return None
         return first[1]
     try:
         value = dig_argument(args, kwargs, site.key)
     except KeyError as error:
-        _missing(site, stream, is_exact, error)
+        report_missing(site, stream, is_exact, error)
         return None
     found = list(iter_tensors(value))
     if len(found) != 1:
@@ -111,7 +111,8 @@ def find_input(
     return found[0][1]
 
 
-def _missing(site: Site, stream: Stream, is_exact: bool, error: KeyError) -> None:
+def report_missing(site: Site, stream: Stream, is_exact: bool, error: KeyError) -> None:
+    """A key that was not there: an error for an exact address, a skipped event for a pattern."""
     if is_exact:
         raise SiteError(f"{site}: {error.args[0]}") from None
     stream.skip(str(error.args[0]))

@@ -14,12 +14,12 @@ from gaff.address import GRADIENT_PORTS, Site
 from gaff.engine import surroundings
 from gaff.engine.armed import Gradients
 from gaff.engine.clock import Clock, Run
-from gaff.engine.gradients import InputGradient, OutputGradient, find_input
+from gaff.engine.gradients import InputGradient, OutputGradient, find_input, report_missing
 from gaff.engine.modules import Node, Replay
 from gaff.engine.shares import InputShare
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.stream import EntryTap, ExitTap, Stream
-from gaff.errors import PlanError, SiteError
+from gaff.errors import PlanError
 from gaff.select import Found, unwrap
 from gaff.values import dig, dig_argument, iter_tensors
 
@@ -270,16 +270,13 @@ def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:
         return stream.add  # the common case pays nothing for the others
 
     def tap(output: Any, run: Run, call: int) -> None:
-        if site.call is not None and site.call != call:
-            return
-        try:
-            value = dig(output, site.key)
-        except KeyError as error:
-            if is_exact:
-                raise SiteError(f"{site}: {error.args[0]}") from None
-            stream.skip(str(error.args[0]))
-            return
-        stream.add(value, run, call)
+        if site.call is None or site.call == call:
+            try:
+                value = dig(output, site.key)
+            except KeyError as error:
+                report_missing(site, stream, is_exact, error)
+            else:
+                stream.add(value, run, call)
 
     return tap
 
@@ -296,10 +293,8 @@ def _input_tap(site: Site, stream: Stream, is_exact: bool) -> EntryTap:
         try:
             value = dig_argument(args, kwargs, site.key)
         except KeyError as error:
-            if is_exact:
-                raise SiteError(f"{site}: {error.args[0]}") from None
-            stream.skip(str(error.args[0]))
-            return
-        stream.add(value, run, call)
+            report_missing(site, stream, is_exact, error)
+        else:
+            stream.add(value, run, call)
 
     return tap
