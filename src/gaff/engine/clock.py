@@ -112,6 +112,7 @@ class Clock:
         for callback in self.at_end:
             callback(run, output)
         run.once.clear()
+        run.arguments = {}
 
     def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
         """A hooked module is entered in an ordinary forward: its run, opened if this call is the outermost."""
