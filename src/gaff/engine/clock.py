@@ -184,6 +184,6 @@ def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Calla
     found = {}
     if compat.transform_level() is None:
         for tensor in iter_deep((args, kwargs)):
-            with suppress(RuntimeError, NotImplementedError):  # sparse and the like have none
+            with suppress(RuntimeError):  # sparse and the like have none
                 found[compat.memory_of(tensor)] = compat.storage_life(tensor)
     return found

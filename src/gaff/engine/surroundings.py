@@ -83,7 +83,7 @@ def look(model: nn.Module) -> Surroundings:
 def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
     for tensor in tensors:
         if tensor is not None:
-            with suppress(RuntimeError, NotImplementedError, ValueError):  # sparse and the like have none
+            with suppress(RuntimeError, ValueError):  # sparse and the like have none
                 yield memory_of(tensor)
 
 

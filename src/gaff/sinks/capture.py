@@ -135,7 +135,7 @@ class Stream:
             memory = memory_of(value)
             if memory not in run.model and memory not in run.arguments and value.is_cpu and not value.is_quantized:
                 return self._lazy(value)  # type: ignore[misc]
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             pass  # sparse, nested or borrowed memory
         finally:
             if had_grad:

@@ -138,7 +138,7 @@ def hold(
         try:
             if not is_foreign(tensor):
                 return lazy(tensor if has_graph else tensor.detach())
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             pass  # sparse, nested or borrowed memory: torch refuses to share it
     if tensor.is_inference() or tensor.is_quantized:
         return tensor.clone()
@@ -153,7 +153,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
         return True
     try:
         return compat.memory_of(one) == compat.memory_of(other)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return False
 
 

@@ -79,14 +79,14 @@ class Ledger:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return memory_of(tensor)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return id(tensor)
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return size_bytes(tensor)
 
 
