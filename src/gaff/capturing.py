@@ -67,7 +67,7 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.close()
-        self._report_replaced()
+        self._report_replaced(is_quiet=kind is not None)  # never mask the user's own exception
         if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
             raise_if_silent(self.receipt, self._ran())
 
@@ -121,12 +121,12 @@ class Capture:
     def __repr__(self) -> str:
         return f"<gaff capture, {'open' if self._session.is_open else 'closed'}>\n{self.receipt}"
 
-    def _report_replaced(self) -> None:
+    def _report_replaced(self, *, is_quiet: bool) -> None:
         """A module that was replaced while the session was open no longer fires; that must not go unnoticed."""
         for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
             if not is_there(tap.found):
                 stream.skip("the module was replaced while the session was open: what its successor did was not seen")
-                if stream.fired:
+                if stream.fired and not is_quiet:
                     warnings.warn(f"gaff: {stream.site}: {list(stream.reasons)[-1]}", stacklevel=3)
 
     def _ran(self) -> int:
