@@ -50,6 +50,9 @@ class Feature:
     def skip(self, reason: str) -> None:
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
+    def remark(self, text: str) -> None:
+        self.skip(text)
+
     def at(self, key: Key) -> Feature:
         raise PlanError(f"{self.site}: holds several tensors: expected the address of one")
 

@@ -1,4 +1,4 @@
-"""A module that returns its input itself: the two gradients are one tensor's, and are not told apart."""
+"""A module that returns its input itself: one tensor, whose gradient is the total; the receipt says so."""
 
 import pytest
 import torch
@@ -18,10 +18,13 @@ class Model(nn.Module):
         return (self.f(h) + self.skip(h)).sum()
 
 
-def test_its_gradient_is_refused_and_the_total_is_there():
+def test_the_total_is_told_with_a_remark_and_the_share_refused():
     model, x = Model(), torch.randn(1, 2, requires_grad=True)
-    with gaff.capture(model, "skip:grad_output", "skip:input_grad") as got:
+    with gaff.capture(model, "skip:grad_output", "skip:input_grad", "skip:grad_input") as got:
         model(x).backward()
-    with pytest.raises(gaff.ExactnessError, match="skip:grad_output: the module returned its input itself"):
-        got["skip:grad_output"]
+    assert torch.equal(got["skip:grad_output"], x.grad)
     assert torch.equal(got["skip:input_grad"], x.grad)
+    assert "input and output are one tensor, this is its total gradient" in got.receipt.rows[0].reason
+    assert got.receipt.rows[0].skipped == 0
+    with pytest.raises(gaff.ExactnessError, match="skip:grad_input: the module returned its input itself"):
+        got["skip:grad_input"]

@@ -238,6 +238,9 @@ class _Mark:
     def skip(self, reason: str) -> None:
         return
 
+    def remark(self, text: str) -> None:
+        return
+
     def at(self, key: Key) -> Stream:
         return self
 

@@ -67,12 +67,12 @@ class OutputGradient(GradientArm):
             self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, run, call)
 
     def _arm_output(self, tensor: Tensor, stream: Stream, given: tuple[Any, Any], run: Run, call: int) -> None:
-        if any(tensor is other for other in given[0]) and tensor._version == 0 and tensor.requires_grad:
-            stream.refuse(run, call, f"{RETURNED_INPUT}: its output's share cannot be told apart, ask for :input_grad")
-        elif not tensor.requires_grad:
+        if not tensor.requires_grad:
             self._gradients.arm_later(tensor, stream, run, call)
         else:
             armed = self._gradients.arm(tensor, stream, run, call)
+            if any(tensor is other for other in given[0]) and tensor._version == 0:
+                stream.remark(f"{RETURNED_INPUT}: input and output are one tensor, this is its total gradient")
             if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and tensor._base is not None:
                 armed.follow_base(tensor._base, self._gradients)  # of more than two dimensions: a view of a product
 

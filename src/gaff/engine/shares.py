@@ -114,6 +114,9 @@ class _ShareOfLate:
     def skip(self, reason: str) -> None:
         self._stream.skip(reason)
 
+    def remark(self, text: str) -> None:
+        self._stream.remark(text)
+
     def at(self, key: Any) -> Stream:
         return self
 

@@ -23,6 +23,9 @@ class Stream(Protocol):
     def skip(self, reason: str) -> None:
         """An event that this site cannot show, of a pattern that asks for whatever there is."""
 
+    def remark(self, text: str) -> None:
+        """Something that whoever reads the value should know."""
+
     def at(self, key: Key) -> Stream:
         """The stream of one tensor inside this site's value."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ class Stream:
 
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
+    remarks: AbstractSet[str] = frozenset()
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
         self.patterns = [pattern]  # all that asked for this site
@@ -69,6 +71,9 @@ class Stream:
 
     def skip(self, reason: str) -> None:
         self._note(reason)
+
+    def remark(self, text: str) -> None:
+        self.remarks = {*self.remarks, text}
 
     def at(self, key: Key) -> Stream:
         found = self.inner.get(key)
@@ -119,7 +124,7 @@ class Stream:
         self.patterns.append(pattern)
 
     def rows(self) -> list[ReceiptRow]:
-        reasons = list(self.reasons.items())
+        reasons = [*self.reasons.items(), *((text, 1) for text in self.remarks)]
         if self.evicted:
             reasons.append((f"{self.evicted} older events let go", 1))
         skipped = sum(self.reasons.values()) - self.none

@@ -93,6 +93,9 @@ class GradientLog:
     def skip(self, reason: str) -> None:
         return  # the row shows no gradient, and its input or output shows why
 
+    def remark(self, text: str) -> None:
+        return
+
     def at(self, key: Key) -> GradientLog:
         return GradientLog(self._log, self._path, self._port, key)
 
@@ -119,6 +122,9 @@ class ParameterLog:
     refuse = absent
 
     def skip(self, reason: str) -> None:
+        return
+
+    def remark(self, text: str) -> None:
         return
 
     def at(self, key: Key) -> ParameterLog:
