@@ -211,3 +211,31 @@ def test_the_receipt_as_text_and_data(model, x):
     )
     assert str(got.receipt).splitlines()[0] == "1 run, 3 sites"
     assert repr(got).startswith("<gaff capture, closed>")
+
+
+def test_what_is_read_can_be_written_into(model, x):
+    given = x.clone()
+    with gaff.capture(model, "fc1", "conv:input", "fc1.weight:grad") as got:
+        y = model(x)
+        y.sum().backward()
+    for name in list(got):
+        value = got[name]
+        value.zero_()
+        assert got[name].abs().sum() > 0, name
+    assert torch.equal(x, given)
+    assert model.fc1.weight.grad.abs().sum() > 0
+
+
+def test_reading_too_early_or_in_the_wrong_way(model, x):
+    got = gaff.capture(model, "conv", gaff.maybe("fc1@3"))
+    with pytest.raises(gaff.PlanError, match="this session was never opened: use `with gaff.capture"):
+        got["conv"]
+    with got:
+        with pytest.raises(gaff.SiteError, match="'conv' has no event; the model was not called in this session yet"):
+            got["conv"]
+        model(x)
+        with pytest.raises(gaff.SiteError, match="'conv' has no event in run 9; there were 1 runs"):
+            got.run(9)["conv"]
+        with pytest.raises(gaff.SiteError, match=r"got\[0\]: expected an address as text"):
+            got[0]
+    assert got.receipt.rows[1].reason == "it was not called"

@@ -137,3 +137,15 @@ def test_an_argument_changed_in_place_is_refused():
         gaff.take(model, "0:input", "1")(torch.randn(2, 2))
     found = gaff.take(model, "0:input", "1", clone=True)(-torch.ones(2, 2))
     assert found["0:input"].tolist() == [[-1, -1], [-1, -1]]
+
+
+def test_features_without_rows_of_their_own_are_not_joined():
+    model = nn.LSTM(3, 7, batch_first=True)
+    loader = DataLoader(TensorDataset(torch.randn(8, 5, 3)), batch_size=4)
+    with pytest.raises(gaff.SiteError, match=r":output\[1\]\[0\]: has shape \(1, 4, 7\), and the batch 4 examples"):
+        gaff.take(model, ":output[1][0]")(loader)
+    assert gaff.take(model, ":output[0]")(loader)[":output[0]"].shape == (8, 5, 7)
+    with pytest.raises(gaff.PlanError, match="the loader gave no batch"):
+        gaff.take(model, ":output[0]").over([])
+    with pytest.raises(gaff.PlanError, match="inputs=0 cannot be called"):
+        gaff.take(model, ":output[0]").over(loader, inputs=0)

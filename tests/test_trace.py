@@ -165,3 +165,26 @@ def test_repeated_blocks_and_shared_modules_in_the_tree():
         "    again.0  same module as h.0.0",
         "    again.1  same module as h.0.1",
     ]
+
+
+def test_a_backward_that_runs_nothing_is_told():
+    with pytest.raises(gaff.PlanError, match="no gradient came; return the loss"):
+        gaff.trace(Net(), torch.randn(2, 3, 8, 8), backward=lambda y: None)
+    with pytest.raises(gaff.PlanError, match="backward=True cannot be called"):
+        gaff.trace(Net(), torch.randn(2, 3, 8, 8), backward=True)
+    trace = gaff.trace(Net(), torch.randn(2, 3, 8, 8), backward=lambda y: y.mean().backward())
+    assert rows_of(trace)["fc1"].grad_output.norm > 0
+
+
+def test_operations_without_a_formula_are_named():
+    trace = gaff.trace(nn.LSTM(6, 7), torch.randn(3, 2, 6))
+    assert any(note.startswith("flops are lower bounds") for note in trace.notes)
+    assert "flops" not in gaff.trace(Net(), torch.randn(1, 3, 8, 8), flops=False).table().splitlines()[0]
+
+
+def test_what_is_no_model_is_refused():
+    for call in (gaff.capture, gaff.take, gaff.sites):
+        with pytest.raises(gaff.PlanError, match="expected a model .* got the class Net: make one first"):
+            call(Net, "conv")
+    with pytest.raises(gaff.PlanError, match="got a Tensor"):
+        gaff.trace(torch.ones(1), torch.ones(1))

@@ -17,8 +17,8 @@ from gaff.engine.session import Session, Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow
-from gaff.select import identity, is_there, resolve
-from gaff.sinks.capture import Reading, Stream, make_keeper
+from gaff.select import identity, is_there, need_module, resolve
+from gaff.sinks.capture import NO_BACKWARD, NOT_CALLED, Reading, Stream, make_keeper
 from gaff.sinks.exact import Keeper
 from gaff.sinks.ledger import Ledger
 
@@ -45,6 +45,8 @@ class Capture:
     """
 
     def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+        if model is not None:
+            need_module(model)
         options = plan.options
         self._plan = plan
         self._ledger = Ledger(options.budget, options.evict, WeakMethod(self._iter_streams))
@@ -73,6 +75,10 @@ class Capture:
 
     def __getitem__(self, address: str) -> Any:
         """Raises SiteError when nothing or several events fit, ExactnessError when the value cannot be trusted."""
+        if not isinstance(address, str):
+            raise SiteError(f"got[{address!r}]: expected an address as text, such as got['conv'] or got[':output']")
+        if not hasattr(self._session, "clock"):
+            raise PlanError(f"got[{address!r}]: this session was never opened: use `with gaff.capture(...) as got:`")
         return self.run(None)[address]
 
     def __contains__(self, address: str) -> bool:
@@ -102,7 +108,7 @@ class Capture:
 
     def run(self, index: int | None) -> RunView:
         """The events of the run with this number, from 0; None for all runs."""
-        return RunView(Reading(self._by_name, list(self._iter_streams()), self._find, index))
+        return RunView(Reading(self._by_name, list(self._iter_streams()), self._find, index, self._ran()))
 
     def clear(self) -> None:
         """Let go of all values kept so far; the receipt goes on counting. For sessions that stay open for long."""
@@ -202,7 +208,8 @@ def raise_if_silent(receipt: Receipt, runs: int) -> None:
     if not receipt.silent:
         return
     names = ", ".join(repr(name) for name in receipt.silent)
-    reasons = [row.reason for row in receipt.rows if row.pattern in receipt.silent and row.reason]
+    rows = [row for row in receipt.rows if row.pattern in receipt.silent]
+    reasons = [row.reason for row in rows if row.reason not in ("", NOT_CALLED, NO_BACKWARD)]
     if any(name.rpartition(":")[2].partition("[")[0] in ("grad", "grad_output", "grad_input", "input_grad")
            for name in receipt.silent):  # fmt: skip
         hint = "a gradient needs backward() inside the session"

@@ -11,7 +11,7 @@ from torch import nn
 from gaff.address import Site
 from gaff.errors import SiteError
 from gaff.plan import Plan
-from gaff.select import is_container, iter_modules
+from gaff.select import is_container, iter_modules, need_module
 from gaff.sinks.tracing import shape_text
 from gaff.text import count_text, fold
 from gaff.tracing import trace_run
@@ -65,6 +65,7 @@ class Sites(Sequence[ModuleRow]):
 
 def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any]) -> Sites:
     """See ``gaff.sites``."""
+    need_module(model)
     patterns, args = _split(what)
     rows = list(_iter_rows(model))
     if args or inputs:

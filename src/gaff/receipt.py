@@ -43,7 +43,7 @@ class Receipt:
             (row.pattern, row.site, str(row.fired), _some(row.none), _some(row.skipped), row.reason)
             for row in self.rows
         ]
-        lines = [f"{self.runs} run{'' if self.runs == 1 else 's'}, {len(self.rows)} sites"]
+        lines = [f"{_counted(self.runs, 'run')}, {_counted(len(self.rows), 'site')}"]
         lines += [f"not bitwise: {note}" for note in self.notes]
         return "\n".join([*lines, table(("pattern", "site", "fired", "none", "skipped", "reason"), rows)])
 
@@ -54,6 +54,10 @@ def merge_reasons(reasons: Sequence[tuple[str, int]]) -> str:
     """``a (3x); b``: what happened, most often first."""
     ordered = sorted(reasons, key=lambda pair: -pair[1])
     return "; ".join(text if count == 1 else f"{text} ({count}x)" for text, count in ordered)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _some(count: int) -> str:

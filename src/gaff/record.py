@@ -86,6 +86,7 @@ class Trace:
     unused_modules: tuple[str, ...] = ()
     unused_parameters: tuple[str, ...] = ()
     has_backward: bool = False
+    has_flops: bool = True
     device: str = "cpu"
     notes: tuple[str, ...] = ()
 

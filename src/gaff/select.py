@@ -44,6 +44,15 @@ class Found(NamedTuple):
         return found
 
 
+def need_module(model: object) -> None:
+    """Raises PlanError when ``model`` is no module: the commonest slip is to give the class, or the output."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}: make one first" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise PlanError(f"expected a model (torch.nn.Module), got {what}")
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside any number of known wrappers (DDP, torch.compile, checkpoint)."""
     while (name := _WRAPPERS.get(type(module).__name__)) and (inner := module._modules.get(name)) is not None:

@@ -17,8 +17,9 @@ from gaff.engine.stop import StopForward
 from gaff.errors import PlanError, SiteError
 from gaff.plan import Options, Plan, Resolved
 from gaff.receipt import Receipt, ReceiptRow, merge_reasons
+from gaff.select import need_module
 from gaff.sinks.exact import Keeper, read
-from gaff.values import map_tensors
+from gaff.values import first_tensor, map_tensors
 
 _OPTIONS = ("to", "dtype", "reduce", "clone")
 
@@ -67,8 +68,8 @@ class Take(nn.Module):
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        super().__init__()
         _check(model, plan)
+        super().__init__()
         self.model = model
         self._plan = plan
         self._receipt: Receipt | None = None
@@ -111,10 +112,13 @@ class Take(nn.Module):
     ) -> dict[str, Tensor]:
         """Features of a whole data set, batches joined along dimension 0, without gradients, kept on ``to``.
 
+        Raises SiteError for a feature whose first dimension is not the batch's: its rows cannot be joined.
         Batches are moved to the model's device. A dict is passed as keywords, of a tuple or list the first element
         (the rest are labels); ``inputs`` turns a batch into what the model takes instead (a tuple: several
         arguments). ``progress`` draws a bar on stderr when the package ``rich`` is there and stderr is a terminal.
         """
+        if inputs is not None and not callable(inputs):
+            raise PlanError(f"inputs={inputs!r} cannot be called: expected a function from a batch to arguments")
         parts: dict[str, list[Tensor]] = {}
         device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
         for batch in _progress(loader, progress):
@@ -122,12 +126,12 @@ class Take(nn.Module):
             moved = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
             with torch.no_grad():
                 found = self.forward(*moved[0], **moved[1])
+            first = first_tensor(*moved)
+            size = first[1].shape[0] if first is not None and first[1].dim() else None
             for address, value in found.items():
-                if not isinstance(value, Tensor):
-                    raise SiteError(
-                        f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]"
-                    )
-                parts.setdefault(address, []).append(value.to(to))
+                parts.setdefault(address, []).append(_rows(address, value, size).to(to))
+        if not parts:
+            raise PlanError("the loader gave no batch: there are no features")
         return {address: _join(address, tensors) for address, tensors in parts.items()}
 
     def extra_repr(self) -> str:
@@ -178,6 +182,7 @@ def take(model: nn.Module, patterns: tuple[Any, ...], options: dict[str, Any]) -
 
 def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
     """Everything that can be known before the first call."""
+    need_module(model)
     if plan.options != Options(to=plan.options.to, dtype=plan.options.dtype, reduce=plan.options.reduce,
                                clone=plan.options.clone):  # fmt: skip
         raise PlanError(f"take knows only the options {', '.join(_OPTIONS)}; the plan has others: {plan.options}")
@@ -233,6 +238,18 @@ def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[A
     return (batch,), {}
 
 
+def _rows(address: str, value: Any, size: int | None) -> Tensor:
+    """A feature of one batch, if it has one row for each example."""
+    if not isinstance(value, Tensor):
+        raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
+    if value.dim() == 0 or value.shape[0] != size:
+        raise SiteError(
+            f"{address}: has shape {tuple(value.shape)}, and the batch {size} examples: it cannot be joined by rows; "
+            "move the examples to the front with reduce=, or loop over the batches"
+        )
+    return value
+
+
 def _join(address: str, tensors: list[Tensor]) -> Tensor:
     shapes = sorted({tuple(tensor.shape[1:]) for tensor in tensors})
     if len(shapes) > 1:
@@ -240,7 +257,7 @@ def _join(address: str, tensors: list[Tensor]) -> Tensor:
             f"{address}: its shape differs between batches, {shapes[0]} and {shapes[1]} after the first dimension: "
             "pad the batches alike, or reduce it, such as reduce=gaff.keep.mean(1)"
         )
-    return torch.stack(tensors) if tensors[0].dim() == 0 else torch.cat(tensors)
+    return torch.cat(tensors)
 
 
 def _progress(loader: Iterable[Any], is_wanted: bool) -> Iterable[Any]:

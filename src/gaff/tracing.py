@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address import Site
+from gaff.compat import version_of
 from gaff.engine.flops import FlopCount
 from gaff.engine.graph import used_leaves
 from gaff.engine.session import CallTap, Session, Tap
 from gaff.errors import PlanError
 from gaff.record import CallRow, ParameterRow, Trace
-from gaff.select import Found, is_container, iter_modules, join, unwrap
+from gaff.select import Found, is_container, iter_modules, join, need_module, unwrap
 from gaff.sinks.tracing import CallLog, CallNotes, GradientLog, ParameterLog, shape_text, statistics_of
 from gaff.untouched import untouched
 from gaff.values import iter_tensors
@@ -28,17 +29,18 @@ def trace_run(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backward: Backward | None, has_flops: bool
 ) -> Trace:
     """See ``gaff.trace``."""
+    need_module(model)
     if backward is not None:
-        _refuse_stepping(model)
+        _check_backward(model, backward)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    counter = FlopCount() if has_flops else None
+    counter = FlopCount.warm() if has_flops else None
     log = CallLog(lambda: counter.total if counter is not None else 0, device)
     modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
     parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
     taps = _taps(model, modules, log, parameters if backward is not None else {})
     session = Session(model, taps)
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
-    versions = {path: parameter._version for path, parameter in _iter_parameters(model)}
+    versions = {path: version_of(parameter) for path, parameter in _iter_parameters(model)}
     used: set[int] | None = None
     with ExitStack() as stack:
         stack.enter_context(untouched(model, inputs))
@@ -53,14 +55,25 @@ def trace_run(
                 _run_backward(backward, output)
         finally:
             session.close()
-    notes = list(session.notes)
-    changed = [path for path, parameter in _iter_parameters(model) if parameter._version != versions[path]]
+    if backward is not None:
+        _check_gradients(log, parameters)
+    facts = {
+        "has_backward": backward is not None,
+        "has_flops": has_flops,
+        "device": str(device),
+        "notes": (*session.notes, *_notes(model, counter, versions)),
+    }
+    return _build(model, modules, log, parameters, used, facts)
+
+
+def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]) -> list[str]:
+    notes = []
+    if counter is not None and counter.uncounted:
+        notes.append(f"flops are lower bounds: torch has no formula for {', '.join(sorted(counter.uncounted))}")
+    changed = [path for path, parameter in _iter_parameters(model) if version_of(parameter) != versions[path]]
     if changed:
         notes.append(f"this run itself changed parameters in place: {', '.join(changed[:5])}; they are not restored")
-    has_backward = backward is not None
-    return _build(
-        model, modules, log, parameters, used=used, has_backward=has_backward, device=str(device), notes=notes
-    )
+    return notes
 
 
 def _taps(
@@ -72,9 +85,8 @@ def _taps(
         if id(module) in seen or is_container(module):
             continue
         seen.add(id(module))
-        depth = path.count(".") + 1 if path else 0
         found = Found(Site(path), module, chain)
-        taps.append(CallTap(found, partial(log.enter, path, depth), _leave(log, path)))
+        taps.append(CallTap(found, partial(log.enter, path), _leave(log, path)))
         if parameters:
             for port in ("grad_output", "grad_input"):
                 site = Site(path, port=port)
@@ -117,7 +129,19 @@ def _run_backward(backward: Backward, output: Any) -> None:
     loss.backward()
 
 
-def _refuse_stepping(model: nn.Module) -> None:
+def _check_gradients(log: CallLog, parameters: dict[str, ParameterLog]) -> None:
+    """A backward function that returned None may have run backward itself, or have forgotten to return the loss."""
+    gradients = [row.grad for row in parameters.values() if row.grad is not None]
+    gradients += [gradient for call in log.calls for gradient in call.gradients.values()]
+    if all(gradient.norm is None for gradient in gradients):
+        raise PlanError("backward ran nothing: no gradient came; return the loss, such as lambda y: y.mean()")
+
+
+def _check_backward(model: nn.Module, backward: Backward) -> None:
+    if not callable(backward):
+        raise PlanError(f"backward={backward!r} cannot be called: expected a function such as lambda y: y.mean()")
+    if torch.is_inference_mode_enabled():
+        raise PlanError("backward= cannot run in torch.inference_mode: leave it, or trace without backward=")
     for path, parameter in _iter_parameters(model):
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise PlanError(
@@ -131,11 +155,8 @@ def _build(
     modules: list[Any],
     log: CallLog,
     parameters: dict[str, ParameterLog],
-    *,
     used: set[int] | None,
-    has_backward: bool,
-    device: str,
-    notes: list[str],
+    facts: dict[str, Any],
 ) -> Trace:
     classes = {path: module for path, module, _ in modules}
     counts: dict[str, int] = {}
@@ -147,14 +168,14 @@ def _build(
     states = []
     without: list[str] = []
     for path, parameter in _iter_parameters(model):
-        grad = parameters[path].grad if has_backward else None
+        grad = parameters[path].grad if facts["has_backward"] else None
         shape, dtype = shape_text(parameter), str(parameter.dtype).removeprefix("torch.")
         states.append(ParameterRow(f"{path}:param", shape, dtype, parameter.numel(), parameter.requires_grad, grad))
         is_unused = grad.norm is None if grad is not None else used is not None and id(parameter) not in used
         if parameter.requires_grad and is_unused:
             without.append(path)
     name = type(unwrap(model)).__name__
-    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), has_backward, device, tuple(notes))
+    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), **facts)
 
 
 def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:

@@ -16,7 +16,7 @@ def test_no_cycle_holds_the_values():
     try:
         with gaff.capture(model, "0", "1:grad_output", "1:grad_input", "0.weight:grad", "0.weight:param") as got:
             model(x).sum().backward()
-        kept = [weakref.ref(got[name]) for name in list(got)]
+        kept = [weakref.ref(stream.records[0][2]) for stream in got._iter_streams()]
         assert len(kept) == 5
         del got
         assert [reference() for reference in kept] == [None] * 5

@@ -17,9 +17,12 @@ from gaff.compat import is_grad_enabled, memory_of, set_grad_enabled
 from gaff.errors import GaffError, PlanError, SiteError
 from gaff.plan import Options
 from gaff.receipt import ReceiptRow, merge_reasons
-from gaff.sinks.exact import Keeper, Moment, Refused, read, size_of
+from gaff.sinks.exact import Keeper, Kept, Moment, Refused, own, read, size_of
 from gaff.sinks.ledger import Ledger
 from gaff.values import dig, iter_tensors
+
+NOT_CALLED = "it was not called"
+NO_BACKWARD = "no backward pass reached it"
 
 
 class Stream:
@@ -91,6 +94,11 @@ class Stream:
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     @property
+    def is_loose(self) -> bool:
+        """Whether values are handed out as they are: with their graph, or by reference, as was asked."""
+        return self._keeper.is_loose
+
+    @property
     def fired(self) -> int:
         return len(self.records) + self.evicted
 
@@ -124,6 +132,10 @@ class Stream:
         self.patterns.append(pattern)
 
     def rows(self) -> list[ReceiptRow]:
+        if not self.fired and not self.reasons:
+            is_gradient = self.site.port in (*GRADIENT_PORTS, "grad")
+            missing = NO_BACKWARD if is_gradient else NOT_CALLED
+            return [ReceiptRow(name, str(self.site), reason=missing) for name in self.patterns]
         reasons = [*self.reasons.items(), *((text, 1) for text in self.remarks)]
         if self.evicted:
             reasons.append((f"{self.evicted} older events let go", 1))
@@ -166,11 +178,13 @@ class Reading:
         streams: Sequence[Stream],
         find: Callable[[Site], Stream | None],
         run: int | None,
+        runs: int,
     ) -> None:
         self._by_name = by_name
         self._streams = streams
         self._find = find
         self._run = run
+        self._runs = runs  # how many there have been
 
     def one(self, address: str) -> Any:
         """The value of the only event. Raises SiteError when there is none, or several."""
@@ -203,7 +217,7 @@ class Reading:
     def _select(self, stream: Stream, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:
         for run, number, kept in stream.records:
             if (call is None or number == call) and (self._run is None or run.index == self._run):
-                yield run.index, number, lambda kept=kept: _read(stream.site, kept, rest)  # type: ignore[misc]
+                yield run.index, number, lambda kept=kept: _read(stream, kept, rest)  # type: ignore[misc]
 
     def _near(self, address: str) -> list[str]:
         known = [*self._by_name, *(str(stream.site) for stream in self._streams)]
@@ -212,8 +226,10 @@ class Reading:
     def _nothing(self, address: str, site: Site | None) -> str:
         where = "" if self._run is None else f" in run {self._run}"
         stream = self._find(site) if site is not None else self._by_name[address]
-        why = ""
-        if stream is not None and stream.evicted:
+        why = "; the model was not called in this session yet" if not self._runs else ""
+        if self._run is not None and self._run >= self._runs:
+            why = f"; there were {self._runs} runs, from 0"
+        elif stream is not None and stream.evicted:
             why = f"; {stream.evicted} older events were let go (last=, evict=)"
         elif stream is not None and stream.inner:
             why = f"; its tensors are at {', '.join(str(inner.site) for inner in stream.inner.values())}"
@@ -225,14 +241,14 @@ class Reading:
         return f"{address!r} has no event{where}{why}"
 
 
-def _read(site: Site, kept: Any, rest: Key) -> Any:
-    value = read(kept, site)
-    if not rest or value is None:
-        return value
-    try:
-        return dig(value, rest)
-    except KeyError as error:
-        raise SiteError(f"{site}: {error.args[0]}") from None
+def _read(stream: Stream, kept: Any, rest: Key) -> Any:
+    value = read(kept, stream.site)
+    if rest and value is not None:
+        try:
+            value = dig(value, rest)
+        except KeyError as error:
+            raise SiteError(f"{stream.site}: {error.args[0]}") from None
+    return value if stream.is_loose else own(value, is_shared=type(kept) is Kept)
 
 
 def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, Any]]) -> str:

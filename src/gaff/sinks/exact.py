@@ -58,6 +58,32 @@ def read(kept: Any, site: Site) -> Any:
     return kept
 
 
+def own(value: Any, *, is_shared: bool) -> Any:
+    """``value`` for the reader, who may write into it: neither what is kept nor the model's memory changes with it.
+
+    Copy-on-write where that is safe, else a copy; ``is_shared``: others hold the memory. Elsewhere than on the CPU
+    what is kept is handed out itself.
+    """
+    lazy = compat.lazy_clone()
+
+    def own_tensor(tensor: Tensor) -> Tensor:
+        if is_shared:  # torch itself refuses to write into expanded tensors
+            if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+                return tensor.clone()
+            if 0 in tensor.stride():
+                return tensor
+            strided = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return strided.copy_(tensor)
+        if lazy is None or type(tensor) is not Tensor or not tensor.is_cpu or tensor.is_quantized:
+            return tensor
+        try:
+            return lazy(tensor)
+        except RuntimeError:
+            return tensor  # sparse, nested or borrowed memory
+
+    return map_tensors(value, own_tensor)
+
+
 def size_of(kept: Any) -> int:
     """Bytes of the tensors in what a ``Keeper`` returned."""
     value = kept.value if type(kept) is Kept else kept
@@ -76,6 +102,7 @@ class Keeper:
         self._device = torch.device(options.to) if options.to is not None else None
         self._graph = options.graph
         self._clone = options.clone or is_state
+        self.is_loose = self._graph or options.reference
         self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
         self.is_plain = not (self._reduce or self._dtype or self._device or self._graph or self._clone)
 

@@ -44,10 +44,10 @@ class CallLog:
         self._flops = flops
         self._device = device
 
-    def enter(self, path: str, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+    def enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
         shapes = shapes_text((*args, kwargs) if kwargs else args)
         self._settle()
-        notes = CallNotes(path, depth, call, run, time.perf_counter(), self._flops(), shapes)
+        notes = CallNotes(path, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
         self.calls.append(notes)
         self._open.append(notes)
 

@@ -46,11 +46,13 @@ def render_html(trace: Trace) -> str:
 
 
 def summary(trace: Trace) -> str:
+    """One line: the model, its size, and what the run took."""
     top = [row for row in trace.rows if row.depth == min((other.depth for other in trace.rows), default=0)]
     elements = sum(row.elements for row in trace.parameters)
+    flops = f"{count_text(sum(row.flops for row in top))} flops, " if trace.has_flops else ""
     return (
         f"{trace.model} on {trace.device}: {len(trace.rows)} calls, {count_text(elements)} parameters, "
-        f"{count_text(sum(row.flops for row in top))} flops, {_milliseconds(sum(row.time_s for row in top))} "
+        f"{flops}{_milliseconds(sum(row.time_s for row in top))} "
         "while watched"
     )
 
@@ -123,7 +125,7 @@ def _gradient(gradient: Gradient | None) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g}ms"
+    return f"{seconds:.3g}s" if seconds >= 1 else f"{seconds * 1000:.3g}ms"
 
 
 def _tabs(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
