@@ -112,8 +112,9 @@ class Capture:
 
     def clear(self) -> None:
         """Let go of all values kept so far; the receipt goes on counting. For sessions that stay open for long."""
-        for stream in self._iter_streams():
+        for stream in (*self._by_object.values(), *self._by_name.values()):
             stream.clear()
+        self._ledger.held = 0
 
     @property
     def receipt(self) -> Receipt:

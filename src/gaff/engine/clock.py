@@ -181,9 +181,10 @@ def _is_running(frame: FrameType | None) -> bool:
 
 def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], bool]]:
     """Addresses of the memory of a call's tensors, also in attributes of objects; each with whether it still lives."""
-    found = {}
+    found: dict[int, Callable[[], bool]] = {}
     if compat.transform_level() is None:
-        for tensor in iter_deep((args, kwargs)):
+        alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+        for tensor in args if alone else iter_deep((args, kwargs)):
             with suppress(RuntimeError):  # sparse and the like have none
                 found[compat.memory_of(tensor)] = compat.storage_life(tensor)
     return found

@@ -116,7 +116,9 @@ class Stream:
         """Let all events go."""
         self.evicted += len(self.records)
         self.records.clear()
-        self._ledger.held = 0
+        if self.inner:
+            for inner in self.inner.values():
+                inner.clear()
 
     def iter_held(self) -> Iterator[Tensor]:
         for _, _, kept in self.records:
