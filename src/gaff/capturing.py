@@ -126,7 +126,9 @@ class Capture:
         return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional)
 
     def __repr__(self) -> str:
-        return f"<gaff capture, {'open' if self._session.is_open else 'closed'}>\n{self.receipt}"
+        was_opened = hasattr(self._session, "clock")
+        state = "open" if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
+        return f"<gaff capture, {state}>\n{self.receipt}"
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
         """A module that was replaced while the session was open no longer fires; that must not go unnoticed."""
