@@ -69,7 +69,7 @@ def test_sites_as_tree_data_and_with_shapes(capsys):
         (("trace", "nowhere.py:model"), "gaff: 'nowhere.py' is no file"),
         (
             ("trace", "examples/digits.py:nothing"),
-            "gaff: examples/digits.py:nothing: .* has no 'nothing': expected one of DigitNet",
+            "gaff: examples/digits.py:nothing: .* has no 'nothing': expected one of Head, DigitNet, digits, model, image",
         ),
         (("trace", "examples/digits.py:TEST_FROM"), "is a int: expected a torch module"),
         (("trace", "digits"), "gaff: 'digits' is no model: expected file.py:name"),
@@ -82,6 +82,12 @@ def test_sites_as_tree_data_and_with_shapes(capsys):
             "gaff: no module 'head.hiden' in DigitNet .*nearest: head.hidden",
         ),
         (("take", DIGITS, "head", "--out", "x.pt"), "gaff: --out 'x.pt' has another ending"),
+        (("trace", "examples/digits.py:modle"), "has no 'modle': expected one of model"),
+        (
+            ("trace", DIGITS),
+            "could not be called: .*missing 1 required positional argument.*give an input, such as randn:",
+        ),
+        (("take", DIGITS, IMAGE, "features"), "looks like an input, where a site is expected: give it as --input"),
         (("trace", "transformers:/nowhere"), "holds no config.json"),
         (("trace", "nothing.pt2"), "gaff: 'nothing.pt2' is no file"),
     ],

@@ -19,6 +19,12 @@ _MAKERS = ("randn", "zeros", "ones", "randint")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def need_input(specs: Sequence[str], error: TypeError) -> PlanError:
+    """What to say when a model could not be called: most often it was given nothing."""
+    hint = "" if specs else "; give an input, such as randn:1x3x224x224 or an image file"
+    return PlanError(f"the model could not be called: {error}{hint}")
+
+
 def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
     """Positional and keyword arguments for the model, on its device."""
     args: list[Any] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gaff.cli.exported import load_exported
 from gaff.errors import PlanError
@@ -52,10 +52,15 @@ def load_name(spec: str) -> tuple[ModuleType, Any]:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            there = ", ".join(sorted(key for key in vars(module) if not key.startswith("_"))[:12])
-            raise PlanError(f"{spec}: {source} has no {part!r}: expected one of {there}")
+            own = [key for key, item in vars(module).items() if _is_own(item, module)]
+            raise PlanError(f"{spec}: {source} has no {part!r}: expected one of {', '.join(_alike(part, own))}")
         value = getattr(value, part)
     return module, value
+
+
+def _is_own(item: Any, module: ModuleType) -> bool:
+    """Whether something was made in ``module``, and could be a model or an input."""
+    return isinstance(item, (nn.Module, Tensor)) or getattr(item, "__module__", None) == module.__name__
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gaff import __version__
 from gaff.address import print_key
 from gaff.api import take
-from gaff.cli.inputs import load_inputs
+from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model
 from gaff.cli.trace import terminal_width
 from gaff.errors import PlanError
@@ -25,11 +25,17 @@ from gaff.values import iter_tensors
 def run(options: Namespace) -> int:
     if options.out is not None and not options.out.endswith(".safetensors"):
         raise PlanError(f"--out {options.out!r} has another ending: expected a file name ending in .safetensors")
+    inputs = [site for site in options.sites if ".py:" in site or site.startswith(("randn:", "zeros:", "ones:"))]
+    if inputs:
+        raise PlanError(f"{inputs[0]!r} looks like an input, where a site is expected: give it as --input {inputs[0]}")
     loaded = load_model(options.model)
     extractor = take(loaded.model, *options.sites)
     args, kwargs = load_inputs(options.input, loaded)
-    with torch.no_grad():
-        features = _flat(extractor(*args, **kwargs))
+    try:
+        with torch.no_grad():
+            features = _flat(extractor(*args, **kwargs))
+    except TypeError as error:
+        raise need_input(options.input, error) from error
     if options.out is not None:
         _save(features, options.out, options.model)
     rows = [

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gaff.api import trace
-from gaff.cli.inputs import load_inputs
+from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model, load_name
 from gaff.errors import PlanError
 from gaff.values import iter_tensors
@@ -24,7 +24,10 @@ def run(options: Namespace) -> int:
         backward = load_name(options.loss)[1]
     elif options.backward:
         backward = mean_of_first
-    told = trace(loaded.model, *args, backward=backward, flops=not options.no_flops, **kwargs)
+    try:
+        told = trace(loaded.model, *args, backward=backward, flops=not options.no_flops, **kwargs)
+    except TypeError as error:
+        raise need_input(options.input, error) from error
     if options.save:
         told.save(options.save)
     if options.json:
