@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gaff
+from traps.tools import Gaff, same
 
 
 class Quantizes(nn.Module):
@@ -18,3 +19,13 @@ def test_a_quantized_value_can_be_read():
     with gaff.capture(model, ":output") as got:
         y = model(x)
     assert torch.equal(got[":output"].dequantize(), y.dequantize())
+
+
+def trap(tool):
+    model, x = nn.Sequential(Quantizes()), torch.randn(2, 3)
+    found = tool.seen(model, ["0:output"], lambda: model(x))
+    same([found["0:output"][0].dequantize()], [model(x).dequantize()])
+
+
+def test_gaff_is_right():
+    trap(Gaff())

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import gaff
+from traps.tools import Gaff, same
 
 
 class Shared(nn.Module):
@@ -26,3 +27,18 @@ def test_each_call_has_its_own_gradient():
         model(x).pow(2).sum().backward()
     assert torch.equal(got["lin@0:grad_output"], one.grad)
     assert torch.equal(got["lin@1:grad_output"], two.grad)
+
+
+def trap(tool):
+    model, x = Shared(), torch.randn(2, 4)
+    one = model.lin(x)
+    one.retain_grad()
+    two = model.lin(torch.tanh(one))
+    two.retain_grad()
+    two.pow(2).sum().backward()
+    found = tool.seen(model, ["lin:grad_output"], lambda: model(x).pow(2).sum().backward())
+    same(found["lin:grad_output"], [one.grad, two.grad])
+
+
+def test_gaff_is_right():
+    trap(Gaff())
