@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -224,7 +225,7 @@ class _count_steps:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._known: dict[int, bool] = {}
+        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._handle: Any = None
 
     def __enter__(self) -> None:
@@ -241,11 +242,11 @@ class _count_steps:
         model = self._session._model
         if model is None:
             return False
-        known = self._known.get(id(optimizer))
+        known = self._known.get(optimizer)
         if known is None:
             mine = {id(parameter) for parameter in model.parameters()}
             groups = [group["params"] for group in optimizer.param_groups]
-            known = self._known[id(optimizer)] = any(id(parameter) in mine for group in groups for parameter in group)
+            known = self._known[optimizer] = any(id(parameter) in mine for group in groups for parameter in group)
         return known
 
 

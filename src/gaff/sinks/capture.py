@@ -105,12 +105,11 @@ class Stream:
     def oldest(self) -> int | None:
         return self.records[0][0].index if self.records else None
 
-    def evict(self) -> int:
+    def evict(self) -> None:
         kept = self.records.popleft()[2]
         size = kept.nbytes if type(kept) is Tensor and kept.layout == torch.strided else size_of(kept)
         self.evicted += 1
         self._ledger.held -= size
-        return size
 
     def clear(self) -> None:
         """Let all events go."""

@@ -25,7 +25,7 @@ class Holder(Protocol):
 
     def oldest(self) -> int | None: ...
 
-    def evict(self) -> int: ...
+    def evict(self) -> None: ...  # and tells the ledger
 
     def iter_held(self) -> Iterator[Any]: ...
 
@@ -49,7 +49,7 @@ class Ledger:
         """Called when ``held`` passes ``limit``. Raises PlanError when the budget is really exceeded."""
         self.held = self._count()
         if self._budget is None:
-            self._budget = (_free_bytes() + self.held) // 2
+            self._budget = (_free_bytes(self._device()) + self.held) // 2
         self.limit = self._budget
         if self._evict == "oldest":
             self._let_go()
@@ -63,12 +63,17 @@ class Ledger:
         holders = self._holders()
         return holders() if holders is not None else ()
 
+    def _device(self) -> torch.device | None:
+        """The GPU on which something is held, if any."""
+        held = (tensor for holder in self._iter_holders() for tensor in holder.iter_held())
+        return next((tensor.device for tensor in held if tensor.is_cuda), None)
+
     def _let_go(self) -> None:
         while self.held > self.limit:
             holders = [(age, holder) for holder in self._iter_holders() if (age := holder.oldest()) is not None]
             if sum(len(holder.records) for _, holder in holders) < 2:
                 return  # what has just come is too large by itself
-            self.held -= min(holders, key=lambda pair: pair[0])[1].evict()
+            min(holders, key=lambda pair: pair[0])[1].evict()
 
     def _count(self) -> int:
         """Exact: memory that several values share is counted once."""
@@ -90,8 +95,14 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
         return size_bytes(tensor)
 
 
-def _free_bytes() -> int:
-    """Memory that programs could still take. Linux tells it directly; elsewhere free pages are what there is."""
+def _free_bytes(device: torch.device | None) -> int:
+    """Memory that could still be taken, on a GPU or (None) of the host.
+
+    Linux tells the latter directly; elsewhere free pages are what there is.
+    """
+    if device is not None:
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
