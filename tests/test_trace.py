@@ -84,6 +84,7 @@ def test_a_trace_survives_saving_and_opens_without_torch(tmp_path):
     assert Trace.load(tmp_path / "trace.json") == trace
     assert trace._repr_html_().startswith("<p>Net on cpu: 4 calls")
     assert "<td>conv</td>" in trace._repr_html_()
+    assert "<td>fc1.weight:param</td>" in trace._repr_html_()
     with pytest.raises(gaff.RecordError, match="is no file"):
         Trace.load(tmp_path / "other.json")
     for text in ("", "{}", '{"gaff_trace": 1, "rows": [{"site": 1}]}', "[1]"):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _HEAD = ("site", "class", "input", "output", "params", "time", "flops", "memory", "mean", "std", "min", "max")
 _GRADIENT_HEAD = ("grad out", "grad in")
+_PARAMETER_HEAD = ("parameter", "shape", "elements", "gradient norm", "zeros")
 _RIGHT = ("params", "time", "flops", "memory", "mean", "std", "min", "max", "elements")
 _TAIL = ("site", "parameter")  # of these the end tells most
 
@@ -23,7 +24,7 @@ def render_table(trace: Trace, width: int | None = None, *, is_plain: bool = Fal
     draw = _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT, tail=_TAIL)
     parts = [summary(trace), draw(head, rows)]
     if trace.has_backward:
-        parts += ["", draw(("parameter", "shape", "elements", "gradient norm", "zeros"), _parameter_cells(trace))]
+        parts += ["", draw(_PARAMETER_HEAD, _parameter_cells(trace))]
     parts += _endings(trace)
     return "\n".join(parts)
 
@@ -35,14 +36,18 @@ def render_tree(trace: Trace) -> str:
 
 
 def render_html(trace: Trace) -> str:
-    """The table for a notebook; everything in it is escaped."""
-    head, rows = _cells(trace)
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    heading = "".join(f"<th>{escape(name)}</th>" for name in head)
+    """The tables for a notebook; everything in them is escaped."""
+    tables = _html_table(*_cells(trace))
+    if trace.has_backward:
+        tables += _html_table(_PARAMETER_HEAD, _parameter_cells(trace))
     notes = "".join(f"<p>{escape(line)}</p>" for line in _endings(trace) if line)
-    return (
-        f"<p>{escape(summary(trace))}</p><table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>{notes}"
-    )
+    return f"<p>{escape(summary(trace))}</p>{tables}{notes}"
+
+
+def _html_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    heading = "".join(f"<th>{escape(name)}</th>" for name in head)
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>"
 
 
 def summary(trace: Trace) -> str:
