@@ -6,15 +6,19 @@ version switches to the safe alternative described beside it, never to a guess.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 # Number of the backward pass that this thread is executing, or -1: in a forward hook it means "recomputation".
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -73,14 +77,128 @@ class _Life:
     """Lives as long as the autograd nodes in whose metadata it lies."""
 
 
-def graph_life(tensors: Iterable[Tensor]) -> Callable[[], bool]:
-    """Tells whether the graph behind any of ``tensors`` is still there, without holding it."""
+def graph_life(tensors: Iterable[Tensor]) -> weakref.ref[Any]:
+    """A reference that lives as long as the graph behind any of ``tensors``, without holding it."""
     life = _Life()
     for tensor in tensors:
         if tensor.grad_fn is not None:
             tensor.grad_fn.metadata[_Life] = life  # type: ignore[index]
-    reference = weakref.ref(life)
-    return lambda: reference() is not None
+    return weakref.ref(life)
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def enclosing_functions() -> list[Any]:
+    """The autograd nodes of custom Functions (reentrant checkpoints, say) whose forward this thread runs, inner first.
+
+    Only Functions in the classic style, with ``ctx`` as first argument of ``forward``, have a node by then.
+    """
+    found = []
+    inner: FrameType = sys._getframe(1)
+    while (frame := inner.f_back) is not None:
+        code = inner.f_code
+        if frame.f_code is _APPLY and code.co_argcount:
+            first = inner.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction):
+                found.append(first)
+        inner = frame
+    return found
+
+
+class Checkpoint(NamedTuple):
+    """One non-reentrant checkpoint in progress on this thread. ``pass_`` is another object for each recomputation."""
+
+    frame: Any  # weakly referable; dies with the graph of its region
+    is_again: bool  # it recomputes
+    pass_: Any
+
+
+_saved_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+_chains: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # pack hook -> what lies below and with it
+
+
+def has_saved_hooks() -> bool:
+    """Whether anything, such as a checkpoint, changes how tensors are saved for backward on this thread."""
+    return _saved_hooks(True) is not None
+
+
+def checkpoints() -> list[Checkpoint]:
+    """The non-reentrant checkpoints around the current call, innermost first; ``sees_checkpoints`` proves it.
+
+    torch tells neither in forward nor in recomputation which checkpoint is at work, but both put their own hooks for
+    saved tensors in place, and these hold the one frame object of that checkpoint.
+    """
+    top = _saved_hooks(True)
+    if top is None:
+        return []
+    chain = _chains.get(top[0])
+    if chain is None:
+        chain = tuple(found for pack in _all_pack_hooks() if (found := _checkpoint_of(pack)) is not None)
+        if _checkpoint_of(top[0]) is not None:  # such a hook is put in place once; what lies below it stays
+            _chains[top[0]] = chain
+    return [Checkpoint(frame, is_again, pack) for reference, is_again, weak in chain
+            if (frame := reference()) is not None and (pack := weak()) is not None]  # fmt: skip
+
+
+def _all_pack_hooks() -> list[Any]:
+    autograd: Any = torch._C._autograd
+    taken = []
+    found = []
+    try:
+        while (top := _saved_hooks(True)) is not None:
+            found.append(top[0])
+            if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+                break  # torch would not let us put them back
+            autograd._pop_saved_tensors_default_hooks()
+            taken.append(top)
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return found
+
+
+def _checkpoint_of(pack: Any) -> tuple[weakref.ref[Any], bool, weakref.ref[Any]] | None:
+    """The frame that a checkpoint's own pack hook closes over: itself in forward, weakly in a recomputation."""
+    waiting = [pack]
+    for depth, function in enumerate(waiting):
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                inside = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            if type(inside).__name__ == "_CheckpointFrame":
+                return weakref.ref(inside), False, weakref.ref(pack)
+            if isinstance(inside, weakref.ref) and type(inside()).__name__ == "_CheckpointFrame":
+                return inside, True, weakref.ref(pack)
+            if depth < 4 and hasattr(inside, "__closure__"):
+                waiting.append(inside)
+    return None
+
+
+def is_recomputation() -> bool:
+    """Whether the code that runs inside this backward pass is a checkpoint's or a custom Function's."""
+    node = current_node()
+    return (node is not None and is_python_node(node)) or any(found.is_again for found in checkpoints())
+
+
+@cache
+def sees_checkpoints() -> bool:
+    """Whether ``checkpoints`` tells the truth in this version of torch: tried once, on a checkpoint of its own."""
+    seen: list[list[Checkpoint]] = []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append(checkpoints())
+        return x.sin().sin()
+
+    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with plain, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        checkpoint(region, x, use_reentrant=False, preserve_rng_state=False).backward()
+    if len(seen) != 2 or not all(seen):
+        return False
+    first, again = seen[0][0], seen[1][0]
+    return first.frame is again.frame and again.is_again and not first.is_again
 
 
 def is_python_node(node: Node) -> bool:

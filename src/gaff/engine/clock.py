@@ -129,7 +129,7 @@ class Clock:
             run = self.begin(args, kwargs)
             if run is None:
                 return None
-            run.outermost = sys._getframe(2)
+            run.outermost = sys._getframe(3)  # of the call that torch makes, past our two hooks
             self.open[thread] = run
         run.frames.append(Frame(owner))
         return run

@@ -1,20 +1,23 @@
-"""Module hooks: entry and exit of the selected modules, one shared function each."""
+"""Module hooks: entry and exit of the selected modules, one shared function each.
+
+A module that is only watched gets the short functions; one that is edited gets those that may change what passes.
+"""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import nn
 
 from gaff import compat
-from gaff.compat import backward_task, transform_level
+from gaff.compat import backward_task, has_saved_hooks, is_grad_enabled, transform_level
 from gaff.engine.clock import Clock, Frame, Run
-from gaff.engine.stream import EntryArm, EntryTap, ExitArm, ExitTap
+from gaff.engine.replay import Match, Passage, Replay
+from gaff.engine.stream import EntryArm, EntryChange, EntryTap, ExitArm, ExitChange, ExitTap
 from gaff.errors import PlanError
 
 MISSING: Any = object()
@@ -33,7 +36,7 @@ class Node:
     """One hooked module: what to call when it is entered and left.
 
     ``arms`` and ``entry_arms`` set gradient hooks; only they are called again when a reentrant checkpoint
-    recomputes the module, since its first pass had no graph.
+    recomputes the module, since its first pass had no graph. Changes are made again in every recomputation.
     """
 
     above: frozenset[Node] = frozenset()  # hooked modules that contain this one
@@ -42,90 +45,37 @@ class Node:
     exits: tuple[ExitTap, ...] = ()
     entry_arms: tuple[EntryArm, ...] = ()
     arms: tuple[ExitArm, ...] = ()
-    replay: Replay  # of modules with gradient sites
+    entry_changes: tuple[EntryChange, ...] = ()
+    exit_changes: tuple[ExitChange, ...] = ()
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
         self.clock = clock
         self.open = clock.open  # the runs in progress, by thread
         self.index = index
+        self.replay = Replay()  # of entries
+        self.exit_replay = Replay()
 
-    def give_up(self, run: Run | None = None) -> None:
+    def give_up(self, *, is_final: bool) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
-        if not (self.arms or self.entry_arms) or not self.replay.is_waiting:
-            return
-        for place in self.replay.give_up(run):
-            for entry_arm in self.entry_arms:
-                entry_arm.give_up(*place)
-            for arm in self.arms:
-                arm.give_up(*place)
+        for passage in self.replay.give_up(is_final=is_final):
+            for entry in (*self.entry_arms, *self.entry_changes):
+                entry.give_up(passage.run, passage.call)
+        for passage in self.exit_replay.give_up(is_final=is_final):
+            for leaving in (*self.arms, *self.exit_changes):
+                leaving.give_up(passage.run, passage.call)
 
     def install(self, handles: list[Any]) -> None:
         """Put the hooks on the module; ``handles`` takes what removes them."""
         module = self.module
         if self.has_entry:
-            handles.append(module.register_forward_pre_hook(Hook(_before, self), with_kwargs=True))
-        if self.exits or self.arms:
-            handles.append(module.register_forward_hook(Hook(_after, self), with_kwargs=True))
+            before: Callable[..., Any] = _before_edit if self.entry_changes else _before
+            handles.append(module.register_forward_pre_hook(Hook(before, self), with_kwargs=True))
+        if self.exits or self.arms or self.exit_changes:
+            after: Callable[..., Any] = _after_edit if self.exit_changes else _after
+            handles.append(module.register_forward_hook(Hook(after, self), with_kwargs=True))
         if self.has_entry:
             handles.append(module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True))
-
-
-class Replay:
-    """Which call of the first pass a recomputed call of this module stands for.
-
-    A recomputation runs under the autograd node of its checkpoint, whose sequence number lies just before those of
-    the calls inside it; so the calls to be matched are the ones with higher numbers, in their order.
-    """
-
-    __slots__ = ("_claimed", "_matched", "_waiting", "is_waiting")
-
-    def __init__(self) -> None:
-        self.is_waiting = False
-        self._matched: set[tuple[Run, int]] = set()
-        self._waiting: list[tuple[int, Run, int]] = []  # sequence number at the call, run, call
-        self._claimed: dict[tuple[int, int], int] = {}  # (backward pass, node) -> position after the last match
-
-    def wait(self, run: Run, call: int) -> None:
-        run.is_waiting = self.is_waiting = True
-        self._waiting.append((compat.next_sequence(), run, call))
-
-    def match(self) -> tuple[Run, int] | None:
-        """The run and call that the current recomputation of this module repeats, if it waits for one."""
-        node = compat.current_node()
-        if not self._waiting or node is None or not compat.is_python_node(node):  # others recompute for their own
-            return None
-        start = compat.sequence_of(node)
-        place = (compat.backward_task(), start)
-        position = self._claimed.get(place, 0)
-        while position < len(self._waiting) and not self._may_be(self._waiting[position], start):
-            position += 1
-        if position == len(self._waiting):
-            return None
-        if len(self._claimed) > 1000:
-            self._claimed.clear()
-        self._claimed[place] = position + 1
-        _, run, call = self._waiting[position]
-        if torch.is_grad_enabled():
-            self._matched.add((run, call))
-        else:  # a checkpoint inside the recomputed one: its own recomputation comes after this number
-            self._waiting.append((compat.next_sequence(), run, call))
-        return run, call
-
-    def _may_be(self, row: tuple[int, Run, int], start: int) -> bool:
-        """Sequence numbers are counted for each thread; on a device, autograd's own threads recompute."""
-        if row[0] <= start:
-            return False
-        thread = get_ident()
-        return row[1].thread == thread or all(other.ident != thread for other in threading.enumerate())
-
-    def give_up(self, run: Run | None = None) -> list[tuple[Run, int]]:
-        """Stop waiting, for one run or for all; returns the calls that were never recomputed."""
-        lost = [(row[1], row[2]) for row in self._waiting if run is None or row[1] is run]
-        self._waiting = [row for row in self._waiting if run is not None and row[1] is not run]
-        never = [place for place in dict.fromkeys(lost) if place not in self._matched]
-        self._matched.difference_update(lost)
-        return never
 
 
 # torch notes that a hook takes keywords after it has put the hook in place, and forgets it after it has taken the hook
@@ -133,27 +83,34 @@ class Replay:
 
 
 def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-    clock = node.clock
-    if clock.closed or kwargs is None:
+    if node.clock.closed or kwargs is None:
         return
     if backward_task() != -1:
         _before_again(node, args, kwargs)
         return
+    run = _enter(node, module, args, kwargs)
+    if run is None or not node.entry_arms:
+        return
+    call = run.entered[node.index] - 1
+    if is_grad_enabled():
+        for arm in node.entry_arms:
+            arm(args, kwargs, run, call)
+    elif not node.replay.wait(Passage(run, call)):
+        for arm in node.entry_arms:
+            arm.give_up(run, call)
+
+
+def _enter(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+    clock = node.clock
     if transform_level() is not None and clock.is_own_thread():
         _refuse_transform(module)
     run = clock.enter(node, args, kwargs)
-    if run is None:
-        return
-    call = run.entered[node.index]
-    run.entered[node.index] = call + 1
-    for tap in node.entries:
-        tap(args, kwargs, run, call)
-    if node.entry_arms:
-        if torch.is_grad_enabled():
-            for arm in node.entry_arms:
-                arm(args, kwargs, run, call)
-        else:
-            node.replay.wait(run, call)
+    if run is not None:
+        call = run.entered[node.index]
+        run.entered[node.index] = call + 1
+        for tap in node.entries:
+            tap(args, kwargs, run, call)
+    return run
 
 
 def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = MISSING) -> None:
@@ -177,14 +134,9 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     if backward_task() != -1:
         _after_again(node, output, (args, kwargs))
         return
-    if node.clock.closed:
-        return
-    if transform_level() is not None and node.clock.is_own_thread():
-        _refuse_transform(module)
-    run = node.clock.begin(args, kwargs)
+    run = _begin_at_exit(node, module, args, kwargs)
     if run is None:
         return
-    run.left[node.index] = 1
     for tap in node.exits:
         tap(output, run, 0)
     if node.arms:
@@ -192,12 +144,25 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     node.clock.end(run, output)
 
 
+def _begin_at_exit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+    """The run that is one call of a module hooked only at its exit."""
+    if node.clock.closed:
+        return None
+    if transform_level() is not None and node.clock.is_own_thread():
+        _refuse_transform(module)
+    run = node.clock.begin(args, kwargs)
+    if run is not None:
+        run.left[node.index] = 1
+    return run
+
+
 def _arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for arm in node.arms:
             arm(output, given, run, call)
-    elif not node.entry_arms:
-        node.replay.wait(run, call)
+    elif not node.exit_replay.wait(Passage(run, call)):
+        for arm in node.arms:
+            arm.give_up(run, call)
 
 
 def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
@@ -211,32 +176,110 @@ def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    frame = Frame(node)
-    node.clock.replay_frames().append(frame)
+    node.clock.replay_frames().append(Frame(node))
     if not node.entry_arms:
         return
-    matched = node.replay.match()
-    if matched is None:
-        return
-    frame.notes["matched"] = matched
-    if not torch.is_grad_enabled():
-        return
-    for arm in node.entry_arms:
-        arm(args, kwargs, *matched)
+    found = node.replay.match()
+    if found is not None and found.is_first_graph and is_grad_enabled():
+        for arm in node.entry_arms:
+            arm(args, kwargs, found.passage.run, found.passage.call)
 
 
 def _after_again(node: Node, output: Any, given: tuple[Any, Any]) -> None:
-    if not node.arms:
+    if not node.arms or node.clock.closed:
         return
-    matched: tuple[Run, int] | None
-    if node.entry_arms:
-        frames = node.clock.replay_frames()
-        matched = frames[-1].notes.get("matched") if frames and frames[-1].owner is node else None
-    else:
-        matched = node.replay.match()
-    if matched is not None and torch.is_grad_enabled():
+    found = node.exit_replay.match()
+    if found is not None and found.is_first_graph and is_grad_enabled():
         for arm in node.arms:
-            arm(output, given, *matched)
+            arm(output, given, found.passage.run, found.passage.call)
+
+
+def _before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    if kwargs is None:
+        return None
+    if backward_task() != -1:
+        node.clock.replay_frames().append(Frame(node))
+        found = _match(node, module, node.replay)
+        if found is None:
+            return None
+        return _change_entry(node, args, kwargs, found.passage, found.is_first_graph, is_again=True)
+    if node.clock.closed:
+        return None
+    run = _enter(node, module, args, kwargs)
+    if run is None:
+        return None
+    passage = Passage(run, run.entered[node.index] - 1)
+    if not is_grad_enabled() or has_saved_hooks():
+        node.replay.remember(passage)
+    return _change_entry(node, args, kwargs, passage, True, is_again=False)
+
+
+def _change_entry(
+    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, has_graph: bool, *, is_again: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    has_graph = has_graph and is_grad_enabled() and not node.clock.closed
+    for change in node.entry_changes:
+        if not change.is_gradient or has_graph:
+            changed = change(args, kwargs, passage, is_again)
+            if changed is not None:
+                args, kwargs = changed
+        elif not is_again and passage not in node.replay:
+            change.give_up(passage.run, passage.call)
+    return args, kwargs
+
+
+def _after_edit(
+    node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = MISSING
+) -> Any:
+    if output is MISSING:
+        return None
+    given = (args, kwargs)
+    if backward_task() != -1:
+        found = _match(node, module, node.exit_replay)
+        if found is None:
+            return output
+        return _change_exit(node, output, given, found.passage, found.is_first_graph, is_again=True)
+    run = node.open.get(get_ident())
+    if run is None or transform_level() is not None:
+        run = _begin_at_exit(node, module, args, kwargs)
+        if run is None:
+            return output
+        output = _change_exit(node, output, given, _passage(node, run, 0), True, is_again=False)
+        node.clock.end(run, output)
+        return output
+    call = run.left[node.index]
+    run.left[node.index] = call + 1
+    return _change_exit(node, output, given, _passage(node, run, call), True, is_again=False)
+
+
+def _passage(node: Node, run: Run, call: int) -> Passage:
+    passage = Passage(run, call)
+    if not is_grad_enabled() or has_saved_hooks():
+        node.exit_replay.remember(passage)
+    return passage
+
+
+def _change_exit(
+    node: Node, output: Any, given: tuple[Any, Any], passage: Passage, has_graph: bool, *, is_again: bool
+) -> Any:
+    has_graph = has_graph and is_grad_enabled() and not node.clock.closed
+    for change in node.exit_changes:
+        if not change.is_gradient or has_graph:
+            output = change(output, given, passage, is_again)
+        elif not is_again and passage not in node.exit_replay:
+            change.give_up(passage.run, passage.call)
+    return output
+
+
+def _match(node: Node, module: nn.Module, replay: Replay) -> Match | None:
+    """The call that is recomputed; None for one of a forward that was not edited."""
+    found = replay.match()
+    if found is None and not node.clock.closed and not compat.is_recomputation() and node.clock.is_own_thread():
+        raise PlanError(
+            f"{type(module).__name__} was called inside a backward pass by something that is no checkpoint of torch: "
+            "its edits belong to a forward that cannot be told; close the session before backward, or do not call it"
+        )
+    return found
 
 
 def _refuse_transform(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,19 +10,18 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gaff import compat
 from gaff.address import GRADIENT_PORTS, Site
 from gaff.engine import surroundings
 from gaff.engine.armed import Gradients
 from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients import InputGradient, OutputGradient, find_input, report_missing
-from gaff.engine.modules import Node, Replay
+from gaff.engine.modules import Node
 from gaff.engine.shares import InputShare
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.stream import EntryTap, ExitTap, Stream
 from gaff.errors import PlanError
 from gaff.select import Found, unwrap
-from gaff.values import dig, dig_argument, iter_tensors
+from gaff.values import dig, dig_argument
 
 
 class Tap(NamedTuple):
@@ -74,7 +73,7 @@ class Session:
         self._nodes: dict[int, Node] = {}
         self._leaves: list[LeafGradient] = []
         self._fused: list[nn.Module] = []
-        self._waiting: list[tuple[Run, Callable[[], bool]]] = []
+        self._is_waiting = False
         self._gradients = Gradients()
         self.clock: Clock
 
@@ -113,7 +112,7 @@ class Session:
     def _let_go(self) -> None:
         self.clock.closed = True
         for node in self._nodes.values() if self._has_arms else ():
-            node.give_up()
+            node.give_up(is_final=True)
             node.arms = node.entry_arms = ()  # they know their node
         for leaf in self._leaves:
             leaf.close()
@@ -121,7 +120,6 @@ class Session:
         self.clock.close()
         self._nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
         self._leaves.clear()
-        self._waiting.clear()
         self._taps = self._tensors = ()
 
     def _prepare(self) -> None:
@@ -160,7 +158,6 @@ class Session:
             node = self._node(module)
             if site.port in GRADIENT_PORTS:
                 self._has_arms = True
-                node.replay = node.__dict__.get("replay") or Replay()
             _connect(node, site, stream, tap.is_exact, self._gradients)
 
     def _prepare_nodes(self, model: nn.Module) -> None:
@@ -201,13 +198,11 @@ class Session:
             leaf.follow(run)
 
     def _stop_waiting(self, run: Run, output: Any) -> None:
-        """Calls without grad mode wait for a reentrant checkpoint only as long as a graph could recompute them."""
-        if run.is_waiting:
-            self._waiting.append((run, compat.graph_life(tensor for _, tensor in iter_tensors(output))))
-        for waiting in [row for row in self._waiting if not row[1]()]:
-            self._waiting.remove(waiting)
+        """Calls without grad mode wait for a reentrant checkpoint only as long as it could recompute them."""
+        self._is_waiting = self._is_waiting or run.is_waiting
+        if self._is_waiting:
             for node in self._nodes.values():
-                node.give_up(waiting[0])
+                node.give_up(is_final=False)
 
     def _note_slow_path(self, run: Run) -> None:
         if surroundings.SLOW_PATH not in self.notes and surroundings.takes_fast_path(self._fused):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from gaff.address import Key
 from gaff.engine.clock import Run
+from gaff.engine.replay import Passage
 
 
 class Stream(Protocol):
     """Receives the events of one site. Called inside hooks: must not write into a value, must not read the device."""
 
-    def add(self, value: Any, run: Run, call: int) -> None:
-        """A value passed. Raising stops the user's run."""
+    def add(self, value: Any, run: Run, call: int) -> Any:
+        """A value passed. Raising stops the user's run; a tensor returned for a gradient takes its place."""
 
     def absent(self, run: Run, call: int, reason: str) -> None:
         """The site fired, and there is None to see."""
@@ -30,6 +33,16 @@ class Stream(Protocol):
         """The stream of one tensor inside this site's value."""
 
 
+class EditStream(Stream, Protocol):
+    """Changes what passes one site. ``add`` returns the gradient that backward goes on with, or None for no change.
+
+    What cannot be changed truly must not go on unchanged: ``refuse`` raises.
+    """
+
+    def change(self, value: Tensor, passage: Passage, is_again: bool) -> Tensor:
+        """The tensor that the model goes on with. ``is_again``: a recomputation, which must get what the first got."""
+
+
 class EntryTap(Protocol):
     """Called when a module is entered."""
 
@@ -40,6 +53,30 @@ class ExitTap(Protocol):
     """Called when a module returns."""
 
     def __call__(self, output: Any, run: Run, call: int, /) -> None: ...
+
+
+class EntryChange(Protocol):
+    """Called when an edited module is entered; returns what it is called with instead, or None."""
+
+    is_gradient: bool  # sets gradient hooks: only where a graph is made
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool, /
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
+
+    def give_up(self, run: Run, call: int, /) -> None:
+        """The call had no graph, and none will come."""
+
+
+class ExitChange(Protocol):
+    """Called when an edited module returns; returns what its caller gets."""
+
+    is_gradient: bool
+
+    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool, /) -> Any: ...
+
+    def give_up(self, run: Run, call: int, /) -> None:
+        """The call had no graph, and none will come."""
 
 
 class EntryArm(EntryTap, Protocol):
