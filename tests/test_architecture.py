@@ -14,11 +14,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A module may import from its own row and from rows above it.
 LAYERS = [
     ["errors", "text", "compat"],
-    ["address", "values", "keep"],
+    ["address", "values", "keep", "edits"],
     ["select"],
     ["plan", "receipt"],
-    ["engine", "sinks", "untouched", "record", "views"],
-    ["capturing", "taking", "tracing"],
+    ["engine", "sinks", "changing", "untouched", "record", "views"],
+    ["capturing", "taking", "tracing", "editing"],
     ["listing"],
     ["api"],
     ["cli"],

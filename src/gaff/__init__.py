@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "capture": "gaff.api",
+    "edit": "gaff.api",
     "sites": "gaff.api",
     "take": "gaff.api",
     "trace": "gaff.api",
@@ -19,24 +20,22 @@ _HOMES = {
     "Plan": "gaff.plan",
     "Site": "gaff.address",
     "GaffError": "gaff.errors",
+    # reachable by their short names, too; their place is gaff.errors
     "SiteError": "gaff.errors",
     "PlanError": "gaff.errors",
     "NeverFiredError": "gaff.errors",
     "ExactnessError": "gaff.errors",
     "RecordError": "gaff.errors",
 }
-_MODULES = ("errors", "keep")
+_MODULES = ("edits", "errors", "keep")
 
 __all__ = [
-    "ExactnessError",
     "GaffError",
-    "NeverFiredError",
     "Plan",
-    "PlanError",
-    "RecordError",
     "Site",
-    "SiteError",
     "capture",
+    "edit",
+    "edits",
     "errors",
     "keep",
     "maybe",
@@ -46,10 +45,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from gaff import errors, keep
+    from gaff import edits, errors, keep
     from gaff.address import Site
-    from gaff.api import capture, sites, take, trace
-    from gaff.errors import ExactnessError, GaffError, NeverFiredError, PlanError, RecordError, SiteError
+    from gaff.api import capture, edit, sites, take, trace
+    from gaff.errors import GaffError
     from gaff.plan import Plan, maybe
 
 

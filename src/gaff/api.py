@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.capturing import Capture
+from gaff.editing import Editing
+from gaff.editing import edit as make_edit
 from gaff.errors import PlanError
 from gaff.listing import Sites, list_sites
 from gaff.plan import Options, Plan
@@ -52,6 +54,29 @@ def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -
     if model is None and plan.requests:
         raise PlanError(f"pattern {str(plan.requests[0])!r} needs a model: expected gaff.capture(model, pattern)")
     return Capture(model, plan, tensors)
+
+
+def edit(model: Any, changes: Any = None, /, **options: Any) -> Editing:
+    """Change what passes while the session is open: ``with gaff.edit(model, {"layer3": gaff.edits.scale(0.5)}) as e``.
+
+    Args:
+        model: any module; left out when only plain tensors are edited.
+        changes: a dict from pattern (as ``capture`` takes them, or a plain tensor, whose gradient is meant) to an
+            edit: one of ``gaff.edits``, a function ``tensor -> tensor``, a module, or a list of these; or a ``Plan``.
+            At one site edits act in the order of the dict; sessions act in the order in which they were opened.
+            Gradient edits at one tensor act as backward meets the calls, the last one first.
+        options: ``check_finite`` raises where an edit makes a NaN or inf (waits for the device at every event);
+            ``threads`` "own" or "all", as in ``capture``.
+
+    Values and inputs stay edited in a recomputation by ``torch.utils.checkpoint``, also when ``backward()`` comes
+    after the session: such modules keep a hook until the graph is freed (``receipt.armed``, ``release()``). Gradient
+    edits act while the session is open. ``path:param`` stands in for the parameter during a run; it is not written to.
+
+    Raises:
+        SiteError, PlanError: before anything is installed, or where an edit returned another shape, dtype or device.
+        NeverFiredError: at closing, for a pattern that never acted. ExactnessError: where an edit cannot be true.
+    """
+    return make_edit(model, changes, options)
 
 
 def take(model: nn.Module, /, *patterns: Any, **options: Any) -> Take:

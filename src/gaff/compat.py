@@ -106,6 +106,19 @@ def enclosing_functions() -> list[Any]:
     return found
 
 
+def recomputing_function() -> Any:
+    """The node of the reentrant checkpoint (or other custom Function) inside whose backward this code runs, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction):
+                return first
+        frame = frame.f_back
+    return None
+
+
 class Checkpoint(NamedTuple):
     """One non-reentrant checkpoint in progress on this thread. ``pass_`` is another object for each recomputation."""
 

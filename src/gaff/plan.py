@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +16,14 @@ from torch import Tensor, nn
 
 from gaff import keep as keep_part
 from gaff.address import Address, Pattern, Site, parse
+from gaff.edits import files as edit_part
+from gaff.edits.event import Edit, as_edit
 from gaff.errors import GaffError, PlanError, RecordError, SiteError
 from gaff.select import Found, resolve
+from gaff.text import table
 
 Reducer = Callable[[Tensor], Tensor]
-Target = Address | nn.Module | Callable[[Site], bool]
+Target = Address | nn.Module | Tensor | Callable[[Site], bool]
 
 _THREADS = ("own", "all")
 _EVICT = ("raise", "oldest")
@@ -39,15 +44,18 @@ def maybe(*patterns: Any) -> Maybe:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One pattern of a plan. ``reduce`` overrides the plan's own for its sites."""
+    """One pattern of a plan. ``reduce`` overrides the plan's own for its sites; ``edit`` changes them."""
 
     target: Target
     optional: bool = False
     reduce: Reducer | None = None
+    edit: Edit | None = None  # of a plan to edit by
 
     def __str__(self) -> str:
         if isinstance(self.target, (Site, Pattern)):
             return str(self.target)
+        if isinstance(self.target, Tensor):
+            return f"<tensor {'x'.join(map(str, self.target.shape)) or 'scalar'}>"
         if isinstance(self.target, nn.Module):
             return f"<module {type(self.target).__name__}>"
         return f"<predicate {getattr(self.target, '__name__', type(self.target).__name__)}>"
@@ -67,9 +75,10 @@ class Options:
     reference: bool = False  # parameters: not cloned
     graph: bool = False
     threads: str = "own"
+    check_finite: bool = False  # of edits
 
     def __post_init__(self) -> None:
-        for name in ("clone", "reference", "graph"):
+        for name in ("clone", "reference", "graph", "check_finite"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r} is no truth value: expected True or False")
         if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
@@ -99,7 +108,7 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sites to capture and how. Build one with ``Plan.of``; give it to ``gaff.capture`` in place of patterns."""
+    """Sites to capture and how (``Plan.of``, for ``gaff.capture``), or to edit and how (``Plan.edit``)."""
 
     requests: tuple[Request, ...] = ()
     options: Options = field(default_factory=Options)
@@ -113,10 +122,59 @@ class Plan:
             return replace(patterns[0], options=replace(patterns[0].options, **_options(options)))
         return cls(tuple(_requests(patterns)), Options(**_options(options)))
 
+    @classmethod
+    def edit(cls, changes: Any, **options: Any) -> Plan:
+        """``changes``: a dict from pattern to edit, as ``gaff.edit`` takes it; ``options``: check_finite, threads."""
+        if isinstance(changes, Plan):
+            return replace(changes, options=replace(changes.options, **_options(options))) if options else changes
+        if not isinstance(changes, Mapping) or not changes:
+            raise PlanError(f"edits {changes!r:.60} are no dict: expected {{'layer3': gaff.edits.scale(0.5)}}")
+        unknown = [name for name in options if name not in ("check_finite", "threads")]
+        if unknown:
+            raise PlanError(f"option {unknown[0]!r} is not known to an edit: expected check_finite or threads")
+        requests = []
+        for pattern, edit in changes.items():
+            asked = [Request(pattern)] if isinstance(pattern, Tensor) else _requests([pattern])
+            requests += [replace(request, edit=as_edit(edit)) for request in asked]
+        return cls(tuple(requests), Options(**_options(options)))
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether the plan changes what passes."""
+        return any(request.edit is not None for request in self.requests)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the plan says, tensors included; equal for equal plans."""
+        tensors: dict[str, Tensor] = {}
+        digest = hashlib.sha256(self.to_json(tensors).encode())
+        for name, tensor in tensors.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def __str__(self) -> str:
+        rows = [
+            (str(request), _edit_text(request.edit), "maybe" if request.optional else "") for request in self.requests
+        ]
+        return table(("pattern", "edit", ""), rows)
+
+    def attach(self, model: nn.Module) -> Any:
+        """Edit ``model`` until ``.remove()`` of the handle that is returned; see ``gaff.edit`` for the rest.
+
+        Unlike a session it sees the runs of every thread, and stays when the calling code returns: for a Trainer, a
+        pipeline, ``generate``.
+        """
+        from gaff.editing import attach  # the plan is what the verbs are built on
+
+        return attach(model, self)
+
     def check(self, model: nn.Module) -> list[Resolved]:
         """Every site that the plan names in ``model``. Installs nothing. Raises SiteError or PlanError."""
         resolved = []
         for number, request in enumerate(self.requests):
+            if isinstance(request.target, Tensor):
+                continue  # itself: nothing to look up
             try:
                 found = resolve(model, request.target)
             except SiteError:  # names nothing; what cannot be done (PlanError) is never forgiven
@@ -127,8 +185,13 @@ class Plan:
             resolved += [Resolved(item, number, is_exact) for item in found]
         return resolved
 
-    def to_json(self) -> str:
-        """Raises PlanError, naming the request, when the plan holds a function or a module object."""
+    def to_json(self, tensors: dict[str, Tensor] | None = None) -> str:
+        """The plan as text; tensors that edits hold are put into ``tensors``, and named in the text.
+
+        Raises PlanError, naming the request, when the plan holds a function, a capture or a module object, or tensors
+        and no place for them.
+        """
+        held: dict[str, Tensor] = {}
         requests = []
         for request in self.requests:
             if not isinstance(request.target, (Site, Pattern)):
@@ -138,20 +201,31 @@ class Plan:
                 row["optional"] = True
             if request.reduce is not None:
                 row["reduce"] = keep_part.to_dict(request.reduce)
+            if request.edit is not None:
+                row["edit"] = edit_part.to_dict(request.edit, held)
             requests.append(row)
+        if held and tensors is None:
+            raise PlanError(f"plan holds {len(held)} tensors, which are no text: save it with plan.save(path)")
+        if tensors is not None:
+            tensors.update(held)
         return json.dumps(
             {"gaff_plan": _FORMAT, "requests": requests, "options": _options_dict(self.options)}, indent=1
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str, tensors: dict[str, Tensor] | None = None) -> Plan:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
         try:
             data = json.loads(text)
             if data["gaff_plan"] != _FORMAT:
                 raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
             requests = tuple(
-                Request(parse(row["pattern"]), bool(row.get("optional")), _maybe_keep(row.get("reduce")))
+                Request(
+                    parse(row["pattern"]),
+                    bool(row.get("optional")),
+                    _maybe_keep(row.get("reduce")),
+                    edit_part.from_dict(row["edit"], tensors or {}) if "edit" in row else None,
+                )
                 for row in data["requests"]
             )
             options = dict(data["options"])
@@ -161,11 +235,24 @@ class Plan:
             raise RecordError(f"plan cannot be read: {error!r}; expected what Plan.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write JSON to ``path``, and tensors that edits hold beside it, with the ending ``.safetensors``."""
+        tensors: dict[str, Tensor] = {}
+        text = self.to_json(tensors)
+        if tensors:
+            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+            _safetensors().save_file(whole, Path(path).with_suffix(".safetensors"))
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Inverse of ``save``. Raises RecordError when a file is missing or is no plan."""
+        beside = Path(path).with_suffix(".safetensors")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            tensors = _safetensors().load_file(beside) if '"tensor"' in text and beside.exists() else {}
+        except (OSError, ValueError) as error:
+            raise RecordError(f"plan {str(path)!r} cannot be read: {error}") from None
+        return cls.from_json(text, tensors)
 
 
 def parse_bytes(size: int | str) -> int:
@@ -191,6 +278,32 @@ def parse_bytes(size: int | str) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdigit() and float(number) > 0:
             return int(float(number) * factor)
     raise PlanError(f"budget={size!r} is no size: expected bytes as a number, or text such as '500MB' or '4GiB'")
+
+
+def _safetensors() -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise PlanError("a plan with tensors needs the package safetensors: install gaff[files]") from None
+
+
+def _edit_text(edit: Edit | None) -> str:
+    """``scale(factor=0.5)``: an edit as it would be written, tensors by their shape."""
+    if edit is None:
+        return ""
+    parts = []
+    for name, value in ((part.name, getattr(edit, part.name)) for part in fields(edit) if part.init):  # type: ignore[arg-type]
+        if isinstance(value, Tensor):
+            text = "x".join(map(str, value.shape)) or "scalar"
+        elif isinstance(value, tuple) and value and isinstance(value[0], Edit):
+            text = f"[{', '.join(map(_edit_text, value))}]"
+        elif isinstance(value, Edit) and is_dataclass(value):
+            text = _edit_text(value)
+        else:
+            text = getattr(value, "__name__", None) or f"{value!r:.40}"
+        if value is not None:
+            parts.append(f"{name}={text}")
+    return f"{type(edit).__name__.lower()}({', '.join(parts)})"
 
 
 def _requests(patterns: Iterable[Any], optional: bool = False) -> Iterable[Request]:

@@ -1,4 +1,7 @@
-"""A receipt: what a session did, pattern by pattern, site by site. Printable, and as data."""
+"""A receipt: what a session did, pattern by pattern, site by site. Printable, and as data.
+
+Of an edit the first sixteen events at a site are measured, later ones when their number is a power of two.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from gaff.text import table
 
 @dataclass(frozen=True, slots=True)
 class ReceiptRow:
-    """One site of one pattern. ``changed`` and ``delta`` are an edit's; a capture changes nothing."""
+    """One site of one pattern. From ``hits`` on the numbers are an edit's; a capture changes nothing."""
 
     pattern: str
     site: str
@@ -18,7 +21,12 @@ class ReceiptRow:
     none: int = 0  # events whose value was None
     skipped: int = 0  # events that could not be shown
     reason: str = ""
-    changed: int = 0  # elements that an edit changed
+    hits: int = 0  # events at which an edit acted; the numbers below are of the ``measured`` ones among them
+    measured: int = 0
+    seen: int = 0  # elements that came to the edit
+    changed: int = 0  # elements that it changed
+    rows_changed: int = 0  # rows (indices of dimension 0) with a changed element
+    added_nonfinite: int = 0  # elements that it made NaN or inf
     delta: float = 0.0  # norm of the change relative to the norm of the value
 
 
@@ -30,22 +38,39 @@ class Receipt:
     runs: int = 0
     notes: tuple[str, ...] = ()
     optional: frozenset[str] = field(default_factory=frozenset)
+    is_edit: bool = False
+    armed: int = 0  # modules that keep a hook for the recomputation of a graph that is still alive
 
     @property
     def silent(self) -> tuple[str, ...]:
         """Patterns of which no site fired, apart from those marked ``gaff.maybe``."""
-        fired = {row.pattern for row in self.rows if row.fired}
+        fired = {row.pattern for row in self.rows if (row.hits if self.is_edit else row.fired)}
         asked = dict.fromkeys(row.pattern for row in self.rows)
         return tuple(name for name in asked if name not in fired and name not in self.optional)
 
     def __str__(self) -> str:
+        lines = [f"{_counted(self.runs, 'run')}, {_counted(len(self.rows), 'site')}"]
+        lines += [f"not bitwise: {note}" for note in self.notes]
+        if self.armed:
+            lines.append(f"{_counted(self.armed, 'module')} armed for recomputation, until the graph is freed")
+        return "\n".join([*lines, self._edit_table() if self.is_edit else self._table()])
+
+    def _table(self) -> str:
         rows = [
             (row.pattern, row.site, str(row.fired), _some(row.none), _some(row.skipped), row.reason)
             for row in self.rows
         ]
-        lines = [f"{_counted(self.runs, 'run')}, {_counted(len(self.rows), 'site')}"]
-        lines += [f"not bitwise: {note}" for note in self.notes]
-        return "\n".join([*lines, table(("pattern", "site", "fired", "none", "skipped", "reason"), rows)])
+        return table(("pattern", "site", "fired", "none", "skipped", "reason"), rows)
+
+    def _edit_table(self) -> str:
+        rows = [
+            (row.pattern, row.site, str(row.hits), _some(row.none), _some(row.measured * (row.measured != row.hits)),
+             f"{row.changed}/{row.seen}" if row.hits else "", _some(row.rows_changed),
+             f"{row.delta:.3g}" if row.hits else "", row.reason)
+            for row in self.rows
+        ]  # fmt: skip
+        head = ("pattern", "site", "hits", "none", "measured", "changed", "rows", "delta", "reason")
+        return table(head, rows, right=("hits", "changed", "rows", "delta"))
 
     __repr__ = __str__
 

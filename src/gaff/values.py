@@ -140,6 +140,44 @@ def dig_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key) -> 
     raise KeyError(f"the call has no argument {print_key((head,))}: it was given {', '.join(there) or 'none'}")
 
 
+def put(value: Any, key: Key, new: Tensor) -> Any:
+    """A copy of ``value`` with ``new`` at ``key``; only the containers on the way are made anew.
+
+    Raises PlanError where one of them cannot be, such as an object whose attribute the tensor is.
+    """
+    if not key:
+        return new
+    inside = children(value)
+    if inside is not None:
+        names = [name for name, _ in inside]
+        head: Any = key[0]
+        if isinstance(head, int) and head < 0 and isinstance(value, (tuple, list)):
+            head += len(names)
+        elif isinstance(head, str) and head not in names:  # a key that is no text, addressed as text
+            head = next((name for name in names if str(name) == head), head)
+        if head in names:
+            at = names.index(head)
+            parts = [child for _, child in inside]
+            parts[at] = put(parts[at], key[1:], new)
+            try:
+                return _rebuild(value, parts)
+            except TypeError:
+                pass  # a container that cannot be made anew
+    raise PlanError(f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it elsewhere")
+
+
+def put_argument(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key, new: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with ``new`` at ``key``; see ``put``."""
+    head = key[0]
+    if isinstance(head, int):
+        return tuple(put(arg, key[1:], new) if at == head % len(args) else arg for at, arg in enumerate(args)), dict(
+            kwargs
+        )
+    return args, {name: put(arg, key[1:], new) if name == head else arg for name, arg in kwargs.items()}
+
+
 def size_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse one as if it were dense."""
     is_plain = tensor.layout == torch.strided and not tensor.is_nested

@@ -35,13 +35,14 @@ class Armed:
         self.fired = False
         self.handle: Any = None
 
-    def receive(self, gradients: Gradients, gradient: Tensor) -> None:
+    def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
         """Called in place of delivering, by kinds that are not plain."""
-        self.deliver(gradient)
+        return self.deliver(gradient)
 
-    def deliver(self, gradient: Tensor) -> None:
+    def deliver(self, gradient: Tensor) -> Any:
+        """Tell the stream; returns the gradient that an edit puts in its place, else None."""
         self.fired = True
-        self.stream.add(gradient, self.run, self.call)
+        return self.stream.add(gradient, self.run, self.call)
 
     def refuse(self, reason: str) -> None:
         self.fired = True
@@ -76,19 +77,23 @@ class ArmedView(Armed):
         self._shape = tensor.shape
         self._base_handle: Any = None
 
-    def receive(self, gradients: Gradients, gradient: Tensor) -> None:
+    def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
         if not self._is_stale():
-            self.deliver(gradient)
-        elif self._base_handle is None:
+            return self.deliver(gradient)
+        if self._base_handle is None:
             self.refuse("it is a view that was changed in place later: torch tells a part of its gradient only")
+        return None
 
     def follow_base(self, base: Tensor, gradients: Gradients) -> None:
         """``base``: all of it is this view, and whoever made it let nobody else see it."""
 
-        def arrived(given: Sequence[Tensor | None]) -> None:
+        def arrived(given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
             if gradients.is_open and self._is_stale() and given[0] is not None:
                 gradients.seen(self.run)
-                self.deliver(given[0].reshape(self._shape))
+                changed = self.deliver(given[0].reshape(self._shape))
+                if changed is not None:
+                    return changed.reshape(given[0].shape), *given[1:]
+            return None
 
         if base.grad_fn is not None:
             self._base_handle = base.grad_fn.register_prehook(arrived)
@@ -107,6 +112,20 @@ class ArmedView(Armed):
         return self._probe._version != self._version
 
 
+class ArmedShare(ArmedView):
+    """On the view of its input that a module was given, so that its own share can be edited."""
+
+    __slots__ = ()
+
+    def follow(self, handle: Any) -> None:
+        """The module wrote into its input: what arrives at this hook of a graph node is its share."""
+        self._base_handle = handle
+
+    def receive_share(self, gradients: Gradients, gradient: Tensor) -> Any:
+        gradients.seen(self.run)
+        return self.deliver(gradient)
+
+
 class ArmedLeaf(Armed):
     """On a leaf, which outlives the graph: the gradient belongs to the run whose backward pass brings it."""
 
@@ -117,13 +136,14 @@ class ArmedLeaf(Armed):
         super().__init__(stream, run, call)
         self._told_with: int | None = None
 
-    def receive(self, gradients: Gradients, gradient: Tensor) -> None:
+    def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
         runs = gradients.runs_of(compat.backward_task())
         owner = runs[-1] if runs else gradients.latest_leaf
         if owner is self.run:
-            self.deliver(gradient)
-        elif self.run in runs and owner is not None:
+            return self.deliver(gradient)
+        if self.run in runs and owner is not None:
             self._told_with = owner.index
+        return None
 
     def why_refused(self) -> str:
         if self._told_with is None:
@@ -134,9 +154,12 @@ class ArmedLeaf(Armed):
 class Gradients:
     """All gradient hooks of one session; what they are waiting for, and their removal."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_edits: bool = False) -> None:
         self.is_open = True
-        self.has_leaves = False  # somebody asks whose backward pass it is
+        self.has_leaves = has_edits  # somebody asks whose backward pass it is
+        self.passes = 0  # times that a gradient came by what a run returned
+        self._chains: dict[int, tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
+        self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
         self.latest_leaf: Run | None = None  # the run that armed a leaf last
         self._armed: list[Armed] = []
@@ -156,9 +179,46 @@ class Gradients:
             armed = ArmedLeaf(stream, run, call)
         else:
             armed = Armed(stream, run, call)
-        armed.handle = tensor.register_hook(partial(_arrived, self, armed))
-        self.add(armed)
+        self._hook(tensor, armed, self.has_edits)
         return armed
+
+    def arm_share(self, alias: Tensor, share: ArmedShare) -> None:
+        """Edit what arrives at the view that a module was given as its input."""
+        share.handle = alias.register_hook(partial(_arrived, self, share))
+        self.add(share)
+
+    def share_arrived(
+        self, share: ArmedShare, position: int, handed: tuple[Tensor | None, ...], _given: Any
+    ) -> tuple[Tensor | None, ...] | None:
+        """The hook of a graph node that hands a share on, for modules that write into their input."""
+        gradient = handed[position]
+        if not self.is_open or gradient is None:
+            return None
+        if is_wrapper(gradient):
+            share.refuse(BATCHED)
+        changed = share.receive_share(self, gradient)
+        return None if changed is None else (*handed[:position], changed, *handed[position + 1 :])
+
+    def _hook(self, tensor: Tensor, armed: Armed, has_edits: bool) -> None:
+        """Edits at one tensor act as backward meets their calls, the last call first; within a call as given."""
+        self.add(armed)
+        if not has_edits:
+            armed.handle = tensor.register_hook(partial(_arrived, self, armed))
+            return
+        known = self._chains.get(id(tensor))
+        place = (armed.run, getattr(armed.stream, "place", None), armed.call)
+        if known is not None and known[0]() is tensor and known[1][0][1][0].handle is not None:
+            chain, armed.handle = known[1], known[1][0][1][0].handle
+            if chain[0][0] == place:
+                chain[0][1].append(armed)
+            else:
+                chain.insert(0, (place, [armed]))
+            return
+        chain = [(place, [armed])]
+        if len(self._chains) > 64:
+            self._chains = {at: row for at, row in self._chains.items() if row[0]() is not None}
+        self._chains[id(tensor)] = weakref.ref(tensor), chain
+        armed.handle = tensor.register_hook(partial(_arrived_chain, self, chain))
 
     def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """``tensor`` does not require grad now; somebody may still make it, until the run ends."""
@@ -190,18 +250,26 @@ class Gradients:
         if torch.is_grad_enabled():
             for _, tensor in iter_tensors(output):
                 if tensor.requires_grad and not tensor.is_leaf:
-                    armed = Armed(_Mark(), run, 0)
-                    armed.handle = tensor.register_hook(partial(_arrived, self, armed))
-                    self.add(armed)
+                    self._hook(tensor, Armed(_Mark(self), run, 0), False)
+
+    def began(self, run: Run) -> None:
+        """A backward pass comes by what ``run`` returned: an edit that torch will not call must not go unnoticed."""
+        self.passes += 1
+        if self.has_edits:
+            for armed in self._armed:
+                if armed.run is run and (refused := armed.why_refused()) and isinstance(armed, ArmedView):
+                    armed.refuse(refused)
 
     def close(self) -> None:
         """Remove every hook; what a backward pass left out is told to the streams as None."""
         self._settle_later()
         self.is_open = False
         for armed in self._armed:
-            _settle(armed)
             armed.remove()
+        for armed in self._armed:
+            _settle(armed)
         self._armed.clear()
+        self._chains.clear()
 
     def _settle_later(self) -> None:
         later, self._later = self._later, []
@@ -226,8 +294,13 @@ class Gradients:
 class _Mark:
     """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
 
+    place = ""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
     def add(self, value: Any, run: Run, call: int) -> None:
-        return
+        self._gradients.began(run)
 
     def absent(self, run: Run, call: int, reason: str) -> None:
         return
@@ -245,9 +318,9 @@ class _Mark:
         return self
 
 
-def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> None:
+def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> Any:
     if not gradients.is_open:
-        return
+        return None
     armed.run.has_backward = True
     if gradients.has_leaves and not isinstance(armed, ArmedLeaf):
         gradients.seen(armed.run)
@@ -255,9 +328,19 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> None:
         armed.refuse(BATCHED)
     elif armed.is_plain:
         armed.fired = True
-        armed.stream.add(gradient, armed.run, armed.call)
+        return armed.stream.add(gradient, armed.run, armed.call)
     else:
-        armed.receive(gradients, gradient)
+        return armed.receive(gradients, gradient)
+    return None
+
+
+def _arrived_chain(gradients: Gradients, chain: list[tuple[object, list[Armed]]], gradient: Tensor) -> Tensor | None:
+    changed: Tensor | None = None
+    for _, group in chain:
+        for armed in group:
+            new = _arrived(gradients, armed, gradient if changed is None else changed)
+            changed = changed if new is None else new
+    return changed
 
 
 def _settle(armed: Armed) -> None:

@@ -26,11 +26,12 @@ from gaff.values import iter_deep
 class Frame:
     """One call in progress of a module that is hooked on entry. ``notes``: what taps remember until it returns."""
 
-    __slots__ = ("notes", "owner")
+    __slots__ = ("at_leave", "notes", "owner")
 
     def __init__(self, owner: object) -> None:
         self.owner = owner
         self.notes: dict[object, Any] = {}
+        self.at_leave: list[Callable[[], None]] = []  # of a recomputed call
 
 
 class Run:

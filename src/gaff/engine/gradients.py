@@ -62,7 +62,7 @@ class OutputGradient(GradientArm):
             self._stream.absent(run, call, "there is no tensor in this output")
             return
         if len(found) > 1 and self._is_exact:
-            raise _ambiguous(self._site, self._site.key, found)
+            raise ambiguous(self._site, self._site.key, found)
         for key, tensor in found:
             self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, run, call)
 
@@ -105,7 +105,7 @@ def find_input(
     found = list(iter_tensors(value))
     if len(found) != 1:
         if is_exact and found:
-            raise _ambiguous(site, site.key, found)
+            raise ambiguous(site, site.key, found)
         stream.skip(f"{len(found)} tensors at {print_key(site.key)}, expected one")
         return None
     return found[0][1]
@@ -118,6 +118,7 @@ def report_missing(site: Site, stream: Stream, is_exact: bool, error: KeyError) 
     stream.skip(str(error.args[0]))
 
 
-def _ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteError:
+def ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteError:
+    """The error of an address that means one tensor and names several."""
     names = ", ".join(f"{Site(site.path, port=site.port, key=(*key, *inner))}" for inner, _ in found[:8])
     return SiteError(f"{site}: its value holds {len(found)} tensors, a gradient belongs to one; say which: {names}")

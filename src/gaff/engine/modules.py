@@ -59,15 +59,24 @@ class Node:
     def give_up(self, *, is_final: bool) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
         for passage in self.replay.give_up(is_final=is_final):
-            for entry in (*self.entry_arms, *self.entry_changes):
+            entries: tuple[EntryArm | EntryChange, ...] = (*self.entry_arms, *self.entry_changes)
+            for entry in entries:
                 entry.give_up(passage.run, passage.call)
         for passage in self.exit_replay.give_up(is_final=is_final):
-            for leaving in (*self.arms, *self.exit_changes):
+            exits: tuple[ExitArm | ExitChange, ...] = (*self.arms, *self.exit_changes)
+            for leaving in exits:
                 leaving.give_up(passage.run, passage.call)
+
+    def repeats(self) -> bool:
+        """Whether a graph is alive whose recomputation needs the edits of this module."""
+        return self.replay.is_alive() or self.exit_replay.is_alive()
 
     def install(self, handles: list[Any]) -> None:
         """Put the hooks on the module; ``handles`` takes what removes them."""
         module = self.module
+        for change in self.entry_changes:
+            if hasattr(change, "install"):  # a skip
+                handles.append(change.install())
         if self.has_entry:
             before: Callable[..., Any] = _before_edit if self.entry_changes else _before
             handles.append(module.register_forward_pre_hook(Hook(before, self), with_kwargs=True))
@@ -171,8 +180,12 @@ def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         return
     frames = node.clock.replay_frames()
     if any(frame.owner is node for frame in frames):
-        while frames.pop().owner is not node:
-            pass
+        is_found = False
+        while not is_found:
+            frame = frames.pop()
+            is_found = frame.owner is node
+            for callback in frame.at_leave:
+                callback()
 
 
 def _before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -74,8 +74,8 @@ class Replay:
         chain = compat.checkpoints() if self._regions else []
         inner = next((number for number, found in enumerate(chain) if found.is_again), None)
         if inner is not None:
-            trigger = self._positions.get(chain[inner].pass_, (None, 0, None))[2]
-            if trigger is None or trigger() is node or node not in self._regions:
+            known = self._positions.get(chain[inner].pass_)
+            if known is None or node not in self._regions or (known[2] is not None and known[2]() is node):
                 passage = self._next(chain[inner].frame, chain[inner].pass_, node)
                 if passage is not None:
                     self._note(passage, chain[:inner])
@@ -119,6 +119,7 @@ class Replay:
 
     def _note(self, passage: Passage, chain: list[compat.Checkpoint]) -> None:
         for found in chain:
+            passage.run.is_waiting = True
             if not found.is_again:
                 self._regions.setdefault(found.frame, []).append(passage)
 
@@ -132,6 +133,6 @@ class Replay:
         position = known[1] if known is not None and (is_frame or known[0] == mark) else 0
         if position == len(calls):
             raise ExactnessError("a module was called more often in the recomputation of a checkpoint than before it")
-        trigger = (known[2] if known is not None else ref(mark)) if is_frame and mark is not None else None
+        trigger = known[2] if known is not None else ref(mark) if is_frame and compat.is_python_node(mark) else None
         self._positions[place] = (None if is_frame else mark, position + 1, trigger)
         return calls[position]

@@ -13,15 +13,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gaff.address import GRADIENT_PORTS, Site
 from gaff.engine import surroundings
 from gaff.engine.armed import Gradients
+from gaff.engine.changes import EntryGradient, ExitGradient, InputChange, OutputChange, ShareChange
 from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients import InputGradient, OutputGradient, find_input, report_missing
+from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.shares import InputShare
+from gaff.engine.skips import SkipChange
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
-from gaff.engine.stream import EntryTap, ExitTap, Stream
+from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
+from gaff.engine.swaps import Swap
 from gaff.errors import PlanError
-from gaff.select import Found, unwrap
-from gaff.values import dig, dig_argument
+from gaff.select import Found, is_container, unwrap
+from gaff.values import dig, dig_argument, iter_tensors
 
 
 class Tap(NamedTuple):
@@ -30,6 +34,14 @@ class Tap(NamedTuple):
     found: Found
     stream: Stream
     is_exact: bool = True
+
+
+class EditTap(NamedTuple):
+    """One site of a model and the stream that changes what passes there. Several at a site act in their order."""
+
+    found: Found
+    stream: EditStream
+    is_skip: bool = False
 
 
 class CallTap(NamedTuple):
@@ -46,6 +58,7 @@ class TensorTap(NamedTuple):
     name: str
     tensor: Tensor
     stream: Stream
+    is_edit: bool = False
 
 
 class Session:
@@ -54,7 +67,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module | None,
-        taps: Sequence[Tap | CallTap],
+        taps: Sequence[Tap | EditTap | CallTap],
         tensors: Sequence[TensorTap] = (),
         threads: str = "own",
     ) -> None:
@@ -72,9 +85,13 @@ class Session:
         self._has_arms = False  # some gradient at a module is wanted
         self._nodes: dict[int, Node] = {}
         self._leaves: list[LeafGradient] = []
+        self._swaps: list[Swap] = []
+        self.released = Release()
         self._fused: list[nn.Module] = []
         self._is_waiting = False
-        self._gradients = Gradients()
+        self._has_edits = any(isinstance(tap, EditTap) for tap in taps) or bool(tensors and tensors[0].is_edit)
+        self._gradients = Gradients(has_edits=self._has_edits)
+        self.lingering: Lingering | None = None  # hooks that the recomputation of living graphs still needs
         self.clock: Clock
 
     @property
@@ -90,13 +107,16 @@ class Session:
         with ExitStack() as opening:
             opening.callback(self._let_go)
             self._prepare()
+            for swap in self._swaps:
+                opening.callback(swap.restore)
             if self._around is not None and (self._around.is_compiled or surroundings.has_compiled()):
                 opening.enter_context(surroundings.forced_eager)
                 self.notes.append(surroundings.EAGER)
-            hooks: list[Any] = []
-            opening.callback(_remove_all, hooks)
+            hooks: list[tuple[Node, list[Any]]] = []
+            opening.callback(self._remove, hooks)
             for node in self._nodes.values():
-                node.install(hooks)
+                hooks.append((node, []))
+                node.install(hooks[-1][1])
             for leaf in self._leaves:
                 opening.callback(leaf.remove)
                 leaf.follow()
@@ -114,12 +134,17 @@ class Session:
         for node in self._nodes.values() if self._has_arms else ():
             node.give_up(is_final=True)
             node.arms = node.entry_arms = ()  # they know their node
+        lingering = self.lingering.nodes() if self.lingering is not None else ()
+        for node in self._nodes.values() if self._has_edits else ():
+            if node not in lingering:
+                node.entry_changes = node.exit_changes = ()
         for leaf in self._leaves:
             leaf.close()
         self._gradients.close()
         self.clock.close()
         self._nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
         self._leaves.clear()
+        self._swaps.clear()
         self._taps = self._tensors = ()
 
     def _prepare(self) -> None:
@@ -137,7 +162,18 @@ class Session:
             self._gradients.has_leaves = True
             self.clock.at_begin.append(self._follow_leaves)
 
-    def _prepare_tap(self, model: nn.Module, tap: Tap | CallTap) -> None:
+    def _remove(self, hooks: list[tuple[Node, list[Any]]]) -> None:
+        """All hooks but those of edits that a living graph would recompute."""
+        kept = []
+        for node, handles in reversed(hooks):
+            if self._has_edits and node.repeats():
+                kept.append((node, handles))
+            else:
+                remove_all(handles)
+        if kept:
+            self.lingering = Lingering(kept)
+
+    def _prepare_tap(self, model: nn.Module, tap: Tap | EditTap | CallTap) -> None:
         if isinstance(tap, CallTap):
             node = self._node(tap.found.module)
             node.entries += (tap.enter,)
@@ -146,6 +182,8 @@ class Session:
         site, module, stream = tap.found.site, tap.found.module, tap.stream
         if site.port == "grad":
             self._leaves.append(LeafGradient(self._gradients, stream, self.clock, lambda found=tap.found: found.tensor))  # type: ignore[misc]
+        elif isinstance(tap, EditTap) and site.port == "param":
+            self._prepare_swap(model, tap)
         elif site.port in ("param", "buffer"):
             around = called_above(tap.found)
             value = StateValue(tap.found, stream, self._node(around) if around is not None else None)
@@ -156,15 +194,32 @@ class Session:
             self.clock.at_end.append(value.finish)
         else:
             node = self._node(module)
-            if site.port in GRADIENT_PORTS:
-                self._has_arms = True
-            _connect(node, site, stream, tap.is_exact, self._gradients)
+            self._has_arms = self._has_arms or site.port in GRADIENT_PORTS
+            if isinstance(tap, EditTap) and tap.is_skip:
+                node.entry_changes += (SkipChange(node, tap.stream, site.call),)
+            elif isinstance(tap, EditTap):
+                _connect_edit(node, site, tap.stream, self._gradients)
+            else:
+                _connect(node, site, stream, tap.is_exact, self._gradients)
+
+    def _prepare_swap(self, model: nn.Module, tap: EditTap) -> None:
+        """The value stands in from the beginning of a run; a recomputation repeats it in every module around it."""
+        owners = owners_of(model, tap.found)
+        swap = Swap(tap.found, tap.stream, owners)
+        self._swaps.append(swap)
+        self.clock.at_begin.append(swap.begin)
+        self.clock.at_end.append(swap.end)
+        around = [module for module in tap.found.chain if not is_container(module)]
+        for module in dict.fromkeys([unwrap(model), *around, *owners]):
+            node = self._node(module)
+            node.has_entry = True
+            node.entry_changes += (swap.scope(node),)
 
     def _prepare_nodes(self, model: nn.Module) -> None:
         """The root and every module around a site tell where a run begins and ends."""
         self._node(unwrap(model)).has_entry = True
         for node in self._nodes.values():
-            if node.entries or node.entry_arms:
+            if node.entries or node.entry_arms or node.entry_changes:
                 node.has_entry = True
         above: dict[int, frozenset[Node]] = {}  # by identity of the chain, which siblings share
         for tap in self._taps:
@@ -180,12 +235,17 @@ class Session:
                 above[id(chain)] = frozenset(hooked)
             self._nodes[id(tap.found.module)].above |= above[id(chain)]
         self.clock.resize(len(self._nodes))
+        self._prepare_callbacks()
+
+    def _prepare_callbacks(self) -> None:
         if self._around is not None and self._around.fused:
             ours = {node.module for node in self._nodes.values()}
             self._fused = [block for block in self._around.fused if not ours.isdisjoint(block.modules())]
             self.clock.at_begin.append(self._note_slow_path)
         if self._has_arms:
             self.clock.at_end.append(self._stop_waiting)
+        if self._has_edits:
+            self.clock.at_end.append(self._guard)
 
     def _node(self, module: nn.Module) -> Node:
         found = self._nodes.get(id(module))
@@ -204,15 +264,17 @@ class Session:
             for node in self._nodes.values():
                 node.give_up(is_final=False)
 
+    def _guard(self, run: Run, output: Any) -> None:
+        """What a run with a recomputation ahead returned raises in backward once its edits have been released."""
+        if run.is_waiting:
+            for _, tensor in iter_tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    self.released.guard(tensor)
+
     def _note_slow_path(self, run: Run) -> None:
         if surroundings.SLOW_PATH not in self.notes and surroundings.takes_fast_path(self._fused):
             self.notes.append(surroundings.SLOW_PATH)
             surroundings.warn_once(surroundings.SLOW_PATH)
-
-
-def _remove_all(handles: list[Any]) -> None:
-    for handle in reversed(handles):
-        handle.remove()
 
 
 class _count_steps:
@@ -259,6 +321,30 @@ def _connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: 
         share = InputShare(gradients, node, stream, site, is_exact)
         node.entry_arms += (share,)
         node.arms += (share.exit_arm(),)
+
+
+def _connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
+    """Hang an edit on the right place: total gradients, then values, then what the edited values get back."""
+    if site.port == "output":
+        values = [change for change in node.exit_changes if not change.is_gradient]
+        node.exit_changes = (*values, OutputChange(site, stream), *node.exit_changes[len(values) :])
+    elif site.port == "input":
+        node.entry_changes = _before_last(node.entry_changes, ShareChange, InputChange(site, stream))
+    elif site.port == "grad_output":
+        node.exit_changes += (ExitGradient(OutputGradient(gradients, node, stream, site, True)),)
+    elif site.port == "input_grad":
+        total = EntryGradient(InputGradient(gradients, node, stream, site, True))
+        node.entry_changes = _before_last(node.entry_changes, (InputChange, ShareChange), total)
+    else:
+        share = ShareChange(gradients, node, stream, site, True)
+        node.entry_changes += (share,)
+        node.exit_changes += (share.exit_half(),)
+
+
+def _before_last(changes: tuple[Any, ...], kinds: Any, new: Any) -> tuple[Any, ...]:
+    """``changes`` with ``new`` before those of ``kinds``, which stay last."""
+    first = tuple(change for change in changes if not isinstance(change, kinds))
+    return (*first, new, *(change for change in changes if isinstance(change, kinds)))
 
 
 def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:

@@ -55,15 +55,10 @@ class InputShare(GradientArm):
         elif tensor._is_view() and is_changed:
             self._stream.refuse(run, call, "the input is a view that the module changed in place")
         else:
-            # an effect may also leave through an argument that was written to, or an attribute of the module
-            roots = [
-                *outputs,
-                *(other for other in iter_deep(given) if other is not tensor),
-                *_kept_by(self._node.module),
-            ]
+            roots = [other for other in roots_of(output, given, self._node.module) if other is not tensor]
             if is_changed:
                 roots.append(tensor)
-            self._follow(_feeding(roots, edge, since), run, call)
+            self._follow(find_feeding(roots, edge, since), run, call)
 
     def _follow(self, feeding: list[tuple[GraphNode, int]], run: Run, call: int) -> None:
         if not feeding:
@@ -175,7 +170,12 @@ def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ..
         share.arrive(gradient)
 
 
-def _feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: int) -> list[tuple[GraphNode, int]]:
+def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
+    """Where the effect of a call leaves it: what it returned, arguments that it wrote to, attributes of the module."""
+    return [*iter_deep(given), *(tensor for _, tensor in iter_tensors(output)), *_kept_by(module)]
+
+
+def find_feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: int) -> list[tuple[GraphNode, int]]:
     """Nodes made since ``since``, reachable from ``roots``, that hand a gradient to ``edge``, and at which position."""
     waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
     seen: set[GraphNode] = set()

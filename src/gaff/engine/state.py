@@ -50,6 +50,7 @@ class LeafGradient:
         self._tensor: Tensor | None = None
         self._handle: Any = None
         self._has_fired = False
+        self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
 
     def follow(self, run: Run | None = None) -> None:
         """Hook the tensor that is there now: a parameter may have been replaced since the last run."""
@@ -77,19 +78,32 @@ class LeafGradient:
         elif not self._has_fired and self._gradients.has_backward:
             self._stream.absent(self._clock.latest, 0, NOT_REACHED)
         self._tensor = None
+        self._last = (-1, None)
 
-    def _arrived(self, gradient: Tensor) -> None:
+    def _arrived(self, gradient: Tensor) -> Any:
         runs = self._gradients.runs_of(compat.backward_task())
         run = runs[-1] if runs else None
         if not self._gradients.is_open or (run is None and not self._clock.is_own_thread()):
-            return  # a backward pass of a thread at which this session does not look
+            return None  # a backward pass of a thread at which this session does not look
         run = run or self._clock.latest
         self._gradients.seen(run)
         self._has_fired = True
         if compat.is_wrapper(gradient):
             self._stream.refuse(run, 0, BATCHED)
-        else:
-            self._stream.add(gradient, run, 0)
+            return None
+        if self._gradients.has_edits:
+            self._refuse_parts(run)
+        return self._stream.add(gradient, run, 0)
+
+    def _refuse_parts(self, run: Run) -> None:
+        """Reentrant checkpoints run backward apart: a parameter used in two gets its gradient in parts."""
+        region = compat.recomputing_function()
+        last, self._last = self._last, (self._gradients.passes, region)
+        is_part = region is not None and last[0] == self._gradients.passes and last[1] not in (None, region)
+        if is_part:
+            self._stream.refuse(
+                run, 0, "the gradient comes in parts, one for each reentrant checkpoint: expected use_reentrant=False"
+            )
 
 
 def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:

@@ -39,8 +39,19 @@ class EditStream(Stream, Protocol):
     What cannot be changed truly must not go on unchanged: ``refuse`` raises.
     """
 
+    place: object  # equal for edits at one site: they act in the order given
+
     def change(self, value: Tensor, passage: Passage, is_again: bool) -> Tensor:
         """The tensor that the model goes on with. ``is_again``: a recomputation, which must get what the first got."""
+
+    def wants(self, run: Run, call: int) -> bool:
+        """Whether the edit acts at this event."""
+
+    def hit(self) -> None:
+        """It acted without a tensor to measure."""
+
+    def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a module that is not run."""
 
 
 class EntryTap(Protocol):

@@ -1,0 +1,259 @@
+"""What an edit does at one site: applies it, checks what it returned, repeats it, and measures the change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff import compat
+from gaff.address import GRADIENT_PORTS, Key, Site
+from gaff.edits.event import Edit, Event
+from gaff.edits.places import Skip, When
+from gaff.errors import ExactnessError, GaffError, PlanError
+from gaff.receipt import ReceiptRow, merge_reasons
+from gaff.values import first_tensor
+
+NOT_CALLED = "it was not called"
+NO_BACKWARD = "no gradient came by while the session was open"
+_MEASURED_FIRST = 16  # events that are measured one by one; later ones at powers of two, so that long runs pay nothing
+
+
+class Switch:
+    """Whether an edit acts, and how strongly: 1 is the edit itself, 0 nothing, between them a mixture."""
+
+    __slots__ = ("is_on", "strength")
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.strength = 1.0
+
+
+class EditStream:
+    """One edit at one site. ``place`` is equal for edits at the same site."""
+
+    def __init__(self, pattern: str, site: Site, place: object, edit: Edit, *, check_finite: bool) -> None:
+        self.pattern = pattern
+        self.site = site
+        self.place = place
+        self.switch = Switch()
+        self.hits = 0
+        self.none = 0
+        self.is_open = True
+        self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
+        self.measured = _Measured()
+        self._edit = edit
+        self._check_finite = check_finite
+        self._passed = 0  # events at which the edit did not act, by ``when`` or by its switch
+        self._reasons: dict[str, int] = {}
+
+    def add(self, value: Tensor, run: Any, call: int) -> Tensor | None:
+        """A gradient arrives; what backward goes on with, None for the same."""
+        strength = self._strength(run, call)
+        return None if strength is None else self._apply(value, run, call, strength)
+
+    def change(self, value: Tensor, passage: Any, is_again: bool) -> Tensor:
+        """A value passes; what the model goes on with. In a recomputation: what the first pass decided."""
+        run, call, memo = passage.run, passage.call, passage.memo
+        if is_again:
+            decided = memo.get(self)
+            return value if decided is None else self._repeat(value, run, call, *decided)
+        strength = self._strength(run, call)
+        if strength is None:
+            return value
+        new = self._apply(value, run, call, strength)
+        if run.is_waiting:
+            memo[self] = strength, None if self._edit.is_pure else (_checksum(value), _checksum(new))
+        return new
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self.none += 1
+        self._note(reason)
+
+    def refuse(self, run: Any, call: int, reason: str) -> None:
+        if self.is_open:
+            raise ExactnessError(f"{self.site}: the edit cannot be made: {reason}")
+        self.lost.append(reason)
+
+    def skip(self, reason: str) -> None:
+        self._note(reason)
+
+    def remark(self, text: str) -> None:
+        self._reasons.setdefault(text, 1)
+
+    def at(self, key: Key) -> EditStream:
+        return self
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the edit could have acted by now, and has not."""
+        return not self.hits and not self._passed
+
+    def hit(self) -> None:
+        """The edit acted without a tensor to measure."""
+        self.hits += 1
+
+    def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a module that is not run: its first input, a constant, or what a function makes."""
+        edit = self._edit.edit if isinstance(self._edit, When) else self._edit
+        value = edit.value if isinstance(edit, Skip) else None
+        if value is None:
+            first = first_tensor(args, kwargs)
+            if first is None:
+                raise PlanError(f"{self.site}: skipped, but given no tensor to pass on: expected edits.skip(value)")
+            return first[1]
+        return value(*args, **kwargs) if callable(value) and not isinstance(value, Tensor) else value
+
+    def wants(self, run: Any, call: int) -> bool:
+        """Whether the edit acts at this event."""
+        return self._strength(run, call) is not None
+
+    def row(self) -> ReceiptRow:
+        """What happened so far. Reads the device."""
+        reasons = [*self._reasons.items(), *((text, 1) for text in self.lost)]
+        if self._passed:
+            reasons.append((f"let pass {self._passed} times (when=, off)", 1))
+        if not self.hits and not reasons:
+            is_gradient = self.site.port in (*GRADIENT_PORTS, "grad")
+            reasons.append((NO_BACKWARD if is_gradient else NOT_CALLED, 1))
+        numbers = self.measured.read()
+        if numbers["added_nonfinite"]:
+            reasons.insert(0, (f"ADDED {numbers['added_nonfinite']} NON-FINITE ELEMENTS", 1))
+        return ReceiptRow(self.pattern, str(self.site), self.hits + self.none, self.none,
+                          reason=merge_reasons(reasons), hits=self.hits, **numbers)  # fmt: skip
+
+    def _strength(self, run: Any, call: int) -> float | None:
+        is_now = not isinstance(self._edit, When) or self._edit.holds(self._event(run, call))
+        if is_now and self.switch.is_on and self.switch.strength:
+            return self.switch.strength
+        self._passed += 1
+        return None
+
+    def _event(self, run: Any, call: int) -> Event:
+        return Event(self.site, run.index, call, run.step)
+
+    def _apply(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
+        new = self._compute(value, run, call, strength)
+        self.hits += 1
+        if self.hits <= _MEASURED_FIRST or not self.hits & (self.hits - 1) or self._check_finite:
+            added = self.measured.add(value, new)
+            if self._check_finite and added.item():
+                raise PlanError(f"{self.site}: the edit made {added.item()} non-finite elements, in run {run.index}")
+        return new
+
+    def _repeat(self, value: Tensor, run: Any, call: int, strength: float, checksums: Any) -> Tensor:
+        new = self._compute(value, run, call, strength)
+        is_equal = checksums is not None and _is_same(_checksum(value), checksums[0])
+        if is_equal and not _is_same(_checksum(new), checksums[1]):
+            raise ExactnessError(
+                f"{self.site}: the edit returned another value in the recomputation of a checkpoint, so gradients "
+                "would be wrong: expected a function of the tensor alone; noise goes by gaff.edits.noise"
+            )
+        return new
+
+    def _compute(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
+        version = compat.version_of(value)
+        try:
+            new = self._edit.change(value, self._event(run, call))
+        except GaffError as error:
+            raise type(error)(f"{self.site}: {error}") from error
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"gaff: in the edit at {self.site}, run {run.index}, call {call}")
+            raise
+        if compat.version_of(value) != version:
+            raise PlanError(
+                f"{self.site}: the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
+            )
+        if not isinstance(new, Tensor):
+            raise PlanError(f"{self.site}: the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
+        if (
+            new.shape != value.shape
+            or new.dtype != value.dtype
+            or new.device != value.device
+            or new.layout != value.layout
+        ):
+            raise PlanError(f"{self.site}: the edit returned {_text(new, value)} where {_text(value, new)} passes")
+        return new if strength == 1.0 else torch.lerp(value, new, strength)
+
+    def _note(self, reason: str) -> None:
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+
+
+class _Measured:
+    """Sums over the measured events, on the device of the values; read once, when somebody looks."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self._sums: dict[torch.device, list[Tensor]] = {}
+        self._seen = 0
+
+    @torch.no_grad()
+    def add(self, old: Tensor, new: Tensor) -> Tensor:
+        """Returns how many elements became non-finite, as a number on the device. Nothing is synchronised."""
+        self.events += 1
+        self._seen += old.numel()
+        old, new = _plain(old), _plain(new)
+        is_float = old.is_floating_point() or old.is_complex()
+        differs = old != new
+        if is_float:
+            differs &= ~(old.isnan() & new.isnan())
+            finite = new.isfinite()
+            added = (old.isfinite() & ~finite).sum()
+            wide = old.dtype if old.element_size() > 2 else torch.float32
+            both = old.isfinite() & finite
+            before = torch.where(both, old, 0).to(wide)
+            change = torch.where(both, new, 0).to(wide) - before
+            norms = [torch.linalg.vector_norm(change).square(), torch.linalg.vector_norm(before).square()]
+        else:
+            added = differs.sum() * 0
+            norms = [(new.double() - old.double()).square().sum(), old.double().square().sum()]
+        rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
+        sums = [differs.sum(), rows, added, *norms]
+        known = self._sums.get(old.device)
+        self._sums[old.device] = sums if known is None else [a + b for a, b in zip(known, sums, strict=True)]
+        return added
+
+    def read(self) -> dict[str, Any]:
+        """The numbers of a receipt. Waits for the device."""
+        totals = [sum(float(sums[at]) for sums in self._sums.values()) for at in range(5)]
+        delta = (totals[3] / totals[4]) ** 0.5 if totals[4] else float(totals[3] > 0) and float("inf")
+        return {
+            "measured": self.events,
+            "seen": self._seen,
+            "changed": int(totals[0]),
+            "rows_changed": int(totals[1]),
+            "added_nonfinite": int(totals[2]),
+            "delta": delta,
+        }
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        return tensor.to_dense()
+    return tensor.dequantize() if tensor.is_quantized else tensor
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Some hundred sums that tell one tensor from another, by value and by place; stays on the device."""
+    with torch.no_grad():
+        flat = _plain(tensor).flatten()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
+        flat = flat.to(torch.float64 if flat.dtype == torch.float64 or not flat.is_floating_point() else torch.float32)
+        side = flat.numel() // 64
+        body, rest = flat[: side * 64], flat[side * 64 :]
+        return torch.cat([body.view(-1, 64).sum(0), body.view(64, -1).sum(1), rest])
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(nan=1.5e300 if one.dtype == torch.float64 else 1.5e38),
+                       other.nan_to_num(nan=1.5e300 if one.dtype == torch.float64 else 1.5e38))  # fmt: skip
+
+
+def _text(tensor: Tensor, other: Tensor) -> str:
+    text = f"{'x'.join(map(str, tensor.shape)) or 'a scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+    text += f" on {tensor.device}" if tensor.device != other.device else ""
+    return text + (f" as {tensor.layout}" if tensor.layout != other.layout else "")

@@ -1,0 +1,200 @@
+"""What can be done to a tensor that passes: values to give to ``gaff.edit``, at outputs, inputs, gradients, parameters.
+
+Every edit returns a new tensor of the same shape, dtype, device and layout, and draws nothing from global random
+states. A function ``tensor -> tensor``, a module (it trains), or a list of edits (one after the other) serves, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Noise, Project, Quantize, Reverse, Scale, Stop
+from gaff.edits.event import Call, Edit, Event, as_edit, need_callable, with_event
+from gaff.edits.places import At, Chain, Skip, When, numbers_of
+from gaff.edits.sources import Ablate, Patch, Replace, Source, pairs_of
+from gaff.errors import PlanError
+from gaff.keep import Heads, Part
+
+__all__ = [
+    "Edit",
+    "Event",
+    "ablate",
+    "add",
+    "at",
+    "chain",
+    "clamp",
+    "clip",
+    "fill",
+    "noise",
+    "patch",
+    "project",
+    "quantize",
+    "replace",
+    "reverse",
+    "scale",
+    "skip",
+    "stop",
+    "when",
+    "with_event",
+    "zero",
+]
+
+
+def scale(factor: float | Tensor) -> Scale:
+    """Multiply by ``factor``: a number, or a tensor that broadcasts to what passes."""
+    return Scale(_need_number(factor, "factor"))
+
+
+def add(direction: float | Tensor, strength: float = 1.0) -> Add:
+    """Add ``strength * direction`` (steering); ``direction`` broadcasts to what passes, ``[width]`` say."""
+    return Add(_need_number(direction, "direction"), strength)
+
+
+def fill(value: float) -> Fill:
+    """``value`` everywhere."""
+    return Fill(value)
+
+
+def zero() -> Fill:
+    """Zeros."""
+    return Fill(0.0)
+
+
+def clamp(low: float | None = None, high: float | None = None) -> Clamp:
+    """Keep every element between ``low`` and ``high``."""
+    if (low is None and high is None) or (low is not None and high is not None and low > high):
+        raise PlanError(f"clamp({low!r}, {high!r}) keeps nothing apart: expected bounds, the lower first")
+    return Clamp(low, high)
+
+
+def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
+    """Scale down to an L2 norm of at most ``norm``: factor min(1, norm / (total + 1e-6)), as ``clip_grad_norm_``.
+
+    ``per``: one norm for the whole "tensor", for each "row" (example: index of dimension 0), or for each "unit"
+    (index of dimension ``dim``: 0 for the outputs of a weight, 1 for channels). What has a non-finite norm passes.
+    """
+    if per not in ("tensor", "row", "unit"):
+        raise PlanError(f"per={per!r} is not known: expected 'tensor', 'row' or 'unit'")
+    if not norm > 0:
+        raise PlanError(f"norm={norm!r} is no limit: expected a positive number")
+    return Clip(norm, per, dim)
+
+
+def noise(std: float, seed: int = 0) -> Noise:
+    """Add normal noise of standard deviation ``std``.
+
+    Drawn anew for each site, run, call and step from ``seed`` alone: the same in a recomputation and in a second
+    session, and the global random state is not touched.
+    """
+    if not std >= 0 or math.isinf(std):
+        raise PlanError(f"std={std!r} is no standard deviation: expected a finite number, 0 or more")
+    return Noise(std, seed)
+
+
+def replace(value: Tensor | Callable[[Tensor], Tensor]) -> Replace | Call:
+    """Put ``value`` in place: a tensor of exactly the shape that passes, or a function of what passes."""
+    return Replace(value) if isinstance(value, Tensor) else Call(need_callable(value))
+
+
+def patch(
+    source: Tensor | Source,
+    *,
+    rows: Mapping[int, int] | None = None,
+    positions: Mapping[int, int] | None = None,
+    run: int | None = None,
+) -> Patch:
+    """Put in what another run had.
+
+    Args:
+        source: a tensor, or a ``gaff.capture`` of the same sites: each site then gets its own value, call by call.
+        rows, positions: ``{here: there}`` along dimensions 0 and 1; the rest stays. Without them shapes must be equal.
+        run: which run of the capture, when it holds several.
+    """
+    return Patch(source, pairs_of(rows, "rows"), pairs_of(positions, "positions"), run)
+
+
+def ablate(how: str = "zero", reference: Tensor | Source | None = None, seed: int = 0) -> Ablate:
+    """Take away what is particular to an example: "zero", the "mean" of ``reference``, or "resample" rows of it.
+
+    ``reference``: activations ``[examples, ...]`` with the shape that passes behind the first dimension, or a
+    ``gaff.capture`` of the same sites. Rows are drawn as ``noise`` draws.
+    """
+    if how not in ("zero", "mean", "resample"):
+        raise PlanError(f"ablate {how!r} is not known: expected 'zero', 'mean' or 'resample'")
+    if (how == "zero") is not (reference is None):
+        raise PlanError(f"ablate {how!r}: a reference of activations goes with 'mean' and 'resample', and only these")
+    return Ablate(how, reference, seed)
+
+
+def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project:
+    """Remove the part in the span of ``directions`` (``[width]`` or ``[k, width]``), or ``keep`` only that part."""
+    if not isinstance(directions, Tensor) or directions.dim() not in (1, 2) or not directions.any():
+        raise PlanError(
+            f"directions {directions!r} span nothing: expected a tensor [width] or [k, width], not all zero"
+        )
+    return Project(directions, keep, dim)
+
+
+def reverse(factor: float = 1.0) -> Reverse:
+    """Gradient reversal: times ``-factor``. On a value, as in Ganin & Lempitsky 2015: it passes, its gradient turns."""
+    return Reverse(factor)
+
+
+def stop() -> Stop:
+    """No gradient goes further back: zeros at a gradient; at a value, it passes cut off from the graph."""
+    return Stop()
+
+
+def quantize(dtype: str | torch.dtype, *, scaled: bool = False) -> Quantize:
+    """Round to "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2" and back, to ask what precision would do.
+
+    Gradients pass straight through. ``scaled``: the largest magnitude of the tensor is first brought to the largest
+    of the type, as training in fp8 does; without it what is out of range becomes what torch makes of it (inf or
+    NaN), and the receipt counts it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise PlanError(f"quantize {dtype!r} is no floating type: expected 'float16', 'bfloat16', 'float8_e4m3fn' ...")
+    return Quantize(name, scaled)
+
+
+def at(index: Part | Heads | Tensor, edit: Any) -> At:
+    """Limit ``edit`` to a place: ``gaff.keep.rows``, ``positions``, ``channels``, ``heads``, or a boolean mask.
+
+    ``at(keep.rows(0), at(keep.heads(3, 12), zero()))`` nests. Different rows of one batch may get different edits:
+    a list of ``at`` at one site, many experiments in one forward.
+    """
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    if not is_mask and not isinstance(index, (Part, Heads)):
+        raise PlanError(f"index {index!r} is no place: expected gaff.keep.rows(0), heads(3, 12) ..., or a boolean mask")
+    return At(index, as_edit(edit))
+
+
+def chain(*edits: Any) -> Chain:
+    """One edit after the other, in the order given; a list does the same."""
+    return Chain(tuple(as_edit(edit) for edit in edits))
+
+
+def when(edit: Any, *, runs: Any = None, calls: Any = None, steps: Any = None) -> When:
+    """Limit ``edit`` to some events: a number, range, slice or list of runs, of calls within a run, of steps.
+
+    Runs count root forwards of the session from 0: the steps of ``generate`` are runs, the prompt is run 0.
+    """
+    return When(as_edit(edit), numbers_of(runs, "runs"), numbers_of(calls, "calls"), numbers_of(steps, "steps"))
+
+
+def skip(value: Any = None) -> Skip:
+    """Do not run the module; its output is its first input (None), ``value``, or ``value(*args, **kwargs)``."""
+    return Skip(value)
+
+
+def _need_number(value: Any, name: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise PlanError(f"{name}={value!r} is a {type(value).__name__}: expected a number or a tensor")
+    return value

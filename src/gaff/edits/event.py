@@ -1,0 +1,111 @@
+"""What an edit is, and what it may know of the moment at which it acts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address import Site
+from gaff.errors import PlanError
+
+
+class Event(NamedTuple):
+    """One tensor passing one site, once. A gradient has the run, call and step of its forward."""
+
+    site: Site = Site()
+    run: int = 0
+    call: int = 0
+    step: int = 0  # optimizer steps completed when the run began
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.site.port not in ("output", "input", "param")
+
+
+@runtime_checkable
+class Edit(Protocol):
+    """Returns the tensor that the model goes on with: of the same shape, dtype and device; never writes into its own.
+
+    ``is_pure``: equal arguments give equal results, so that a recomputation needs no check.
+    """
+
+    @property
+    def is_pure(self) -> bool: ...
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function of the tensor alone, or a module (its parameters train through the model)."""
+
+    function: Callable[[Tensor], Tensor]
+    is_pure = False
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        return self.function(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class WithEvent:
+    """A function of the tensor and of the event: where and when it passes."""
+
+    function: Callable[[Tensor, Event], Tensor]
+    is_pure = False
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        return self.function(tensor, event)
+
+
+def with_event(function: Callable[[Tensor, Event], Tensor]) -> WithEvent:
+    """An edit that also knows the ``Event``: its ``site``, ``run``, ``call`` and ``step``."""
+    return WithEvent(need_callable(function))
+
+
+def as_edit(value: Any) -> Edit:
+    """What may stand for an edit: one of ``gaff.edits``, a function ``tensor -> tensor``, a module, a list of these."""
+    if isinstance(value, (list, tuple)):
+        from gaff.edits.places import Chain  # a list is a chain; the module needs this one
+
+        return Chain(tuple(as_edit(item) for item in value))
+    if isinstance(value, type):
+        raise PlanError(f"edit {value.__name__} is a class: expected what it makes, such as gaff.edits.scale(0.5)")
+    if isinstance(value, Edit) and not isinstance(value, nn.Module):
+        return value
+    if getattr(value, "__module__", "").startswith("gaff.edits"):
+        raise PlanError(f"edit gaff.edits.{value.__name__} was not called: expected gaff.edits.{value.__name__}(...)")
+    return Call(need_callable(value))
+
+
+def need_callable(function: Any) -> Any:
+    """Raises PlanError when ``function`` is no function."""
+    if not callable(function):
+        raise PlanError(f"edit {function!r} cannot be called: expected gaff.edits.scale(0.5), a function or a module")
+    return function
+
+
+def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
+    """Random numbers that depend on seed, site, run, call and step alone, and leave every global state untouched."""
+    text = f"{seed}|{event.site}|{event.run}|{event.call}|{event.step}"
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return torch.Generator(device=device).manual_seed(number)
+
+
+def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) -> Tensor:
+    """``value`` on the device and in the dtype of ``tensor``; converted once, as long as it is not written to."""
+    if value.device == tensor.device and value.dtype == tensor.dtype:
+        return value
+    if (value.is_floating_point() or value.is_complex()) and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise PlanError(f"a {value.dtype} constant would lose its fraction in a tensor of {tensor.dtype}")
+    if known is None or value.requires_grad:
+        return value.to(tensor.device, tensor.dtype)
+    key = (tensor.device, tensor.dtype, -1 if value.is_inference() else value._version)
+    if key not in known:
+        known.clear()
+        known[key] = value.to(tensor.device, tensor.dtype)
+    return known[key]

@@ -1,0 +1,76 @@
+"""Edits as plain data: what a saved plan holds. Tensors are named, and go into a file beside it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from gaff import keep
+from gaff.edits import arithmetic, places, sources
+from gaff.edits.event import Edit
+from gaff.errors import PlanError
+
+_KINDS: dict[str, Any] = {
+    name.lower(): getattr(module, name)
+    for module, names in (
+        (arithmetic, "Scale Add Fill Clamp Clip Noise Project Reverse Stop Quantize"),
+        (sources, "Replace Patch Ablate"),
+        (places, "At Chain When Skip"),
+    )
+    for name in names.split()
+}
+
+
+def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """JSON-ready form; tensors are put into ``tensors`` and named. Raises PlanError for functions and captures."""
+    kind = type(edit).__name__.lower()
+    if _KINDS.get(kind) is not type(edit):
+        raise PlanError(
+            f"edit {edit!r} is a function or a module: a plan that holds one cannot be saved; use gaff.edits"
+        )
+    named = {field.name: getattr(edit, field.name) for field in fields(edit) if field.init}
+    return {"kind": kind, **{name: _plain(value, name, tensors) for name, value in named.items()}}
+
+
+def from_dict(row: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
+    """Inverse of ``to_dict``. Raises PlanError, KeyError or TypeError when ``row`` is none of its results."""
+    cls = _KINDS.get(str(row.get("kind")))
+    if cls is None:
+        raise PlanError(f"edit of kind {row.get('kind')!r} is not known: expected one of {', '.join(_KINDS)}")
+    made: Edit = cls(**{name: _value(value, tensors) for name, value in row.items() if name != "kind"})
+    return made
+
+
+def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        label = f"{name}.{len(tensors)}"
+        tensors[label] = value
+        return {"tensor": label}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, tuple):
+        return [_plain(item, name, tensors) for item in value]
+    if isinstance(value, (keep.Part, keep.Heads)):
+        return {"keep": keep.to_dict(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value).__name__.lower() in _KINDS:
+        return {"edit": to_dict(value, tensors)}
+    raise PlanError(f"{name}={value!r} cannot be saved: expected a number, a tensor or one of gaff.edits")
+
+
+def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(plain, list):
+        return tuple(_value(item, tensors) for item in plain)
+    if not isinstance(plain, dict):
+        return plain
+    [(kind, inside)] = plain.items()
+    if kind == "tensor":
+        if inside not in tensors:
+            raise PlanError(f"tensor {inside!r} of the plan is missing: expected it in the .safetensors file beside it")
+        return tensors[inside]
+    if kind == "edit":
+        return from_dict(inside, tensors)
+    return range(*inside) if kind == "range" else keep.from_dict(inside)

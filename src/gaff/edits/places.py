@@ -1,0 +1,120 @@
+"""Edits made of edits: at a place, in a row, at some events only; and a module that is not run at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.edits.event import Edit, Event
+from gaff.errors import PlanError
+from gaff.keep import Heads, Part
+
+
+@dataclass(frozen=True, eq=False)
+class At:
+    """``edit`` where ``index`` says: a slice of ``gaff.keep``, or a mask that broadcasts to what passes."""
+
+    index: Part | Heads | Tensor
+    edit: Edit
+
+    @property
+    def is_pure(self) -> bool:
+        return self.edit.is_pure
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        index = self.index
+        if isinstance(index, Tensor):
+            mask = index.to(tensor.device)
+            if torch.broadcast_shapes(mask.shape, tensor.shape) != tensor.shape:
+                raise PlanError(f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}")
+            return torch.where(mask, self.edit.change(tensor, event), tensor)
+        part = index(tensor)
+        new_part = self.edit.change(part, event)
+        if new_part.shape != part.shape or new_part.dtype != part.dtype:
+            raise PlanError(f"edit of a part of {_text(part)} returned {_text(new_part)}: expected the same")
+        new = tensor.clone()
+        if isinstance(index, Heads):
+            new.unflatten(-1, (index.count, -1))[..., list(index.index), :] = new_part
+            return new
+        at: list[Any] = [slice(None)] * tensor.dim()
+        at[index.dim] = [index.index] if isinstance(index.index, int) else _plain(index.index)
+        new[tuple(at)] = new_part
+        return new
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """One edit after the other, in the order given."""
+
+    edits: tuple[Edit, ...]
+
+    @property
+    def is_pure(self) -> bool:
+        return all(edit.is_pure for edit in self.edits)
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        for edit in self.edits:
+            tensor = edit.change(tensor, event)
+        return tensor
+
+
+Numbers = tuple[int, ...] | range | None
+
+
+@dataclass(frozen=True, eq=False)
+class When:
+    """``edit`` at some runs, calls and steps only; elsewhere the tensor passes as it is."""
+
+    edit: Edit
+    runs: Numbers = None
+    calls: Numbers = None
+    steps: Numbers = None
+
+    @property
+    def is_pure(self) -> bool:
+        return self.edit.is_pure
+
+    def holds(self, event: Event) -> bool:
+        """Whether the edit acts at this event."""
+        wanted = ((self.runs, event.run), (self.calls, event.call), (self.steps, event.step))
+        return all(numbers is None or number in numbers for numbers, number in wanted)
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        return self.edit.change(tensor, event) if self.holds(event) else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Skip:
+    """The module is not run; its output is its first input, a tensor, or ``f(*args, **kwargs)``."""
+
+    value: Any = None
+    is_pure = True
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        raise PlanError(
+            "skip takes the place of a whole module: expected it alone at a module, as 'path': edits.skip()"
+        )
+
+
+def numbers_of(value: Any, name: str) -> Numbers:
+    """A number, a range, a slice or a sequence of numbers as a value. Raises PlanError for anything else."""
+    if value is None or isinstance(value, range):
+        return value
+    if isinstance(value, slice):
+        step = 1 if value.step is None else value.step
+        return range(value.start or 0, 2**62 if value.stop is None else value.stop, step)
+    try:
+        return (int(value),) if isinstance(value, int) else tuple(int(number) for number in value)
+    except (TypeError, ValueError):
+        raise PlanError(f"{name}={value!r} names no numbers: expected 3, [0, 2], range(5) or slice(1, None)") from None
+
+
+def _plain(index: Any) -> Any:
+    return list(index) if isinstance(index, tuple) else index
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"

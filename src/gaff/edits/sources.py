@@ -1,0 +1,137 @@
+"""Edits that bring values from elsewhere: replace, patch, ablate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gaff.edits.event import Event, generator, like
+from gaff.errors import PlanError
+
+
+class Source(Protocol):
+    """A capture of another run."""
+
+    def run(self, index: int | None) -> Any: ...
+
+    def all(self, address: str) -> list[Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Replace:
+    """``value`` itself, of exactly the shape that passes."""
+
+    value: Tensor
+    is_pure = True
+    _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        if self.value.shape != tensor.shape:
+            raise PlanError(f"replacement of shape {_text(self.value)} given where {_text(tensor)} passes")
+        return like(self.value, tensor, self._known)
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """What another run had here: all of it, or some of its ``rows`` and ``positions`` (here -> there)."""
+
+    source: Tensor | Source
+    rows: tuple[tuple[int, int], ...] | None = None
+    positions: tuple[tuple[int, int], ...] | None = None
+    run: int | None = None
+    is_pure = True
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        value = like(_value(self.source, event, self.run), tensor)
+        if self.rows is None and self.positions is None:
+            if value.shape != tensor.shape:
+                raise PlanError(
+                    f"patch of shape {_text(value)} given where {_text(tensor)} passes: map them, "
+                    "rows={here: there}, positions={here: there}"
+                )
+            return value.clone()
+        here, there = zip(*(_index(pairs, dim, tensor, value) for dim, pairs in enumerate((self.rows, self.positions))),
+                          strict=True)  # fmt: skip
+        given = value[there[0]][:, there[1]] if value.dim() > 1 else value[there[0]]
+        at: tuple[Any, ...] = (here[0][:, None], here[1][None, :]) if tensor.dim() > 1 else (here[0],)
+        if given.shape != tensor[at].shape:
+            raise PlanError(f"patch of shape {_text(given)} given for a place of shape {_text(tensor[at])}")
+        new = tensor.clone()
+        new[at] = given
+        return new
+
+
+@dataclass(frozen=True, eq=False)
+class Ablate:
+    """Without information about the example: zero, the mean of a reference, or rows drawn from it."""
+
+    how: str
+    reference: Tensor | Source | None = None
+    seed: int = 0
+    is_pure = True
+
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        if self.how == "zero" or self.reference is None:
+            return torch.zeros_like(tensor)
+        rows = like(_rows(self.reference, event), tensor)
+        if not tensor.dim() or rows.shape[1:] != tensor.shape[1:]:
+            raise PlanError(
+                f"reference of shape {_text(rows)} given where {_text(tensor)} passes: expected rows of equal shape"
+            )
+        if self.how == "mean":
+            wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+            return rows.mean(0, dtype=wide).to(tensor.dtype).expand_as(tensor).contiguous()
+        draw = generator(event, self.seed, torch.device("cpu"))
+        return rows[torch.randint(len(rows), (len(tensor),), generator=draw).to(rows.device)]
+
+
+def pairs_of(mapping: Mapping[int, int] | None, name: str) -> tuple[tuple[int, int], ...] | None:
+    """``{here: there}`` as a value. Raises PlanError for anything else."""
+    if mapping is None:
+        return None
+    if not isinstance(mapping, Mapping) or not mapping:
+        raise PlanError(f"{name}={mapping!r} is no mapping: expected {{here: there}}, such as {{0: 1}}")
+    return tuple((int(here), int(there)) for here, there in mapping.items())
+
+
+def _value(source: Tensor | Source, event: Event, run: int | None) -> Tensor:
+    if isinstance(source, Tensor):
+        return source
+    found = source.run(run)[str(replace(event.site, call=event.call))]
+    if not isinstance(found, Tensor):
+        raise PlanError(f"the capture holds a {type(found).__name__} there: expected a tensor")
+    return found
+
+
+def _rows(reference: Tensor | Source, event: Event) -> Tensor:
+    if isinstance(reference, Tensor):
+        return reference
+    return torch.cat(reference.all(str(replace(event.site, call=event.call))))
+
+
+def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    if dim >= tensor.dim() and pairs is None:
+        return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
+    if dim >= tensor.dim() or dim >= value.dim():
+        raise PlanError(f"positions mapped in a tensor of shape {_text(tensor)}: it has no dimension {dim}")
+    if pairs is None:
+        pairs = [(number, number) for number in range(tensor.shape[dim])]
+        if tensor.shape[dim] != value.shape[dim]:
+            raise PlanError(
+                f"patch of shape {_text(value)} given where {_text(tensor)} passes: map dimension {dim}, too"
+            )
+    for here, there in pairs:
+        if not (-tensor.shape[dim] <= here < tensor.shape[dim] and -value.shape[dim] <= there < value.shape[dim]):
+            raise PlanError(
+                f"{here}: {there} is outside dimension {dim} of {_text(tensor)} (here) or {_text(value)} (there)"
+            )
+    here, there = (torch.tensor(side, device=tensor.device) for side in zip(*pairs, strict=True))
+    return here, there
+
+
+def _text(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"

@@ -1,0 +1,67 @@
+"""What outlives a session: the edits of checkpointed regions whose graphs are still alive."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from gaff.engine.modules import Node
+from gaff.errors import ExactnessError
+
+
+class Release:
+    """Whether the edits of some graphs were given up; their backward passes then raise instead of going unedited."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def guard(self, tensor: Tensor) -> None:
+        """Hook what a run with edits under a checkpoint returned. The hook lives and dies with its graph."""
+        tensor.register_hook(self._arrived)
+
+    def _arrived(self, gradient: Tensor) -> None:
+        if self.is_done:
+            raise ExactnessError(
+                "the edits of this graph were released, and a checkpoint in it would recompute without them: "
+                "run the forward again, or call backward before .release()"
+            )
+
+
+class Lingering:
+    """Hooks that stay after a session, inert outside the recomputation of its graphs; gone with the last of these."""
+
+    def __init__(self, hooks: list[tuple[Node, list[Any]]]) -> None:
+        self._hooks = dict(hooks)
+        for node in self._hooks:
+            for region in (*node.replay.regions(), *node.exit_replay.regions()):
+                weakref.finalize(region, self._look, node).atexit = False
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def nodes(self) -> set[Node]:
+        """The modules that keep their hooks."""
+        return set(self._hooks)
+
+    def release(self) -> None:
+        """Remove the hooks now."""
+        for node in list(self._hooks):
+            self._remove(node)
+
+    def _look(self, node: Node) -> None:
+        if node in self._hooks and not node.repeats():
+            self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        node.replay.forget()
+        node.exit_replay.forget()
+        remove_all(self._hooks.pop(node))
+        node.entry_changes = node.exit_changes = ()  # they know their node
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Remove hooks, the last first."""
+    for handle in reversed(handles):
+        handle.remove()
