@@ -189,31 +189,15 @@ class _Measured:
         self._sums: dict[torch.device, list[Tensor]] = {}
         self._seen = 0
 
-    @torch.no_grad()
     def add(self, old: Tensor, new: Tensor) -> Tensor:
         """Returns how many elements became non-finite, as a number on the device. Nothing is synchronised."""
         self.events += 1
         self._seen += old.numel()
-        old, new = _plain(old), _plain(new)
-        is_float = old.is_floating_point() or old.is_complex()
-        differs = old != new
-        if is_float:
-            differs &= ~(old.isnan() & new.isnan())
-            finite = new.isfinite()
-            added = (old.isfinite() & ~finite).sum()
-            wide = old.dtype if old.element_size() > 2 else torch.float32
-            both = old.isfinite() & finite
-            before = torch.where(both, old, 0).to(wide)
-            change = torch.where(both, new, 0).to(wide) - before
-            norms = [torch.linalg.vector_norm(change).square(), torch.linalg.vector_norm(before).square()]
-        else:
-            added = differs.sum() * 0
-            norms = [(new.double() - old.double()).square().sum(), old.double().square().sum()]
-        rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
-        sums = [differs.sum(), rows, added, *norms]
+        with torch.no_grad(), compat.outside_modes():
+            sums = _sums(old, new)
         known = self._sums.get(old.device)
         self._sums[old.device] = sums if known is None else [a + b for a, b in zip(known, sums, strict=True)]
-        return added
+        return sums[2]
 
     def read(self) -> dict[str, Any]:
         """The numbers of a receipt. Waits for the device."""
@@ -229,6 +213,26 @@ class _Measured:
         }
 
 
+def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
+    """Elements and rows that differ, elements that became non-finite, squared norms of the change and of the value."""
+    old, new = _plain(old), _plain(new)
+    differs = old != new
+    if old.is_floating_point() or old.is_complex():
+        differs &= ~(old.isnan() & new.isnan())
+        finite = new.isfinite()
+        added = (old.isfinite() & ~finite).sum()
+        wide = old.dtype if old.element_size() > 2 else torch.float32
+        both = old.isfinite() & finite
+        before = torch.where(both, old, 0).to(wide)
+        change = torch.where(both, new, 0).to(wide) - before
+        norms = [torch.linalg.vector_norm(change).square(), torch.linalg.vector_norm(before).square()]
+    else:
+        added = differs.sum() * 0
+        norms = [(new.double() - old.double()).square().sum(), old.double().square().sum()]
+    rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
+    return [differs.sum(), rows, added, *norms]
+
+
 def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
@@ -238,7 +242,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Some hundred sums that tell one tensor from another, by value and by place; stays on the device."""
-    with torch.no_grad():
+    with torch.no_grad(), compat.outside_modes():
         flat = _plain(tensor).flatten()
         if flat.is_complex():
             flat = torch.view_as_real(flat).flatten()
@@ -249,8 +253,8 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(nan=1.5e300 if one.dtype == torch.float64 else 1.5e38),
-                       other.nan_to_num(nan=1.5e300 if one.dtype == torch.float64 else 1.5e38))  # fmt: skip
+    with compat.outside_modes():
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # bits: NaN is equal to itself
 
 
 def _text(tensor: Tensor, other: Tensor) -> str:

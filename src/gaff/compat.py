@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 # Number of the backward pass that this thread is executing, or -1: in a forward hook it means "recomputation".
@@ -117,6 +119,11 @@ def recomputing_function() -> Any:
                 return first
         frame = frame.f_back
     return None
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Runs what is inside unseen by dispatch modes, such as that of a selective checkpoint, which counts operations."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 class Checkpoint(NamedTuple):

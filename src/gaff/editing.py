@@ -75,7 +75,7 @@ class Editing:
             stream.switch.strength = float(strength)
 
     def release(self) -> None:
-        """After closing: remove the hooks that living graphs with checkpoints still need; their backward then raises."""
+        """After closing: remove the hooks that graphs with checkpoints still need; their backward then raises."""
         if self._session.is_open:
             raise PlanError("the edits are still open: close them first, then release what is armed for recomputation")
         if self._session.lingering is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff import compat
 from gaff.engine.clock import Frame, Run
 from gaff.engine.modules import Node
 from gaff.engine.replay import Passage
@@ -60,7 +61,8 @@ class Swap:
     def _stand_in(self, passage: Passage, *, is_again: bool) -> None:
         tensor = self._found.tensor
         # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        plain = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with plain, compat.outside_modes():
             new = self._stream.change(tensor, passage, is_again)
         if new is not tensor:
             self._put(new)

@@ -1,0 +1,276 @@
+"""Each edit against the same change written into a forward by hand: values and gradients."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff import edits, keep
+from zoo import ZOO, loss_of
+
+WIDTH = 6
+DIRECTION = torch.linspace(-1, 1, WIDTH)
+BASIS = torch.linalg.qr(torch.arange(12.0).reshape(WIDTH, 2).sin()).Q.T
+ROWS = torch.arange(18.0).reshape(3, WIDTH).cos()
+MASK = torch.tensor([True, False] * (WIDTH // 2))
+
+
+def clip(t, dims, norm=0.5):
+    total = t.pow(2).sum(dims, keepdim=True).sqrt() if dims is not None else t.pow(2).sum().sqrt()
+    return t * (norm / (total + 1e-6)).clamp(max=1.0)
+
+
+def at_rows(t, rows, change):
+    return torch.stack([change(row) if number in rows else row for number, row in enumerate(t)])
+
+
+# name -> the edit, the same by hand
+EDITS = {
+    "scale": (edits.scale(0.5), lambda t: t * 0.5),
+    "scale by a tensor": (edits.scale(DIRECTION), lambda t: t * DIRECTION),
+    "add": (edits.add(DIRECTION, strength=2.0), lambda t: t + 2 * DIRECTION),
+    "add a number": (edits.add(0.25), lambda t: t + 0.25),
+    "fill": (edits.fill(0.3), lambda t: t * 0 + 0.3),
+    "zero": (edits.zero(), lambda t: t * 0),
+    "clamp": (edits.clamp(-0.2, 0.3), lambda t: t.clamp(-0.2, 0.3)),
+    "clamp from above": (edits.clamp(high=0.1), lambda t: t.clamp(max=0.1)),
+    "clip": (edits.clip(0.5), lambda t: clip(t, None)),
+    "clip rows": (edits.clip(0.5, per="row"), lambda t: clip(t, 1)),
+    "clip units": (edits.clip(0.5, per="unit", dim=1), lambda t: clip(t, 0)),
+    "replace by a tensor": (edits.replace(ROWS), lambda t: t * 0 + ROWS),
+    "replace by a function": (edits.replace(torch.sin), torch.sin),
+    "patch": (edits.patch(ROWS), lambda t: t * 0 + ROWS),
+    "patch rows": (edits.patch(ROWS, rows={0: 2, 2: 1}), lambda t: torch.stack([ROWS[2], t[1], ROWS[1]])),
+    "patch positions": (
+        edits.patch(ROWS, positions={0: 5, 1: 3}),
+        lambda t: torch.cat([ROWS[:, [5, 3]], t[:, 2:]], 1),
+    ),
+    "patch both": (
+        edits.patch(ROWS[:2], rows={2: 0}, positions={5: 0}),
+        lambda t: torch.cat([t[:2], torch.cat([t[2:, :5], ROWS[:1, :1]], 1)]),
+    ),
+    "ablate": (edits.ablate(), lambda t: t * 0),
+    "ablate to the mean": (edits.ablate("mean", ROWS), lambda t: t * 0 + ROWS.mean(0)),
+    "project away": (edits.project(BASIS), lambda t: t - (t @ BASIS.T) @ BASIS),
+    "project onto": (edits.project(BASIS[0] * 3, keep=True), lambda t: (t @ BASIS[:1].T) @ BASIS[:1]),
+    "project dependent": (
+        edits.project(torch.stack([BASIS[0], 2 * BASIS[0]])),
+        lambda t: t - (t @ BASIS[:1].T) @ BASIS[:1],
+    ),
+    "at a row": (edits.at(keep.rows(1), edits.scale(3.0)), lambda t: at_rows(t, [1], lambda r: r * 3)),
+    "at rows": (edits.at(keep.rows([0, -1]), edits.zero()), lambda t: at_rows(t, [0, 2], lambda r: r * 0)),
+    "at a slice": (
+        edits.at(keep.rows(slice(1, None)), edits.scale(2.0)),
+        lambda t: at_rows(t, [1, 2], lambda r: r * 2),
+    ),
+    "at a mask": (edits.at(MASK, edits.scale(3.0)), lambda t: torch.where(MASK, t * 3, t)),
+    "at heads": (
+        edits.at(keep.heads(1, 3), edits.zero()),
+        lambda t: torch.cat([t[:, :2], t[:, 2:4] * 0, t[:, 4:]], 1),
+    ),
+    "at heads of a row": (
+        edits.at(keep.rows(2), edits.at(keep.heads([0, 2], 3), edits.scale(2.0))),
+        lambda t: torch.cat([t[:2], t[2:] * torch.tensor([2.0, 2, 1, 1, 2, 2])]),
+    ),
+    "chain": (edits.chain(edits.scale(2.0), edits.add(1.0), torch.tanh), lambda t: torch.tanh(t * 2 + 1)),
+    "a list": ([edits.add(1.0), edits.scale(2.0)], lambda t: (t + 1) * 2),
+    "experiments by row": (
+        [edits.at(keep.rows(0), edits.zero()), edits.at(keep.rows(1), edits.scale(-1.0))],
+        lambda t: torch.stack([t[0] * 0, -t[1], t[2]]),
+    ),
+    "a function": (lambda t: t.exp(), lambda t: t.exp()),
+}
+
+
+class ByHand(nn.Module):
+    """Two layers, with a change written in where ``at`` says."""
+
+    def __init__(self, at=None, change=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2)
+        self.at, self.change = at, change
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        if self.at == "value":
+            hidden = self.change(hidden)
+        elif self.at == "gradient":
+            hidden.register_hook(lambda gradient: self.change(gradient))
+        return self.second(hidden)
+
+
+def run(model, x):
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.pow(2).sum().backward()
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return [y.detach(), x.grad if x.grad is not None else torch.zeros_like(x), *gradients]
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(("site", "kind"), [("second:input", "value"), ("second:grad_input", "gradient")])
+def test_an_edit_does_what_the_same_change_by_hand_does(name, site, kind):
+    edit, change = EDITS[name]
+    model = ByHand()
+    by_hand = ByHand(kind, change)
+    by_hand.load_state_dict(model.state_dict())
+    x = torch.randn(3, 4)
+    true = run(by_hand, x)
+    with gaff.edit(model, {site: edit}) as changed:
+        found = run(model, x)
+    for one, other in zip(found, true, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    row = changed.receipt.rows[0]
+    assert (row.hits, row.measured, row.seen) == (1, 1, 3 * WIDTH)
+
+
+GRADIENTS = ["scale", "clamp", "clip", "clip rows", "project away", "chain", "a function"]
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_weights_at_outputs_and_of_plain_tensors(name):
+    edit, change = EDITS[name]
+    model, x = ByHand(), torch.randn(3, 4)
+    true = run(model, x)
+    weight = next(number for number, (path, _) in enumerate(model.named_parameters()) if path == "second.weight") + 2
+    with gaff.edit(model, {"second.weight:grad": lambda t: edits.as_edit(edit).change(t, edits.Event())}):
+        found = run(model, x)
+    for number, (one, other) in enumerate(zip(found, true, strict=True)):
+        torch.testing.assert_close(one, change(other) if number == weight else other, rtol=1e-5, atol=1e-6)
+    leaf = torch.randn(3, WIDTH, requires_grad=True)
+    with gaff.edit({leaf: edit}):
+        leaf.pow(2).sum().backward()
+    torch.testing.assert_close(leaf.grad, change(2 * leaf.detach()), rtol=1e-5, atol=1e-6)
+
+
+def test_reverse_and_stop_at_values_and_at_gradients():
+    model, x = ByHand(), torch.randn(3, 4)
+    plain = run(model, x)
+    for site in ("second:input", "second:grad_input"):
+        with gaff.edit(model, {site: edits.reverse(0.5)}):
+            turned = run(model, x)
+        assert torch.equal(turned[0], plain[0])
+        torch.testing.assert_close(turned[1], -0.5 * plain[1])
+        torch.testing.assert_close(turned[4:], plain[4:])
+        with gaff.edit(model, {site: edits.stop()}):
+            stopped = run(model, x)
+        assert torch.equal(stopped[0], plain[0])
+        assert not stopped[1].any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_quantize_rounds_and_lets_gradients_through(dtype):
+    model, x = ByHand(), torch.randn(3, 4)
+    with gaff.edit(model, {"second:input": edits.quantize(dtype)}), gaff.capture(model, "second:input") as got:
+        model(x)
+    hidden = torch.tanh(model.first(x)).detach()
+    assert torch.equal(got["second:input"], hidden.to(getattr(torch, dtype)).float())
+    leaf = torch.randn(5, requires_grad=True)
+    edits.quantize(dtype, scaled=True).change(leaf * 1000, edits.Event()).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((5,), 1000.0))
+    scaled = edits.quantize(dtype, scaled=True).change(leaf.detach() * 1e6, edits.Event())
+    torch.testing.assert_close(scaled, leaf.detach() * 1e6, rtol=0.15, atol=1e5)
+
+
+def test_values_out_of_range_are_told():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    x = torch.tensor([[1.0, 1e6, -1e6, math.inf]])
+    with gaff.edit(model, {"0": edits.quantize("float16")}) as changed:
+        model(x)
+    assert changed.receipt.rows[0].added_nonfinite == 2
+    assert "ADDED 2 NON-FINITE ELEMENTS" in str(changed.receipt)
+    with (
+        pytest.raises(gaff.PlanError, match="0: the edit made 2 non-finite"),
+        gaff.edit(model, {"0": edits.quantize("float16")}, check_finite=True),
+    ):
+        model(x)
+
+
+def test_noise_is_the_same_again_and_draws_from_nothing_global():
+    model, x = ByHand(), torch.randn(3, 4)
+    state = torch.get_rng_state()
+    found = []
+    for _ in range(2):
+        with gaff.edit(model, {"second:input": edits.noise(0.5, seed=1)}):
+            found += [model(x), model(x)]
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+    noise = edits.noise(2.0).change(torch.zeros(10_000), edits.Event())
+    assert abs(noise.std() - 2) < 0.05
+    assert abs(noise.mean()) < 0.1
+
+
+def test_resampling_takes_rows_of_the_reference():
+    model, x = ByHand(), torch.randn(3, 4)
+    with (
+        gaff.edit(model, {"second:input": edits.ablate("resample", ROWS, seed=3)}),
+        gaff.capture(model, "second:input") as got,
+    ):
+        model(x)
+    assert all(any(torch.equal(row, other) for other in ROWS) for row in got["second:input"])
+
+
+def test_patches_and_ablations_from_a_capture_take_each_site_from_its_own():
+    model, clean, corrupt = ByHand(), torch.randn(3, 4), torch.randn(3, 4)
+    with gaff.capture(model, "first", "second:input") as got:
+        y = model(clean)
+    with gaff.edit(model, {"first": edits.patch(got)}):
+        assert torch.equal(model(corrupt), y)
+    with gaff.edit(model, {"first": edits.patch(got, rows={0: 2})}):
+        assert torch.equal(model(corrupt)[0], y[2])
+    with gaff.edit(model, {"second:input": edits.ablate("mean", got)}):
+        averaged = model(corrupt)
+    hidden = torch.tanh(model.first(clean)).mean(0, keepdim=True)
+    torch.testing.assert_close(averaged, model.second(hidden).expand(3, 2))
+
+
+def test_a_module_as_an_edit_trains_while_the_model_is_frozen():
+    model, extra = ByHand(), nn.Linear(WIDTH, WIDTH)
+    model.requires_grad_(False)
+    optimizer = torch.optim.SGD(extra.parameters(), lr=0.1)
+    x, losses = torch.randn(8, 4), []
+    with gaff.edit(model, {"first": extra}):
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(x).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def single_outputs(model, args, kwargs):
+    """Paths of the modules that return one floating tensor, of which one belongs to the graph."""
+    with gaff.capture(model, "**", ":output", graph=True) as got:
+        model(*args, **kwargs)
+    return [
+        site
+        for site in got
+        if all(isinstance(value, torch.Tensor) and value.is_floating_point() for value in got.all(site))
+    ]
+
+
+@pytest.mark.parametrize("build", ZOO, ids=lambda build: build.__name__)
+def test_multiplying_everything_by_one_changes_no_bit(build):
+    model, args, kwargs = build()
+    outputs = single_outputs(copy.deepcopy(model), args, kwargs)
+    gradients = [f"{site}:grad_output" if site != ":output" else ":grad_output" for site in outputs]
+    states = [f"{name}:{port}" for name, _ in model.named_parameters() for port in ("param", "grad")]
+    bare = copy.deepcopy(model)
+    found = []
+    for one, sites in ((bare, []), (model, [*outputs, *gradients, *states])):
+        changes = {gaff.maybe(site): [edits.scale(1.0), lambda t: t + 0] for site in sites}
+        torch.manual_seed(1)
+        with gaff.edit(one, changes or {gaff.maybe("nothing.*"): edits.zero()}):
+            loss = loss_of(one(*args, **kwargs))
+            loss.backward()
+        found.append([loss, *(parameter.grad for parameter in one.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
