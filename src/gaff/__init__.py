@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "capture": "gaff.api",
     "edit": "gaff.api",
+    "clip_gradients": "gaff.api",
     "sites": "gaff.api",
     "take": "gaff.api",
     "trace": "gaff.api",
@@ -26,6 +27,7 @@ _HOMES = {
     "NeverFiredError": "gaff.errors",
     "ExactnessError": "gaff.errors",
     "RecordError": "gaff.errors",
+    "NonFiniteError": "gaff.errors",
 }
 _MODULES = ("edits", "errors", "keep")
 
@@ -34,6 +36,7 @@ __all__ = [
     "Plan",
     "Site",
     "capture",
+    "clip_gradients",
     "edit",
     "edits",
     "errors",
@@ -47,7 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gaff import edits, errors, keep
     from gaff.address import Site
-    from gaff.api import capture, edit, sites, take, trace
+    from gaff.api import capture, clip_gradients, edit, sites, take, trace
     from gaff.errors import GaffError
     from gaff.plan import Plan, maybe
 

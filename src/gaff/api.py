@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from gaff.capturing import Capture
+from gaff.clipping import Clipping, Limits
 from gaff.editing import Editing
 from gaff.editing import edit as make_edit
 from gaff.errors import PlanError
@@ -54,6 +56,40 @@ def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -
     if model is None and plan.requests:
         raise PlanError(f"pattern {str(plan.requests[0])!r} needs a model: expected gaff.capture(model, pattern)")
     return Capture(model, plan, tensors)
+
+
+def clip_gradients(
+    optimizer: Any, *, model: nn.Module | None = None, views: Sequence[str] = (), **limits: Any
+) -> Clipping:
+    """Limit gradients when ``optimizer`` is about to use them: ``handle = gaff.clip_gradients(optimizer, norm=1.0)``.
+
+    Acts in the optimizer's step, whatever the loop looks like: on unscaled (GradScaler), accumulated, reduced (DDP)
+    gradients, in place, after each evaluation of a closure. A handle with ``audit`` and ``remove()``, or a context.
+
+    Args:
+        optimizer: a torch optimizer, or a wrapper such as accelerate's.
+        norm: largest norm (``norm_type``, default 2) of all gradients together, or of each tensor (``per`` "tensor"):
+            bit by bit what ``torch.nn.utils.clip_grad_norm_`` does on finite gradients.
+        value: largest magnitude of an element, as ``clip_grad_value_``.
+        adaptive: largest ratio of a unit's gradient norm to its weight norm (AGC: Brock et al. 2021, equation 3, with
+            their floor of 1e-3 for the latter); needs ``model``, whose modules tell what a unit is.
+        deviations: limit the global norm to mean + this many standard deviations of the last ``window`` (128) norms,
+            as clipped; none before ``warmup`` (25) of them. ``spike`` "clip", or "skip" the step.
+        nonfinite: a NaN or inf, or a norm that overflows: "raise" NonFiniteError, which names the parameters, before
+            anything is stepped; "skip" the step, parameters and optimizer state untouched; "zero" such elements.
+        when: "step", or "backward": each tensor as its gradient comes, still scaled and not yet accumulated.
+        model: for names in the audit. views: parameters whose gradients are kept at the stations of a step.
+
+    Waits for the device once a step to see whether the norm is finite; not with ``nonfinite="skip"`` and an optimizer
+    that reads ``found_inf`` (``fused=True``).
+
+    Raises PlanError for limits that do not go together, before anything is installed.
+    """
+    unknown = [name for name in limits if name not in Limits.__dataclass_fields__]
+    if unknown:
+        known = ", ".join(Limits.__dataclass_fields__)
+        raise PlanError(f"option {unknown[0]!r} is not known to clip_gradients: expected {known}")
+    return Clipping(optimizer, Limits(**limits), model, views)
 
 
 def edit(model: Any, changes: Any = None, /, **options: Any) -> Editing:

@@ -32,5 +32,9 @@ class ExactnessError(GaffError):
     """A value that can no longer be trusted; gaff refuses to hand it out."""
 
 
+class NonFiniteError(GaffError):
+    """A gradient that is NaN or inf, where that was not allowed."""
+
+
 class RecordError(GaffError):
     """A file that cannot be read or written: missing, torn, of another format, or hostile."""

@@ -292,7 +292,8 @@ class _count_steps:
         self._handle.remove()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._owns(optimizer):
+        is_skipped = bool(args) and args[0] is not optimizer  # a stand-in ran in its place
+        if not is_skipped and self._owns(optimizer):
             self._session.clock.step += 1
 
     def _owns(self, optimizer: Any) -> bool:

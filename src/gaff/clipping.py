@@ -1,0 +1,376 @@
+"""``gaff.clip_gradients``: gradients limited and guarded at the moment when the optimizer is about to use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff import compat
+from gaff.audit import Audit
+from gaff.engine.steps import AccumulationWatch, BackwardGuard, StepGuard, unwrap_optimizer
+from gaff.errors import NonFiniteError, PlanError
+from gaff.select import iter_modules, join
+
+_FLOOR = 1e-3  # of a weight's norm in adaptive clipping: Brock et al. 2021, section 4.1
+_TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What ``gaff.clip_gradients`` was asked for; the meaning of each is told there."""
+
+    norm: float | None = None
+    value: float | None = None
+    adaptive: float | None = None
+    deviations: float | None = None
+    window: int = 128
+    warmup: int = 25
+    per: str = "global"
+    spike: str = "clip"
+    nonfinite: str = "raise"
+    when: str = "step"
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("per", ("global", "tensor")),
+            ("spike", ("clip", "skip")),
+            ("nonfinite", ("raise", "skip", "zero")),
+            ("when", ("step", "backward")),
+        ):
+            if getattr(self, name) not in known:
+                choice = ", ".join(map(repr, known))
+                raise PlanError(f"{name}={getattr(self, name)!r} is not known: expected one of {choice}")
+        for name in ("norm", "value", "adaptive", "deviations"):
+            limit = getattr(self, name)
+            if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+                raise PlanError(f"{name}={limit!r} is no limit: expected a positive number")
+        if sum(limit is not None for limit in (self.norm, self.value, self.adaptive)) > 1:
+            raise PlanError("norm, value and adaptive are three ways to clip: expected one, deviations may join norm")
+        if not 2 <= self.warmup <= self.window:
+            raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected 2 <= warmup <= window")
+        if self.deviations is not None and (self.per != "global" or self.value or self.adaptive):
+            raise PlanError("deviations limit the global norm: expected per='global', alone or with norm")
+        if self.when == "backward" and (
+            (self.per != "tensor" and self.value is None) or self.adaptive or self.deviations
+        ):
+            raise PlanError("when='backward' sees one gradient at a time: expected value=, or norm= with per='tensor'")
+        if self.when == "backward" and self.nonfinite == "skip":
+            raise PlanError("when='backward' cannot skip a step: expected nonfinite='raise' or 'zero', or when='step'")
+
+
+class Clipping:
+    """Limits on an optimizer's gradients, until ``remove`` or the end of a ``with`` block.
+
+    ``audit`` tells how often and by how much; ``views(name)`` the last step's gradient in its four states.
+    """
+
+    def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None, views: Sequence[str]) -> None:
+        real = unwrap_optimizer(optimizer)
+        if not isinstance(real, torch.optim.Optimizer):
+            raise PlanError(f"expected a torch optimizer, got a {type(optimizer).__name__}")
+        if isinstance(real, torch.optim.LBFGS) and "skip" in (limits.nonfinite, limits.spike):
+            raise PlanError("LBFGS evaluates several times within a step and keeps state of each: it cannot be skipped")
+        self._limits = limits
+        self._guard = StepGuard(real, self._before, self._after)
+        self._parameters = self._guard.parameters()
+        for parameter in self._parameters:
+            if type(parameter).__name__ == "DTensor":
+                raise PlanError("the optimizer holds DTensor parameters (FSDP2, tensor parallel): not supported yet")
+        self._names = _names(real, model)
+        self._units = _units(model, self._parameters, self._names) if limits.adaptive is not None else []
+        self.audit = Audit(tuple(self._names))
+        self._norms = _Window(limits.window) if limits.deviations is not None else None
+        self._views = _Views([(name, self._named(name)) for name in views])
+        self._backward = BackwardGuard((one for one in self._parameters if one.requires_grad), self._in_backward)
+        self._is_open = False
+        self.open()
+
+    def open(self) -> None:
+        """Start; done when made."""
+        if self._limits.when == "step":
+            self._guard.open()
+        else:
+            self._backward.open()
+        self._views.watch.open()
+        self._is_open = True
+
+    def remove(self) -> None:
+        """Take the limits away; the audit stays readable."""
+        self._guard.close()
+        self._backward.close()
+        self._views.watch.close()
+        self._is_open = False
+
+    def __enter__(self) -> Clipping:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def views(self, name: str) -> dict[str, Tensor | None]:
+        """The last step's gradient of a parameter named in ``views=``.
+
+        ``scaled``: as backward left it; ``unscaled``: as it came to the step; ``clipped``: as the optimizer got it;
+        ``applied``: by how much the step changed the parameter. Copies, of the parameter's shape.
+        """
+        return self._views.read(name)
+
+    def __repr__(self) -> str:
+        return f"<gaff clip_gradients, {'open' if self._is_open else 'removed'}>\n{self.audit}"
+
+    @torch.no_grad()
+    def _before(self) -> bool | Tensor:
+        """At every step: clip, and tell whether it is to be skipped."""
+        given = [(number, one) for number, one in enumerate(self._parameters) if one.grad is not None]
+        self._views.note("unscaled")
+        if not given:
+            self.audit.add(None)
+            return False
+        gradients = [_dense(one) for _, one in given]
+        numbers = [number for number, _ in given]
+        norms, total = compat.norms_of(gradients, self._limits.norm_type)
+        needs_wait = self._limits.nonfinite != "skip" or not self._guard.reads_found_inf
+        bad: tuple[str, ...] = ()
+        if needs_wait and not bool(total.isfinite()):
+            if self._guard.is_overflow_of_scaler():
+                self.audit.add(total, skipped=True)
+                return False  # the scaler has this step skipped itself
+            bad = self._nonfinite(gradients, numbers, total)
+            if self._limits.nonfinite == "skip":
+                self.audit.add(total, skipped=True, nonfinite=bad)
+                return True
+            for gradient in gradients:
+                gradient.nan_to_num_(0.0, 0.0, 0.0)
+            norms, total = compat.norms_of(gradients, self._limits.norm_type)
+        skip = self._clip(gradients, numbers, norms, total, bad)
+        self._views.note("clipped")
+        return skip
+
+    def _clip(
+        self,
+        gradients: list[Tensor],
+        numbers: list[int],
+        norms: list[Tensor] | None,
+        total: Tensor,
+        bad: tuple[str, ...],
+    ) -> bool | Tensor:
+        limits = self._limits
+        skip: bool | Tensor = ~total.isfinite() if limits.nonfinite == "skip" and self._guard.reads_found_inf else False
+        largest = torch.stack(norms).argmax() if norms is not None else None
+        factor, limit = None, None
+        if limits.value is not None:
+            changed = [(gradient.abs() > limits.value).any() for gradient in gradients]
+            compat.clamp_all(gradients, limits.value)
+            self.audit.add_each(numbers, changed)
+        elif limits.adaptive is not None:
+            self.audit.add_each(
+                numbers,
+                [self._clip_units(number, gradient) for number, gradient in zip(numbers, gradients, strict=True)],
+            )
+        elif limits.per == "tensor" and limits.norm is not None:
+            factors = [
+                (limits.norm / (one + _TINY)).clamp(max=1.0) for one in _each(gradients, norms, limits.norm_type)
+            ]
+            compat.scale_each(gradients, factors)
+            self.audit.add_each(numbers, [one < 1 for one in factors])
+        elif limits.norm is not None or self._norms is not None:
+            limit = self._limit(total)
+            if limits.spike == "skip" and self._norms is not None:
+                spiked = total > limit
+                skip = skip | spiked if self._guard.reads_found_inf else bool(skip) or bool(spiked)
+            else:
+                factor = (limit / (total + _TINY)).clamp(max=1.0)
+                compat.scale_all(gradients, factor)
+        self.audit.add(total, factor, limit, largest if factor is not None else None, numbers, skip, bad)
+        return skip
+
+    def _limit(self, total: Tensor) -> float | Tensor:
+        fixed = self._limits.norm
+        if self._norms is None or self._limits.deviations is None:
+            return fixed if fixed is not None else float("inf")
+        limit = self._norms.limit(self._limits.deviations, self._limits.warmup, total)
+        limit = limit if fixed is None else limit.clamp(max=fixed)
+        self._norms.add(torch.minimum(total, limit))
+        return limit
+
+    def _clip_units(self, number: int, gradient: Tensor) -> Tensor:
+        """Adaptive clipping, unit by unit: Brock et al. 2021, equation 3. Returns whether anything changed."""
+        shape, dims = self._units[number]
+        ratio = self._limits.adaptive or 0.0
+        weight, change = self._parameters[number].detach().reshape(shape), gradient.reshape(shape)
+        most = _unit_norm(weight, dims).clamp(min=_FLOOR) * ratio
+        norm = _unit_norm(change, dims)
+        factor = torch.where(norm > most, most / norm.clamp(min=_TINY), 1.0).to(gradient.dtype)
+        gradient.copy_((change * factor).reshape(gradient.shape))
+        return (factor < 1).any()
+
+    def _in_backward(self, number: int, gradient: Tensor) -> Tensor:
+        limits, norm = self._limits, torch.linalg.vector_norm(gradient, self._limits.norm_type)
+        if not bool(norm.isfinite()):
+            self._nonfinite([gradient], [number], norm)
+            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+            norm = torch.linalg.vector_norm(gradient, limits.norm_type)
+        if limits.value is not None:
+            new = gradient.clamp(-limits.value, limits.value)
+            self.audit.add_each([number], [(gradient.abs() > limits.value).any()])
+        elif limits.norm is not None:
+            factor = (limits.norm / (norm + _TINY)).clamp(max=1.0)
+            new = gradient * factor
+            self.audit.add_each([number], [factor < 1])
+        else:
+            new = gradient
+        return new
+
+    def _nonfinite(self, gradients: list[Tensor], numbers: list[int], total: Tensor) -> tuple[str, ...]:
+        """The parameters with NaN or inf. Raises where the policy says so."""
+        bad = tuple(
+            self._names[number]
+            for number, one in zip(numbers, gradients, strict=True)
+            if not bool(one.isfinite().all())
+        )
+        if self._limits.nonfinite == "raise":
+            what = f"{', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''}: the gradient is NaN or inf" if bad else (
+                f"the norm of finite gradients is {total.item()}: it overflows {total.dtype}"
+            )  # fmt: skip
+            raise NonFiniteError(f"{what}; nothing was stepped: expected finite ones, or nonfinite='skip' or 'zero'")
+        return bad
+
+    def _after(self) -> None:
+        self._views.note_applied()
+
+    def _named(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise PlanError(
+                f"views={name!r} is no parameter of the optimizer: expected one of {', '.join(self._names[:8])}"
+            )
+        return self._parameters[self._names.index(name)]
+
+
+class _Window:
+    """The last global norms; what was not finite never enters the mean."""
+
+    def __init__(self, size: int) -> None:
+        self._norms: Tensor | None = None
+        self._size = size
+        self._count = 0
+
+    def add(self, norm: Tensor) -> None:
+        if self._norms is None:
+            self._norms = torch.full((self._size,), float("nan"), device=norm.device)
+        self._norms[self._count % self._size] = norm
+        self._count += int(self._norms.device.type != "cpu" or bool(norm.isfinite()))
+
+    def limit(self, deviations: float, warmup: int, like: Tensor) -> Tensor:
+        """Mean + ``deviations`` * standard deviation; inf before ``warmup`` finite norms have been seen."""
+        if self._norms is None:
+            return torch.full_like(like, float("inf"))
+        is_seen = self._norms.isfinite()
+        count = is_seen.sum()
+        known = torch.where(is_seen, self._norms, 0.0)
+        mean = known.sum() / count
+        spread = (torch.where(is_seen, known - mean, 0.0).square().sum() / (count - 1)).sqrt()
+        return torch.where(count >= warmup, mean + deviations * spread, float("inf")).to(like.dtype)
+
+
+class _Views:
+    """Copies of some parameters' gradients at the stations of a step."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._parameters = dict(named)
+        self._kept: dict[str, dict[str, Tensor | None]] = {name: {} for name in self._parameters}
+        self._before: dict[str, Tensor] = {}
+        self.watch = AccumulationWatch(self._parameters.values(), self._accumulated)
+
+    def note(self, station: str) -> None:
+        for name, parameter in self._parameters.items():
+            self._kept[name][station] = None if parameter.grad is None else parameter.grad.detach().clone()
+            self._before[name] = parameter.detach().clone()
+
+    def note_applied(self) -> None:
+        for name, parameter in self._parameters.items():
+            if name in self._before:
+                self._kept[name]["applied"] = parameter.detach() - self._before.pop(name)
+
+    def read(self, name: str) -> dict[str, Tensor | None]:
+        if name not in self._kept:
+            raise PlanError(f"{name!r} was not asked for: expected views=({name!r},) at gaff.clip_gradients")
+        return {station: self._kept[name].get(station) for station in ("scaled", "unscaled", "clipped", "applied")}
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        for name, known in self._parameters.items():
+            if known is parameter and parameter.grad is not None:
+                self._kept[name]["scaled"] = parameter.grad.detach().clone()
+
+
+def _names(optimizer: Any, model: nn.Module | None) -> list[str]:
+    """A name for each parameter: its path, the one the optimizer was given, or its place."""
+    paths = {}
+    if model is not None:
+        for path, module, _ in iter_modules(model):
+            paths.update(
+                {id(one): join(path, name) for name, one in module._parameters.items() if id(one) not in paths}
+            )
+    names = []
+    for at, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [
+            f"group {at}, parameter {number}" for number in range(len(group["params"]))
+        ]
+        names += [paths.get(id(one), name) for one, name in zip(group["params"], given, strict=True)]
+    return names
+
+
+def _units(
+    model: nn.Module | None, parameters: Iterable[Tensor], names: Sequence[str]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each parameter a shape and the dimensions over which a unit's norm goes.
+
+    A unit is what feeds one output: a row of a linear weight or of an embedding, a filter of a convolution; of a
+    transposed one, and of GPT-2's Conv1D, outputs are dimension 1. Vectors (biases, gains) are one unit each.
+    """
+    if model is None:
+        raise PlanError("adaptive= needs model=, whose modules tell what a unit of each weight is")
+    owners = {id(one): module for _, module, _ in iter_modules(model) for one in module._parameters.values()}
+    units = []
+    for name, parameter in zip(names, parameters, strict=True):
+        owner = owners.get(id(parameter))
+        if owner is None:
+            raise PlanError(
+                f"parameter {name!r} of the optimizer is not in the model: adaptive= needs the model it is in"
+            )
+        shape = tuple(parameter.shape)
+        if parameter.dim() < 2:
+            units.append((shape, tuple(range(parameter.dim()))))
+        elif isinstance(owner, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+            groups = owner.groups
+            units.append(((groups, shape[0] // groups, *shape[1:]), (1, *range(3, parameter.dim() + 1))))
+        elif type(owner).__name__ == "Conv1D" and parameter.dim() == 2:
+            units.append((shape, (0,)))
+        else:
+            units.append((shape, tuple(range(1, parameter.dim()))))
+    return units
+
+
+def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().to(wide)
+
+
+def _each(gradients: list[Tensor], norms: list[Tensor] | None, kind: float) -> list[Tensor]:
+    return norms if norms is not None else [torch.linalg.vector_norm(one, kind) for one in gradients]
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    """What is to be clipped in place: the gradient, or the values of a sparse one, summed up first."""
+    gradient = parameter.grad
+    if gradient is None or not gradient.is_sparse:
+        return gradient  # type: ignore[return-value]
+    parameter.grad = gradient.coalesce()
+    return parameter.grad._values()

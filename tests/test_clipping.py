@@ -1,0 +1,438 @@
+"""Clipping beside torch's own, on kind and on hostile gradients; skipped steps; every shape of training loop."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gaff
+
+SHAPES = [(4, 3), (3,), (), (0,), (2, 3, 2, 2)]
+
+
+def parameters(dtype=torch.float32, scale=1.0, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for shape in SHAPES:
+        parameter = nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
+        parameter.grad = (torch.randn(shape, generator=draw) * scale).to(dtype)
+        made.append(parameter)
+    return made
+
+
+def copies(given):
+    made = [nn.Parameter(one.detach().clone()) for one in given]
+    for one, other in zip(made, given, strict=True):
+        one.grad = other.grad.clone()
+    return made
+
+
+def clipped_by_gaff(made, optimizer=torch.optim.SGD, **limits):
+    """Gradients as the optimizer got them."""
+    opt = optimizer(made, lr=0.1)
+    handle = gaff.clip_gradients(opt, **limits)
+    opt.step()
+    handle.remove()
+    return [one.grad for one in made], handle
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_global_norm_has_the_bits_of_torch(dtype, scale, norm_type):
+    ours, theirs = parameters(dtype, scale), parameters(dtype, scale)
+    found, _ = clipped_by_gaff(ours, norm=1.0, norm_type=norm_type)
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0, norm_type)
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, theirs, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=0, max_size=5), min_size=1, max_size=4),
+    st.floats(1e-3, 1e3),
+)
+def test_any_finite_gradients_have_the_bits_of_torch(rows, limit):
+    made = [nn.Parameter(torch.zeros(len(row))) for row in rows]
+    for parameter, row in zip(made, rows, strict=True):
+        parameter.grad = torch.tensor(row)
+    theirs, by_value = copies(made), copies(made)
+    value_too = copies(made)
+    found, _ = clipped_by_gaff(made, norm=limit)
+    torch.nn.utils.clip_grad_norm_(theirs, limit)
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, theirs, strict=True))
+    found, _ = clipped_by_gaff(by_value, value=limit)
+    torch.nn.utils.clip_grad_value_(value_too, limit)
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, value_too, strict=True))
+
+
+def test_several_types_at_once_have_the_bits_of_torch():
+    ours = parameters() + parameters(torch.bfloat16, seed=1) + parameters(torch.float64, seed=2)
+    theirs = copies(ours)
+    found, _ = clipped_by_gaff(ours, norm=0.5)
+    torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, theirs, strict=True))
+
+
+def test_zero_gradients_stay_zero_and_missing_ones_missing():
+    made = parameters(scale=0.0)
+    made[1].grad = None
+    found, handle = clipped_by_gaff(made, norm=1.0)
+    assert found[1] is None
+    assert not any(one.any() for one in found if one is not None)
+    assert handle.audit.clipped == 0
+
+
+def test_sparse_gradients_are_summed_up_first():
+    embedding, dense = nn.Embedding(5, 3, sparse=True), nn.Embedding(5, 3)
+    dense.load_state_dict(embedding.state_dict())
+    for one in (embedding, dense):
+        one(torch.tensor([1, 1, 4])).pow(2).sum().backward()
+    found, _ = clipped_by_gaff(list(embedding.parameters()), norm=0.1)
+    torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.1)
+    torch.testing.assert_close(found[0].to_dense(), dense.weight.grad)
+
+
+def test_each_tensor_by_itself():
+    ours, theirs = parameters(), parameters()
+    found, handle = clipped_by_gaff(ours, norm=0.5, per="tensor")
+    for one, other in zip(found, theirs, strict=True):
+        torch.nn.utils.clip_grad_norm_([other], 0.5)
+        torch.testing.assert_close(one, other.grad, rtol=1e-6, atol=0)
+    assert handle.audit.parameters["group 0, parameter 0"] == 1
+
+
+class Units(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(4, 3), nn.Embedding(6, 4)
+        self.conv = nn.Conv2d(4, 6, 3, groups=2)
+        self.up = nn.ConvTranspose2d(4, 6, 3, groups=2)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+
+def by_hand(weight, gradient, units, ratio=0.01):
+    """Adaptive clipping as the paper writes it; ``units``: index of the unit of each element."""
+    new = gradient.clone()
+    for unit in units.unique():
+        here = units == unit
+        most = max(weight[here].norm().item(), 1e-3) * ratio
+        norm = gradient[here].norm().item()
+        if norm > most:
+            new[here] = gradient[here] * (most / norm)
+    return new
+
+
+def test_adaptive_clipping_finds_the_units_of_every_layer():
+    model = Units()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    model.linear.weight.grad[1] = 1e-6  # a unit that is let alone
+    true = {}
+    for name, one in model.named_parameters():
+        units = torch.zeros(one.shape, dtype=torch.long)
+        if name == "up.weight":  # [in, out / groups, ...]: outputs of two groups
+            units += torch.arange(4).div(2, rounding_mode="floor").view(4, 1, 1, 1) * 3 + torch.arange(3).view(
+                1, 3, 1, 1
+            )
+        elif one.dim() > 1:
+            units += torch.arange(len(one)).view(-1, *[1] * (one.dim() - 1))
+        true[name] = by_hand(one.detach(), one.grad, units)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gaff.clip_gradients(optimizer, adaptive=0.01, model=model) as handle:
+        optimizer.step()
+    for name, one in model.named_parameters():
+        torch.testing.assert_close(one.grad, true[name], rtol=1e-5, atol=1e-9)
+    assert handle.audit.parameters["up.weight"] == 1
+
+
+def losses(optimizer, model, steps, spoil=(), **limits):
+    """A run on fixed data; at ``spoil`` the gradient is made NaN."""
+    handle = gaff.clip_gradients(optimizer, model=model, **limits)
+    found = []
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 4, generator=draw)
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        if step in spoil:
+            next(iter(model.parameters())).grad[0, 0] = math.nan
+        optimizer.step()
+        found.append(loss.item())
+    handle.remove()
+    return found, handle
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_skipped_step_changes_neither_parameters_nor_state(kind, fused):
+    model = nn.Linear(4, 3)
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=0.1, fused=fused, **options)
+    losses(optimizer, model, 2, norm=1.0)
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    _, handle = losses(optimizer, model, 1, spoil=[0], norm=1.0, nonfinite="skip")
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    for key, row in optimizer.state_dict()["state"].items():
+        for name, value in row.items():
+            known = state["state"][key][name]
+            assert torch.equal(value, known) if isinstance(value, torch.Tensor) else value == known, name
+    assert handle.audit.skipped == 1
+    assert not hasattr(optimizer, "found_inf")
+    found, _ = losses(optimizer, model, 2, norm=1.0, nonfinite="skip")
+    assert all(map(math.isfinite, found))
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count of its own, as many optimizers outside torch do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["count"] += 1
+            self.state["calls"] = self.state.get("calls", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad)
+        return loss
+
+
+def test_an_optimizer_with_a_count_of_its_own_is_skipped_too():
+    model = nn.Linear(4, 3)
+    optimizer = Counting(model.parameters())
+    losses(optimizer, model, 3, spoil=[1], nonfinite="skip")
+    assert optimizer.param_groups[0]["count"] == 2
+    assert optimizer.state["calls"] == 2
+
+
+def test_raising_names_the_parameters_and_steps_nothing():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gaff.NonFiniteError, match=r"^0\.weight: the gradient is NaN or inf; nothing was stepped"):
+        losses(optimizer, model, 1, spoil=[0], norm=1.0)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    optimizer._optimizer_step_pre_hooks.clear()
+    made = parameters(scale=1e25)
+    with pytest.raises(gaff.NonFiniteError, match="norm of finite gradients is inf: it overflows torch.float32"):
+        clipped_by_gaff(made, norm=1.0)
+
+
+def test_zeroing_lets_the_rest_go_on():
+    made = parameters()
+    made[0].grad[0, 0], made[1].grad[1] = math.nan, -math.inf
+    theirs = copies(made)
+    found, handle = clipped_by_gaff(made, norm=1.0, nonfinite="zero")
+    for one in theirs:
+        one.grad.nan_to_num_(0, 0, 0)
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, theirs, strict=True))
+    assert handle.audit.nonfinite == {"group 0, parameter 0": 1, "group 0, parameter 1": 1}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("user_unscales", [False, True])
+def test_a_grad_scaler_unscales_first(fused, user_unscales):
+    found = {}
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        handle = gaff.clip_gradients(optimizer, norm=0.01, model=model, views=("weight",))
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).pow(2).sum()).backward()
+            if user_unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        handle.remove()
+        found[scale] = [*model.parameters(), *(torch.tensor(row.norm) for row in handle.audit.rows)]
+        views = handle.views("weight")
+        torch.testing.assert_close(views["scaled"], views["unscaled"] * scale)
+        assert views["clipped"].norm() <= 0.0100001
+        assert views["unscaled"].norm() > 0.1
+        assert views["applied"].abs().max() > 0
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_the_scaler_is_its_own_business(fused):
+    model = nn.Linear(4, 3)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    with gaff.clip_gradients(optimizer, norm=1.0) as handle:
+        scaler.scale(model(torch.full((2, 4), 1e3)).pow(2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert handle.audit.skipped == int(fused)  # others are not even called
+
+
+def test_accumulated_gradients_are_clipped_once_at_the_step():
+    model, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
+    theirs.load_state_dict(model.state_dict())
+    for one in (model, theirs):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        handle = gaff.clip_gradients(optimizer, norm=0.1) if one is model else None
+        for number in range(4):
+            one(torch.full((2, 4), float(number))).pow(2).sum().backward()
+            if number % 2:
+                if handle is None:
+                    torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        if handle is not None:
+            assert (handle.audit.steps, handle.audit.clipped) == (2, 2)
+            handle.remove()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), theirs.parameters(), strict=True))
+
+
+def test_closures_are_clipped_after_each_evaluation():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    with gaff.clip_gradients(optimizer, norm=0.01) as handle:
+        original = optimizer._gather_flat_grad
+        optimizer._gather_flat_grad = lambda: seen.append(original()) or seen[-1]
+        optimizer.step(closure)
+    assert len(seen) > 1
+    assert all(one.norm() < 0.0101 for one in seen)
+    assert handle.audit.steps == len(seen)
+    with pytest.raises(gaff.PlanError, match="LBFGS evaluates several times"):
+        gaff.clip_gradients(optimizer, nonfinite="skip")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Counting])
+def test_a_step_with_a_closure_is_skipped(kind):
+    model = nn.Linear(4, 3)
+    optimizer = kind(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).sum() * math.nan
+        loss.backward()
+        return loss
+
+    with gaff.clip_gradients(optimizer, nonfinite="skip"):
+        assert math.isnan(optimizer.step(closure).item())
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(one.grad is not None for one in model.parameters())
+
+
+def test_several_optimizers_each_have_their_own_limits():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    handles = [gaff.clip_gradients(one, norm=limit) for one, limit in zip(optimizers, (0.1, 0.2), strict=True)]
+    model(torch.full((2, 4), 10.0)).pow(2).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for layer, limit, handle in zip(model, (0.1, 0.2), handles, strict=True):
+        total = torch.stack([one.grad.norm() for one in layer.parameters()]).norm().item()
+        assert total == pytest.approx(limit, rel=1e-4)
+        handle.remove()
+
+
+@pytest.mark.parametrize("spike", ["clip", "skip"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_spike_is_seen_after_a_nan_step(fused, spike):
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    with gaff.clip_gradients(optimizer, deviations=3.0, warmup=5, window=10, spike=spike, nonfinite="skip") as handle:
+        for step in range(12):
+            parameter.grad = torch.tensor([1.0, 0.1 * (step % 3), 0.0])
+            if step == 6:
+                parameter.grad[0] = math.nan
+            optimizer.step()
+        before = parameter.detach().clone()
+        parameter.grad = torch.tensor([1e6, 0.0, 0.0])
+        optimizer.step()
+        change = (parameter.detach() - before).norm()
+        assert change == 0 if spike == "skip" else change < 1.5
+        parameter.grad = torch.tensor([1.0, 0.0, 0.0])
+        optimizer.step()
+    assert handle.audit.skipped == 1 + (spike == "skip")
+    assert handle.audit.rows[-2].limit < 1.5
+
+
+def test_clipping_in_backward_acts_on_each_gradient_as_it_comes():
+    model, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
+    theirs.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gaff.clip_gradients(optimizer, value=0.001, when="backward", model=model) as handle:
+        for _ in range(2):
+            model(torch.ones(2, 4)).pow(2).sum().backward()
+    for parameter in theirs.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+    for _ in range(2):
+        theirs(torch.ones(2, 4)).pow(2).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), theirs.parameters(), strict=True))
+    assert handle.audit.parameters == {"weight": 2, "bias": 2}
+    assert not model.weight._backward_hooks
+
+
+def test_the_audit_is_readable():
+    model = nn.Linear(4, 3)
+    _, handle = losses(torch.optim.SGD(model.parameters(), lr=0.1), model, 3, norm=0.05)
+    text = repr(handle)
+    assert "3 steps, 3 clipped, 0 skipped" in text
+    assert "weight" in text
+    row = handle.audit.rows[0]
+    assert row.factor == pytest.approx(0.05 / (row.norm + 1e-6), rel=1e-5)
+
+
+def test_a_removed_handle_leaves_nothing():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip", views=("group 0, parameter 0",))
+    assert handle.audit.steps == 0
+    handle.remove()
+    handle.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"norm": -1}, "norm=-1 is no limit: expected a positive number"),
+        ({"norm": 1.0, "value": 1.0}, "three ways to clip"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore' is not known: expected one of 'raise', 'skip', 'zero'"),
+        ({"adaptive": 0.01}, "adaptive= needs model="),
+        ({"norm": 1.0, "when": "backward"}, "sees one gradient at a time"),
+        ({"value": 1.0, "when": "backward", "nonfinite": "skip"}, "cannot skip a step"),
+        ({"deviations": 2.0, "per": "tensor"}, "deviations limit the global norm"),
+        ({"deviations": 2.0, "warmup": 1}, "expected 2 <= warmup <= window"),
+        ({"max_norm": 1.0}, "option 'max_norm' is not known to clip_gradients: expected norm, value"),
+        ({"norm": 1.0, "views": ("w",)}, "views='w' is no parameter of the optimizer"),
+    ],
+)
+def test_limits_that_do_not_go_together_are_refused_before_anything_is_installed(limits, message):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gaff.PlanError, match=message):
+        gaff.clip_gradients(optimizer, **limits)
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(gaff.PlanError, match="expected a torch optimizer, got a Linear"):
+        gaff.clip_gradients(model, norm=1.0)
