@@ -17,10 +17,9 @@ LAYERS = [
     ["address", "values", "keep", "edits"],
     ["select"],
     ["plan", "receipt"],
-    ["engine", "sinks", "changing", "untouched", "record", "views"],
-    ["audit"],
-    ["capturing", "taking", "tracing", "editing", "clipping"],
-    ["listing"],
+    ["engine", "sinks", "changing", "views"],
+    ["capturing", "editing"],
+    ["tools"],
     ["api"],
     ["cli"],
 ]
@@ -29,7 +28,7 @@ HOOK_CALLS = re.compile(
     r"TorchFunctionMode|TorchDispatchMode|set_stance"
 )
 # Functions longer than 25 lines would be rare; longer than 50 none.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS = {("plan", "editing"): "plan.attach is a door to the verb, opened when called"}
 
 
 def code_lines(text):
@@ -75,10 +74,13 @@ def test_imports_go_one_way(path):
     if own == "__init__":
         return
     for name in modules_of(path):
-        if name != "__version__":
+        if name != "__version__" and (own, name) not in EXCEPTIONS:
             assert layer_of(name) <= layer_of(own), f"{own} imports {name}"
             assert not (own == "sinks" and name == "engine"), "a sink sees the engine"
-            assert not (own == "engine" and name in ("sinks", "views", "record")), "the engine sees what is built on it"
+            assert not (own == "engine" and name in ("sinks", "changing", "views")), (
+                "the engine sees what is built on it"
+            )
+            assert not (own == "edits" and name == "engine"), "an edit sees the engine"
             assert not (own == "views" and name in ("engine", "sinks", "plan")), "a view sees more than records"
 
 
@@ -106,10 +108,12 @@ def test_nine_of_ten_functions_are_short():
 
 
 def test_the_core_is_small():
-    core = [
-        path for path in FILES if path.relative_to(SOURCE).parts[0] not in ("views", "harvest", "integrations", "cli")
-    ]
+    """What sees, keeps and changes; the tools built on it are counted apart (docs/decisions/0008)."""
+    apart = ("views", "harvest", "integrations", "cli", "tools")
+    core = [path for path in FILES if path.relative_to(SOURCE).parts[0] not in apart]
+    tools = [path for path in FILES if path.relative_to(SOURCE).parts[0] == "tools"]
     assert sum(code_lines(path.read_text()) for path in core) <= 5000
+    assert sum(code_lines(path.read_text()) for path in tools) <= 2000
 
 
 def test_hooks_and_modes_are_named_only_in_the_engine():
@@ -147,8 +151,8 @@ def test_only_the_command_line_prints():
 
 def test_the_functions_of_the_face_are_what_they_were_after_any_import_order():
     import gaff.capturing
-    import gaff.listing
-    import gaff.taking
-    import gaff.tracing
+    import gaff.tools.listing
+    import gaff.tools.taking
+    import gaff.tools.tracing
 
     assert all(callable(getattr(gaff, name)) for name in ("capture", "take", "trace", "sites", "maybe", "Plan"))

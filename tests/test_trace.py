@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gaff
-from gaff.record import Trace
+from gaff.tools.record import Trace
 from zoo import Checkpointed, Net, Shared, Tied
 
 

@@ -14,6 +14,7 @@ _HOMES = {
     "capture": "gaff.api",
     "edit": "gaff.api",
     "clip_gradients": "gaff.api",
+    "sample_norms": "gaff.api",
     "sites": "gaff.api",
     "take": "gaff.api",
     "trace": "gaff.api",
@@ -42,6 +43,7 @@ __all__ = [
     "errors",
     "keep",
     "maybe",
+    "sample_norms",
     "sites",
     "take",
     "trace",
@@ -50,7 +52,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gaff import edits, errors, keep
     from gaff.address import Site
-    from gaff.api import capture, clip_gradients, edit, sites, take, trace
+    from gaff.api import capture, clip_gradients, edit, sample_norms, sites, take, trace
     from gaff.errors import GaffError
     from gaff.plan import Plan, maybe
 

@@ -8,16 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.capturing import Capture
-from gaff.clipping import Clipping, Limits
 from gaff.editing import Editing
 from gaff.editing import edit as make_edit
 from gaff.errors import PlanError
-from gaff.listing import Sites, list_sites
 from gaff.plan import Options, Plan
-from gaff.record import Trace
-from gaff.taking import Take
-from gaff.taking import take as make_take
-from gaff.tracing import Backward, trace_run
+from gaff.tools.clipping import Clipping, Limits
+from gaff.tools.listing import Sites, list_sites
+from gaff.tools.record import Trace
+from gaff.tools.sampling import SampleNorms
+from gaff.tools.sampling import sample_norms as make_sample_norms
+from gaff.tools.taking import Take
+from gaff.tools.taking import take as make_take
+from gaff.tools.tracing import Backward, trace_run
 
 
 def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
@@ -113,6 +115,25 @@ def edit(model: Any, changes: Any = None, /, **options: Any) -> Editing:
         NeverFiredError: at closing, for a pattern that never acted. ExactnessError: where an edit cannot be true.
     """
     return make_edit(model, changes, options)
+
+
+def sample_norms(model: nn.Module, /, *patterns: Any, reduction: str = "mean") -> SampleNorms:
+    """Gradient norms of every example: ``with gaff.sample_norms(model) as norms: loss.backward()``, ``norms.total``.
+
+    Args:
+        model: its first input tensor, and the inputs of the layers, have the examples in dimension 0.
+        patterns: layers to follow, as ``capture`` takes them; all with trainable parameters when none is given.
+        reduction: how the loss sums up the examples; after "mean" norms are multiplied by the batch size, so that
+            they are those of each example's own loss.
+
+    Exact for Linear, Conv (also transposed), Embedding and norm layers, also where a layer is called several times or
+    two share a weight, at the price of some matrix products a layer. Keeps the layers' inputs until it is freed.
+
+    Raises:
+        PlanError: before anything runs, for layers without a rule. ExactnessError: on reading, where examples cannot
+            be told apart (batch norm in training, flattened batches, position embeddings that are shared).
+    """
+    return make_sample_norms(model, patterns, reduction)
 
 
 def take(model: nn.Module, /, *patterns: Any, **options: Any) -> Take:

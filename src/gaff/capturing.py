@@ -47,6 +47,8 @@ class Capture:
     def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
         if model is not None:
             need_module(model)
+        if plan.is_edit:
+            raise PlanError("the plan edits: expected one of captures, Plan.of('layer3'); open it with gaff.edit")
         options = plan.options
         self._plan = plan
         self._ledger = Ledger(options.budget, options.evict, WeakMethod(self._iter_streams))

@@ -158,9 +158,14 @@ class EditStream:
             new = self._edit.change(value, self._event(run, call))
         except GaffError as error:
             raise type(error)(f"{self.site}: {error}") from error
+        except RuntimeError as error:
+            if not self._edit.is_pure:
+                self._add_note(error, run, call)
+                raise
+            what = str(error).splitlines()[0]  # of torch, about the constants of one of our own edits
+            raise PlanError(f"{self.site}: the edit does not fit {_text(value, value)}: {what}") from error
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"gaff: in the edit at {self.site}, run {run.index}, call {call}")
+            self._add_note(error, run, call)
             raise
         if compat.version_of(value) != version:
             raise PlanError(
@@ -176,6 +181,10 @@ class EditStream:
         ):
             raise PlanError(f"{self.site}: the edit returned {_text(new, value)} where {_text(value, new)} passes")
         return new if strength == 1.0 else torch.lerp(value, new, strength)
+
+    def _add_note(self, error: Exception, run: Any, call: int) -> None:
+        if hasattr(error, "add_note"):
+            error.add_note(f"gaff: in the edit at {self.site}, run {run.index}, call {call}")
 
     def _note(self, reason: str) -> None:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1

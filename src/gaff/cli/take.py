@@ -17,8 +17,8 @@ from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model
 from gaff.cli.trace import terminal_width
 from gaff.errors import PlanError
-from gaff.sinks.tracing import shape_text
 from gaff.text import bytes_text, table
+from gaff.tools.trace_sink import shape_text
 from gaff.values import iter_tensors
 
 

@@ -28,7 +28,8 @@ class At:
         index = self.index
         if isinstance(index, Tensor):
             mask = index.to(tensor.device)
-            if torch.broadcast_shapes(mask.shape, tensor.shape) != tensor.shape:
+            fits = all(a in (1, b) for a, b in zip(mask.shape[::-1], tensor.shape[::-1], strict=False))
+            if not fits or mask.dim() > tensor.dim():
                 raise PlanError(f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}")
             return torch.where(mask, self.edit.change(tensor, event), tensor)
         part = index(tensor)

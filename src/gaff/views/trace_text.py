@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gaff.text import bytes_text, count_text, fold, table
 
 if TYPE_CHECKING:
-    from gaff.record import CallRow, Gradient, Trace
+    from gaff.tools.record import CallRow, Gradient, Trace
 
 _HEAD = ("site", "class", "input", "output", "params", "time", "flops", "memory", "mean", "std", "min", "max")
 _GRADIENT_HEAD = ("grad out", "grad in")

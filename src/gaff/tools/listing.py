@@ -12,9 +12,9 @@ from gaff.address import Site
 from gaff.errors import SiteError
 from gaff.plan import Plan
 from gaff.select import is_container, iter_modules, need_module
-from gaff.sinks.tracing import shape_text
 from gaff.text import count_text, fold
-from gaff.tracing import trace_run
+from gaff.tools.trace_sink import shape_text
+from gaff.tools.tracing import trace_run
 
 
 @dataclass(frozen=True, slots=True)

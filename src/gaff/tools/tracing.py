@@ -16,10 +16,10 @@ from gaff.engine.flops import FlopCount
 from gaff.engine.graph import used_leaves
 from gaff.engine.session import CallTap, Session, Tap
 from gaff.errors import PlanError
-from gaff.record import CallRow, ParameterRow, Trace
 from gaff.select import Found, is_container, iter_modules, join, need_module, unwrap
-from gaff.sinks.tracing import CallLog, CallNotes, GradientLog, ParameterLog, shape_text, statistics_of
-from gaff.untouched import untouched
+from gaff.tools.record import CallRow, ParameterRow, Trace
+from gaff.tools.trace_sink import CallLog, CallNotes, GradientLog, ParameterLog, shape_text, statistics_of
+from gaff.tools.untouched import untouched
 from gaff.values import iter_tensors
 
 Backward = Callable[[Any], Any]

@@ -57,6 +57,7 @@ class Audit:
         factor: Tensor | None = None,
         limit: Any = None,
         largest: Tensor | None = None,
+        *,
         numbers: Sequence[int] = (),
         skipped: bool | Tensor = False,
         nonfinite: tuple[str, ...] = (),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gaff import compat
-from gaff.audit import Audit
 from gaff.engine.steps import AccumulationWatch, BackwardGuard, StepGuard, unwrap_optimizer
 from gaff.errors import NonFiniteError, PlanError
 from gaff.select import iter_modules, join
+from gaff.tools.audit import Audit
 
 _FLOOR = 1e-3  # of a weight's norm in adaptive clipping: Brock et al. 2021, section 4.1
 _TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
@@ -189,7 +189,8 @@ class Clipping:
             else:
                 factor = (limit / (total + _TINY)).clamp(max=1.0)
                 compat.scale_all(gradients, factor)
-        self.audit.add(total, factor, limit, largest if factor is not None else None, numbers, skip, bad)
+        largest = largest if factor is not None else None
+        self.audit.add(total, factor, limit, largest, numbers=numbers, skipped=skip, nonfinite=bad)
         return skip
 
     def _limit(self, total: Tensor) -> float | Tensor:

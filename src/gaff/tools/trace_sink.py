@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gaff.address import Key
-from gaff.record import Gradient, Statistics
+from gaff.tools.record import Gradient, Statistics
 from gaff.values import iter_tensors, size_bytes
 
 

@@ -1,0 +1,182 @@
+"""What each layer adds to its parameters' gradients, example by example, as sums of outer products.
+
+The gradient of a weight is a sum over positions of ``outer[t] * inner[t]^T``. Its squared norm, and the inner product
+of two such sums, need only the products of the factors: ``sum over t, s of (outer_t . outer_s) (inner_t . inner_s)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gaff.errors import PlanError
+
+_MOST = 2**24  # elements of one block of whole gradients, when these are cheaper than inner products
+
+
+class Terms(NamedTuple):
+    """``inner`` [batch, groups, positions, width]; ``outer`` the same with its own width, or [..., positions] of rows.
+
+    ``outer`` None: the gradient is the sum of ``inner`` itself (a bias, a gain). Integer: the number of the row of an
+    embedding that each position reads, -1 for none.
+    """
+
+    inner: Tensor
+    outer: Tensor | None = None
+
+
+Rule = Callable[[Any, str, Tensor, Tensor], Terms]
+
+
+def product(one: Terms, other: Terms) -> Tensor:
+    """Inner product, for each example, of two parts of one parameter's gradient: ``[batch]``."""
+    if one.outer is None or other.outer is None:
+        return (one.inner.sum(2) * other.inner.sum(2)).sum((1, 2))
+    rows = not one.outer.is_floating_point(), not other.outer.is_floating_point()
+    if rows == (False, False) and _is_cheaper_whole(one, other):
+        return _whole(one, other)
+    if rows == (True, False):
+        return product(other, one)
+    if rows == (True, True):
+        same = one.outer[..., :, None] == other.outer[..., None, :]
+        meet = (same & (one.outer >= 0)[..., None]).to(one.inner.dtype)
+    elif rows == (False, True):  # a weight that is an embedding and a linear layer at once
+        index = other.outer.clamp(min=0)[..., None, :].expand(*one.outer.shape[:-1], -1)
+        meet = one.outer.gather(-1, index) * (other.outer >= 0)[..., None, :]
+    else:
+        meet = one.outer @ other.outer.mT
+    return (meet * (one.inner @ other.inner.mT)).sum((1, 2, 3))
+
+
+def find_rule(layer: nn.Module) -> Rule:
+    """How ``layer`` adds to its gradients. Raises PlanError for a layer that has no rule."""
+    for kinds, rule in _RULES:
+        if isinstance(layer, kinds):
+            found: Rule = rule
+            return found
+    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # transformers' transposed linear layer
+        return _linear_transposed
+    raise PlanError(f"no rule for {type(layer).__name__}")
+
+
+def _is_cheaper_whole(one: Terms, other: Terms) -> bool:
+    positions = one.inner.shape[2] * other.inner.shape[2]
+    return positions > one.inner.shape[3] * (one.outer.shape[3] if one.outer is not None else 1)
+
+
+def _whole(one: Terms, other: Terms) -> Tensor:
+    """By making the examples' gradients after all, some at a time: for many positions and a small weight."""
+    assert one.outer is not None  # as the only caller has seen
+    assert other.outer is not None
+    size = one.inner.shape[1] * one.inner.shape[3] * one.outer.shape[3]
+    block = max(1, _MOST // max(1, size))
+    parts = []
+    for at in range(0, len(one.inner), block):
+        mine = one.outer[at : at + block].mT @ one.inner[at : at + block]
+        theirs = mine if other is one else other.outer[at : at + block].mT @ other.inner[at : at + block]
+        parts.append((mine * theirs).sum((1, 2, 3)))
+    return torch.cat(parts)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
+
+
+def _linear(layer: nn.Linear, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    gradient = _wide(gradient).reshape(len(gradient), 1, -1, gradient.shape[-1])
+    if name == "bias":
+        return Terms(gradient)
+    return Terms(_wide(given).reshape(len(given), 1, -1, given.shape[-1]), gradient)
+
+
+def _linear_transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    return _linear(layer, name, given, gradient)  # a norm does not mind the transpose
+
+
+def _embedding(layer: nn.Embedding, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    if layer.scale_grad_by_freq:
+        raise PlanError("Embedding(scale_grad_by_freq=True) mixes the examples of a batch")
+    rows = given.reshape(len(given), 1, -1)
+    if layer.padding_idx is not None:
+        rows = torch.where(rows == layer.padding_idx, -1, rows)
+    return Terms(_wide(gradient).reshape(len(gradient), 1, -1, gradient.shape[-1]), rows)
+
+
+def _convolution(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    if name == "bias":
+        return Terms(_wide(gradient).flatten(2).mT[:, None])
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = F.pad(_wide(given), layer._reversed_padding_repeated_twice, mode=mode)
+    return _windows(layer, padded, _wide(gradient))
+
+
+def _transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    """The gradient at the output takes the part of the input, and the other way round."""
+    if name == "bias":
+        return Terms(_wide(gradient).flatten(2).mT[:, None])
+    sides = [side for padding in reversed(layer.padding) for side in (padding, padding)]
+    return _windows(layer, F.pad(_wide(gradient), sides), _wide(given))
+
+
+def _windows(layer: Any, padded: Tensor, small: Tensor) -> Terms:
+    """One position for each place of the kernel: the window of ``padded`` under it, the values of ``small`` there."""
+    spatial = len(layer.kernel_size)
+    windows = padded
+    for dim in range(spatial):
+        reach = layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
+        windows = windows.unfold(2 + dim, reach, layer.stride[dim]).narrow(2 + dim, 0, small.shape[2 + dim])
+        windows = windows[..., :: layer.dilation[dim]]
+    channels = windows.shape[1]
+    groups = layer.groups
+    windows = windows.flatten(2, 1 + spatial).flatten(3)  # batch, channels, positions, kernel
+    windows = windows.unflatten(1, (groups, channels // groups)).permute(0, 1, 3, 2, 4).flatten(3)
+    values = small.flatten(2).unflatten(1, (groups, small.shape[1] // groups)).mT
+    return Terms(windows, values)
+
+
+def _layer_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    gradient = _wide(gradient)
+    if name == "weight":
+        shape = tuple(layer.normalized_shape)
+        is_rms = isinstance(layer, nn.RMSNorm)
+        plain = (
+            F.rms_norm(_wide(given), shape, None, layer.eps)
+            if is_rms
+            else F.layer_norm(_wide(given), shape, eps=layer.eps)
+        )
+        gradient = gradient * plain
+    width = 1
+    for size in layer.normalized_shape:
+        width *= size
+    return Terms(gradient.reshape(len(gradient), 1, -1, width))
+
+
+def _channel_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    gradient = _wide(gradient)
+    if name == "weight":
+        given = _wide(given)
+        if isinstance(layer, nn.GroupNorm):
+            plain = F.group_norm(given, layer.num_groups, eps=layer.eps)
+        elif isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+            uses_input = layer.training or not layer.track_running_stats
+            plain = F.instance_norm(
+                given, layer.running_mean, layer.running_var, use_input_stats=uses_input, momentum=0.0, eps=layer.eps
+            )
+        else:
+            plain = F.batch_norm(given, layer.running_mean, layer.running_var, eps=layer.eps)
+        gradient = gradient * plain
+    return Terms(gradient.flatten(2).mT[:, None] if gradient.dim() > 2 else gradient[:, None, None])
+
+
+_RULES: tuple[tuple[Any, Any], ...] = (
+    (nn.Linear, _linear),
+    (nn.Embedding, _embedding),
+    ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _transposed),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+    ((nn.LayerNorm, nn.RMSNorm), _layer_norm),
+    ((nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm), _channel_norm),
+)

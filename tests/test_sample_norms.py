@@ -1,0 +1,152 @@
+"""Gradient norms of single examples, against a loop of autograd.grad."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+
+
+class Tied(nn.Module):
+    """Embedding and head share their weight; a linear layer is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, padding_idx=0)
+        self.twice = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = torch.tanh(self.twice(torch.tanh(self.twice(self.embed(tokens)))))
+        return self.head(self.norm(x))
+
+
+def tied():
+    return Tied(), torch.randint(7, (5, 3))
+
+
+def dense():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), torch.randn(5, 4)
+
+
+def sequence():
+    layers = [nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.RMSNorm(6), nn.Linear(6, 2)]
+    return nn.Sequential(*layers), torch.randn(5, 9, 4)
+
+
+def long_sequence():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(4, 50, 2)
+
+
+def images():
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1, stride=2),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, (3, 2), groups=2, dilation=(1, 2), padding="same", padding_mode="reflect"),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+        nn.BatchNorm2d(6),
+    ]
+    return nn.Sequential(*layers).eval(), torch.randn(3, 3, 9, 8)
+
+
+def signals():
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ConvTranspose1d(4, 2, 4, dilation=2)
+    ).eval(), torch.randn(3, 2, 12)
+
+
+def volumes():
+    return nn.Sequential(nn.Conv3d(1, 2, 2, stride=(1, 2, 1)), nn.ConvTranspose3d(2, 1, 2)), torch.randn(2, 1, 4, 5, 4)
+
+
+MODELS = [dense, sequence, long_sequence, tied, images, signals, volumes]
+
+
+def truth(model, x):
+    """Norm of each example's gradient, by parameter, one example at a time."""
+    rows = []
+    for example in x:
+        loss = model(example[None]).pow(2).mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        rows.append([torch.zeros(()) if one is None else one.norm() for one in gradients])
+    return {
+        name: torch.stack(column)
+        for (name, _), column in zip(model.named_parameters(), zip(*rows, strict=True), strict=True)
+    }
+
+
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_norms_are_those_of_a_loop_over_the_examples(build, reduction):
+    model, x = build()
+    true = truth(model, x)
+    with gaff.sample_norms(model, reduction=reduction) as norms:
+        each = model(x).pow(2).flatten(1).mean(1)
+        (each.mean() if reduction == "mean" else each.sum()).backward()
+    for name, column in true.items():
+        torch.testing.assert_close(norms[name], column, rtol=1e-4, atol=1e-5)
+    total = torch.stack(list(true.values())).square().sum(0).sqrt()
+    torch.testing.assert_close(norms.total, total, rtol=1e-4, atol=1e-5)
+
+
+def test_patterns_limit_what_is_followed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 3, batch_first=True))
+    x = torch.randn(5, 2, 4)
+    with pytest.raises(gaff.PlanError, match=r"1 \(GRU\): no rule for its parameters: expected Linear"):
+        gaff.sample_norms(model)
+    with gaff.sample_norms(model, "**<Linear>") as norms:
+        model(x)[0].pow(2).mean().backward()
+    assert list(norms.run(0)) == ["0.weight", "0.bias"]
+
+
+def test_several_runs_are_kept_apart():
+    model, x = dense()
+    with gaff.sample_norms(model, reduction="sum") as norms:
+        for factor in (1.0, 2.0):
+            model(x * factor).sum().backward()
+    with pytest.raises(gaff.SiteError, match="2 runs had a backward pass"):
+        _ = norms.total
+    assert not torch.equal(norms.run(0)["0.weight"], norms.run(1)["0.weight"])
+
+
+class Shared(nn.Module):
+    """Position embeddings that all examples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Embedding(3, 4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x + self.position(torch.arange(3)[None]))
+
+
+def test_what_cannot_be_told_apart_is_refused():
+    with gaff.sample_norms(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))) as norms:
+        norms._session._model(torch.randn(5, 4)).sum().backward()
+    with pytest.raises(
+        gaff.ExactnessError, match=r"1: BatchNorm1d mixes the examples of a batch: expected model\.eval"
+    ):
+        _ = norms.total
+    model = Shared()
+    with gaff.sample_norms(model) as norms:
+        model(torch.randn(2, 3, 4)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match=r"position: Embedding was given \(1, 3\) in a batch of 2"):
+        _ = norms.total
+    with gaff.sample_norms(model, "linear") as norms:
+        model(torch.randn(2, 3, 4)).sum().backward()
+    assert norms.total.shape == (2,)
+    with pytest.raises(gaff.NeverFiredError, match="saw no gradient"), gaff.sample_norms(model):
+        model(torch.randn(2, 3, 4))
+    with pytest.raises(gaff.PlanError, match="reduction='none' is not known"):
+        gaff.sample_norms(model, reduction="none")
+
+
+def test_a_frozen_model_has_nothing_to_follow():
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(gaff.PlanError, match="no layer with trainable parameters"):
+        gaff.sample_norms(model)
