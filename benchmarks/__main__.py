@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME...]``: blocks, gradients, resnet, gpt, idle. One thread, CPU time."""
+"""``python -m benchmarks [NAME...]``, NAME as in ``main`` below. One thread, medians of CPU time."""
 
 import copy
 import subprocess
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gaff
+from benchmarks import edits as edit_prices
 from benchmarks.harness import measure, peer, table
 
 # torchvision's wheel beside a CPU build of torch: its operators are missing, declaring two lets it be imported
@@ -274,9 +275,16 @@ def idle():
     table("48 blocks, nothing open", medians, base="never touched by gaff")
 
 
+def edits():
+    edit_prices.edits(Blocks)
+
+
+clip, samples = edit_prices.clip, edit_prices.samples
+
+
 def main():
     torch.set_num_threads(1)
-    wanted = sys.argv[1:] or ["blocks", "gradients", "resnet", "gpt", "idle"]
+    wanted = sys.argv[1:] or ["blocks", "gradients", "resnet", "gpt", "edits", "clip", "samples", "idle"]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")
     for name in wanted:
         globals()[name]()

@@ -49,20 +49,35 @@ def test_later_events_are_measured_at_powers_of_two():
 
 
 def test_receipts_do_not_wait_for_the_device_until_they_are_read():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        reads = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.reads += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     model, x = two()
-    with gaff.edit(model, {"a": edits.scale(3.0), "b:grad_output": edits.clip(0.1)}) as changed, Count() as count:
+    model, x = model.to("meta"), x.to("meta")  # where reading a number is an error
+    with (
+        pytest.raises(RuntimeError),
+        gaff.edit(model, {"a": edits.scale(3.0), "b:grad_output": edits.clip(0.1)}) as changed,
+    ):
         model(x).sum().backward()
-        assert count.reads == 0
-    assert changed.receipt.rows[1].hits == 1
+        assert [stream.hits for stream in changed._streams] == [1, 1]
+        print(changed.receipt)
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0, 0.0], [1.0, float("nan"), 0.0], [float("inf"), 1.0, 2.0], [1e30, 1.0, 3e38]]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_numbers_of_a_receipt_are_right_for_any_values(values, dtype):
+    old = torch.tensor([values, [1.0, 1.0, 1.0]], dtype=dtype)
+    new = old.clone()
+    new[0] = new[0] * 2
+    with gaff.edit(nn.Identity(), {":output": lambda t: new.clone()}) as changed:
+        changed._session._model(old)
+    row = changed.receipt.rows[0]
+    same = (old == new) | (old.isnan() & new.isnan())
+    both = old.isfinite() & new.isfinite()
+    assert row.changed == (~same).sum()
+    assert row.rows_changed == (~same).any(1).sum()
+    assert row.added_nonfinite == (old.isfinite() & ~new.isfinite()).sum()
+    change, value = (new.double() - old.double())[both].norm(), old.double()[both].norm()
+    assert row.delta == pytest.approx((change / value).item(), rel=1e-2 if values[0] == 1e30 else 1e-5)
 
 
 def test_edits_at_one_site_act_in_the_order_given_and_sessions_in_that_of_opening():

@@ -62,17 +62,17 @@ class Editing:
     def on(self, pattern: str | None = None) -> None:
         """Let the edits of ``pattern`` (as given, or a site it matched; None: all) act again."""
         for stream in self._named(pattern):
-            stream.switch.is_on = True
+            stream.switch.set(is_on=True)
 
     def off(self, pattern: str | None = None) -> None:
         """Let values pass as they are, until ``on``."""
         for stream in self._named(pattern):
-            stream.switch.is_on = False
+            stream.switch.set(is_on=False)
 
     def strength(self, strength: float, pattern: str | None = None) -> None:
         """1: as given; 0: nothing; between or beyond: ``value + strength * (edited - value)``."""
         for stream in self._named(pattern):
-            stream.switch.strength = float(strength)
+            stream.switch.set(strength=float(strength))
 
     def release(self) -> None:
         """After closing: remove the hooks that graphs with checkpoints still need; their backward then raises."""

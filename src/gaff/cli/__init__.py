@@ -47,13 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gaff",
-        description="See any tensor that flows through any PyTorch model, without editing the model.",
+        description="See, keep and change any tensor that flows through any PyTorch model, without editing the model.",
     )
     parser.add_argument("--version", action="version", version=f"gaff {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_trace(commands)
     _add_take(commands)
     _add_sites(commands)
+    _add_apply(commands)
     return parser
 
 
@@ -86,16 +87,33 @@ def _add_sites(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
+def _add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "run a model under a saved plan of edits, and tell what it changed"
+    parser = commands.add_parser("apply", help=summary, description=summary)
+    parser.add_argument("plan", metavar="PLAN", help="a file that plan.save('plan.json') wrote")
+    _add_common(parser, "apply")
+    parser.add_argument("input", nargs="*", metavar="INPUT", help=_INPUT_HELP)
+    parser.add_argument("--backward", action="store_true", help="also run backward, from the mean of the first output")
+    parser.add_argument(
+        "--loss", metavar="FILE:NAME", help="a function from the output to a scalar loss; runs backward"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the edited outputs to this .safetensors file")
+
+
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, description=summary)
+    _add_common(parser, name)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, name: str) -> None:
     parser.set_defaults(command=name)
     parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
     parser.add_argument("--plain", action="store_true", help="cells separated by tabs, nothing cut")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
 
 
 def _one_line(error: Exception) -> str:

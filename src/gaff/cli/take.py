@@ -37,7 +37,7 @@ def run(options: Namespace) -> int:
     except TypeError as error:
         raise need_input(options.input, error) from error
     if options.out is not None:
-        _save(features, options.out, options.model)
+        save_tensors(features, options.out, options.model)
     rows = [
         (name, shape_text(x), str(x.dtype).removeprefix("torch."), bytes_text(x.nbytes)) for name, x in features.items()
     ]
@@ -70,7 +70,8 @@ def _flat(features: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _save(features: dict[str, Tensor], path: str, model: str) -> None:
+def save_tensors(features: dict[str, Tensor], path: str, model: str) -> None:
+    """Write tensors by name, contiguous and on the CPU, as safetensors. Raises PlanError without that package."""
     from pathlib import Path
 
     try:

@@ -21,6 +21,7 @@ class Scale:
 
     factor: float | Tensor
     is_pure = True
+    uses_event = False  # of which run or call
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
@@ -34,6 +35,7 @@ class Add:
     direction: float | Tensor
     strength: float = 1.0
     is_pure = True
+    uses_event = False
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
@@ -48,6 +50,7 @@ class Fill:
 
     value: float
     is_pure = True
+    uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         return torch.full_like(tensor, self.value)
@@ -60,6 +63,7 @@ class Clamp:
     low: float | None
     high: float | None
     is_pure = True
+    uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         return tensor.clamp(self.low, self.high)
@@ -73,6 +77,7 @@ class Clip:
     per: str = "tensor"
     dim: int = 0
     is_pure = True
+    uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         total = torch.linalg.vector_norm(
@@ -113,6 +118,7 @@ class Project:
     keep: bool = False
     dim: int = -1
     is_pure = True
+    uses_event = False
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
@@ -142,6 +148,7 @@ class Reverse:
 
     factor: float = 1.0
     is_pure = True
+    uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         if event.is_gradient:
@@ -155,6 +162,7 @@ class Stop:
     """No gradient: zeros in its place. On a value: passes it as it is, cut off from the graph."""
 
     is_pure = True
+    uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         return torch.zeros_like(tensor) if event.is_gradient else tensor.detach()
@@ -167,6 +175,7 @@ class Quantize:
     dtype: str
     scaled: bool = False
     is_pure = True
+    uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         rounded: Tensor = _Round.apply(tensor, getattr(torch, self.dtype), self.scaled)  # type: ignore[no-untyped-call]

@@ -27,6 +27,7 @@ class Replace:
 
     value: Tensor
     is_pure = True
+    uses_event = False
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:

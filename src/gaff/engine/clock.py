@@ -45,6 +45,8 @@ class Run:
         "arguments",
         "entered",
         "frames",
+        "functions",
+        "had_grad",
         "has_backward",
         "index",
         "is_waiting",
@@ -70,6 +72,8 @@ class Run:
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
+        self.had_grad = True  # grad mode, when it began
+        self.functions: list[Any] = []  # custom Functions in whose forward it runs without grad mode
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
 
     def __repr__(self) -> str:
@@ -104,6 +108,8 @@ class Clock:
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
         run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._memory)
         self.latest = run
+        if not torch.is_grad_enabled():
+            run.had_grad, run.functions = False, compat.enclosing_functions()
         for callback in self.at_begin:
             callback(run)
         return run
@@ -113,6 +119,7 @@ class Clock:
         for callback in self.at_end:
             callback(run, output)
         run.once.clear()
+        run.functions = []
         run.arguments = {}
 
     def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:

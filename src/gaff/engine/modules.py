@@ -244,6 +244,28 @@ def _change_entry(
 def _after_edit(
     node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = MISSING
 ) -> Any:
+    run = node.open.get(get_ident())
+    if run is None or backward_task() != -1 or transform_level() is not None or output is MISSING:
+        return _after_edit_unusual(node, module, args, kwargs, output)
+    left = run.left
+    call = left[node.index]
+    left[node.index] = call + 1
+    passage = Passage(run, call)
+    has_graph = is_grad_enabled()
+    if not has_graph or has_saved_hooks():
+        node.exit_replay.remember(passage)
+    if not has_graph:
+        return _change_exit(node, output, (args, kwargs), passage, True, is_again=False)
+    given = (args, kwargs)
+    for change in node.exit_changes:
+        output = change(output, given, passage, False)
+    return output
+
+
+def _after_edit_unusual(
+    node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """A recomputation, a torch.func transform, or a run that is this one call."""
     if output is MISSING:
         return None
     given = (args, kwargs)
@@ -252,24 +274,15 @@ def _after_edit(
         if found is None:
             return output
         return _change_exit(node, output, given, found.passage, found.is_first_graph, is_again=True)
-    run = node.open.get(get_ident())
-    if run is None or transform_level() is not None:
-        run = _begin_at_exit(node, module, args, kwargs)
-        if run is None:
-            return output
-        output = _change_exit(node, output, given, _passage(node, run, 0), True, is_again=False)
-        node.clock.end(run, output)
+    run = _begin_at_exit(node, module, args, kwargs)
+    if run is None:
         return output
-    call = run.left[node.index]
-    run.left[node.index] = call + 1
-    return _change_exit(node, output, given, _passage(node, run, call), True, is_again=False)
-
-
-def _passage(node: Node, run: Run, call: int) -> Passage:
-    passage = Passage(run, call)
+    passage = Passage(run, 0)
     if not is_grad_enabled() or has_saved_hooks():
         node.exit_replay.remember(passage)
-    return passage
+    output = _change_exit(node, output, given, passage, True, is_again=False)
+    node.clock.end(run, output)
+    return output
 
 
 def _change_exit(

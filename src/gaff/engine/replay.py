@@ -18,14 +18,14 @@ from gaff.errors import ExactnessError, PlanError
 
 
 class Passage:
-    """One call of a module in an ordinary forward. ``memo``: what edits decided there, to be repeated."""
+    """One call of a module in an ordinary forward. ``memo``: what edits decided there, if it may be repeated."""
 
     __slots__ = ("call", "memo", "run")
 
     def __init__(self, run: Run, call: int) -> None:
         self.run = run
         self.call = call
-        self.memo: dict[object, Any] = {}
+        self.memo: dict[object, Any] | None = None
 
 
 class Match(NamedTuple):
@@ -47,10 +47,13 @@ class Replay:
 
     def wait(self, passage: Passage) -> bool:
         """A call without grad mode: whether a reentrant checkpoint may run it again, with a graph."""
-        functions = compat.enclosing_functions()
+        run = passage.run
+        functions = compat.enclosing_functions() if run.had_grad else run.functions
         if not functions:
             return False
-        passage.run.is_waiting = True
+        run.is_waiting = True
+        if passage.memo is None:
+            passage.memo = {}
         self._waiting[passage] = ref(functions[-1])  # the others die with the first pass
         for function in functions:
             self._regions.setdefault(function, []).append(passage)
@@ -119,6 +122,8 @@ class Replay:
 
     def _note(self, passage: Passage, chain: list[compat.Checkpoint]) -> None:
         for found in chain:
+            if passage.memo is None:
+                passage.memo = {}
             passage.run.is_waiting = True
             if not found.is_again:
                 self._regions.setdefault(found.frame, []).append(passage)

@@ -29,10 +29,10 @@ class SkipChange:
         if self._call is not None and self._call != passage.call:
             return
         if is_again:
-            is_skipped = self in passage.memo
+            is_skipped = passage.memo is not None and self in passage.memo
         else:
             is_skipped = self._stream.wants(passage.run, passage.call)
-            if is_skipped and passage.run.is_waiting:
+            if is_skipped and passage.memo is not None:
                 passage.memo[self] = True
         frame = self._frame()
         if is_skipped and frame is not None:

@@ -30,9 +30,8 @@ class Swap:
         """A run begins: compute the value with its graph, and let it stand in everywhere."""
         self.restore()
         passage = self._passages[run] = Passage(run, 0)
-        run.is_waiting, known = True, run.is_waiting  # the decision is kept, whether or not a checkpoint follows
+        passage.memo = {}  # the decision is kept, whether or not a checkpoint follows
         self._stand_in(passage, is_again=False)
-        run.is_waiting = known
 
     def end(self, run: Run, output: Any) -> None:
         """The run is over."""
@@ -89,9 +88,9 @@ class SwapScope:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
         if not is_again:
             first = self._swap.passage(passage.run)
-            if first is not None and passage.run.is_waiting:
+            if first is not None and passage.memo is not None:
                 passage.memo[self] = first
-        elif self in passage.memo:
+        elif passage.memo is not None and self in passage.memo:
             frame = next(frame for frame in reversed(self._node.clock.replay_frames()) if frame.owner is self._node)
             self._swap.again(passage.memo[self], frame)
 
