@@ -29,7 +29,7 @@ def test_every_public_name_port_error_and_command_is_documented():
         assert name in ALL_TEXT, name
     for port in PORTS:
         assert f":{port}" in ALL_TEXT, port
-    for command in ("gaff trace", "gaff take", "gaff sites"):
+    for command in ("gaff trace", "gaff take", "gaff sites", "gaff apply"):
         assert command in ALL_TEXT, command
     for name in [
         name
@@ -43,7 +43,17 @@ def test_every_option_of_capture_is_explained():
     from gaff.plan import Options
 
     for option in Options.__dataclass_fields__:
-        assert f"``{option}``" in gaff.capture.__doc__, option
+        assert f"``{option}``" in gaff.capture.__doc__ + gaff.edit.__doc__, option
+
+
+def test_every_edit_and_every_limit_of_clipping_is_documented():
+    from gaff.tools.clipping import Limits
+
+    for name in gaff.edits.__all__:
+        assert f"`{name}" in ALL_TEXT or name in ("Edit", "Event"), name
+    for limit in Limits.__dataclass_fields__:
+        assert f"{limit}" in gaff.clip_gradients.__doc__, limit
+        assert limit in ALL_TEXT or limit == "norm_type", limit
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
