@@ -87,10 +87,19 @@ def test_edits_at_one_site_act_in_the_order_given_and_sessions_in_that_of_openin
         model(x)
     assert torch.equal(got["a"], (a + 1) * 2)
     first, second = gaff.edit(model, {"a": edits.scale(2.0)}), gaff.edit(model, {"a": edits.add(1.0)})
-    with first, gaff.capture(model, "a") as between, second, gaff.capture(model, "a") as after:
+    seen_by_others = []
+    model.a.register_forward_hook(lambda module, args, output: seen_by_others.append(output))
+    with gaff.capture(model, "a") as around, first, second, gaff.capture(model, "a") as inside:
         model(x)
-    assert torch.equal(between["a"], a * 2)
-    assert torch.equal(after["a"], a * 2 + 1)
+    for seen in (around["a"], inside["a"], seen_by_others[0]):  # what the model goes on with, whoever came first
+        assert torch.equal(seen, a * 2 + 1)
+
+
+def test_inputs_are_captured_as_the_module_gets_them_whoever_came_first():
+    model, x = two()
+    with gaff.capture(model, "b:input") as around, gaff.edit(model, {"b:input": edits.scale(2.0)}):
+        model(x)
+    assert torch.equal(around["b:input"], 2 * torch.tanh(model.a(x)))
 
 
 def test_gradient_edits_at_nested_modules_act_parent_first():

@@ -11,6 +11,7 @@ from torch import Tensor
 from gaff import compat
 from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.edits.event import Edit, Event
+from gaff.edits.files import tensors_of
 from gaff.edits.places import Skip, When
 from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.receipt import ReceiptRow, merge_reasons
@@ -56,6 +57,7 @@ class EditStream:
         self._needs_event = getattr(edit, "uses_event", True)
         self._is_direct = not self._needs_event and not check_finite
         self._any_event = Event(site)
+        self._constants = tuple(tensors_of(edit)) if edit.is_pure else ()
         self._check_finite = check_finite
         self._passed = 0  # events at which the edit did not act, by ``when`` or by its switch
         self._reasons: dict[str, int] = {}
@@ -79,7 +81,7 @@ class EditStream:
             return value
         new = self._apply(value, run, call, strength)
         if memo is not None:
-            memo[self] = strength, None if self._is_pure else (_checksum(value), _checksum(new))
+            memo[self] = strength, None if self._is_pure else (_checksum(value), _checksum(new)), self._versions()
         return new
 
     def absent(self, run: Any, call: int, reason: str) -> None:
@@ -101,16 +103,18 @@ class EditStream:
         return self
 
     @property
+    def is_skip(self) -> bool:
+        """Whether the edit takes the place of a whole module."""
+        return isinstance(self._edit.edit if isinstance(self._edit, When) else self._edit, Skip)
+
+    @property
     def is_overdue(self) -> bool:
         """Whether the edit could have acted by now, and has not."""
         return not self.hits and not self._passed
 
-    def hit(self) -> None:
-        """The edit acted without a tensor to measure."""
-        self.hits += 1
-
-    def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_again: bool) -> Any:
         """The output of a module that is not run: its first input, a constant, or what a function makes."""
+        self.hits += not is_again
         edit = self._edit.edit if isinstance(self._edit, When) else self._edit
         value = edit.value if isinstance(edit, Skip) else None
         if value is None:
@@ -118,7 +122,9 @@ class EditStream:
             if first is None:
                 raise PlanError(f"{self.site}: skipped, but given no tensor to pass on: expected edits.skip(value)")
             return first[1]
-        return value(*args, **kwargs) if callable(value) and not isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return value.clone()  # the model may write into what it is given
+        return value(*args, **kwargs)
 
     def wants(self, run: Any, call: int) -> bool:
         """Whether the edit acts at this event."""
@@ -170,7 +176,17 @@ class EditStream:
                 raise PlanError(f"{self.site}: the edit made {added.item()} non-finite elements, in run {run.index}")
         return new
 
-    def _repeat(self, value: Tensor, run: Any, call: int, strength: float, checksums: Any) -> Tensor:
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(compat.version_of(constant) for constant in self._constants)
+
+    def _repeat(
+        self, value: Tensor, run: Any, call: int, strength: float, checksums: Any, versions: tuple[int, ...]
+    ) -> Tensor:
+        if versions != self._versions():
+            raise ExactnessError(
+                f"{self.site}: a tensor of the edit was written to between the forward and the recomputation of a "
+                "checkpoint: expected it unchanged until backward() is done"
+            )
         new = self._compute(value, run, call, strength)
         is_equal = checksums is not None and _is_same(_checksum(value), checksums[0])
         if is_equal and not _is_same(_checksum(new), checksums[1]):
@@ -205,7 +221,7 @@ class EditStream:
             raise PlanError(f"{self.site}: the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
         if not _is_alike(new, value):
             raise PlanError(f"{self.site}: the edit returned {_text(new, value)} where {_text(value, new)} passes")
-        return new if strength == 1.0 else torch.lerp(value, new, strength)
+        return new if strength == 1.0 else _mix(value, new, strength, self.site)
 
     def _add_note(self, error: Exception, run: Any, call: int) -> None:
         if hasattr(error, "add_note"):
@@ -276,8 +292,10 @@ def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
     if old.element_size() < 4:
         old, new = old.float(), new.float()
     change = new - old
-    rows = torch.linalg.vector_norm(change, dim=tuple(range(1, change.dim()))) if change.dim() > 1 else change.abs()
-    moved, before = torch.linalg.vector_norm(rows), torch.linalg.vector_norm(old)
+    wide = torch.float64  # squares of small and of large numbers stay numbers
+    dims = tuple(range(1, change.dim()))
+    rows = torch.linalg.vector_norm(change, dim=dims, dtype=wide) if dims else change.abs().to(wide)
+    moved, before = torch.linalg.vector_norm(rows), torch.linalg.vector_norm(old, dtype=wide)
     if not math.isfinite(moved.item() + before.item()):
         return None
     changed_rows = rows.bool().sum() if change.dim() > 1 else change.any().long()
@@ -285,8 +303,17 @@ def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
         change.bool().sum(),
         changed_rows,
         torch.zeros((), dtype=torch.long),
-        *(one.double().square() for one in (moved, before)),
+        moved.square(),
+        before.square(),
     ]
+
+
+def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
+    if not (value.is_floating_point() or value.is_complex()):
+        raise PlanError(f"{site}: strength {strength} of an edit of {value.dtype}: expected 0 or 1, it cannot be mixed")
+    if value.layout != torch.strided:
+        return value * (1 - strength) + new * strength
+    return torch.lerp(value, new, strength)
 
 
 def _is_alike(new: Tensor, old: Tensor) -> bool:

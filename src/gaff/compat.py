@@ -7,6 +7,7 @@ version switches to the safe alternative described beside it, never to a guess.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -119,6 +120,18 @@ def recomputing_function() -> Any:
                 return first
         frame = frame.f_back
     return None
+
+
+def is_autograd_thread() -> bool:
+    """Whether this thread is none of Python's, but one of those on which autograd runs the backward of a device."""
+    here = threading.get_ident()
+    return not any(one.ident == here and type(one).__name__ != "_DummyThread" for one in threading.enumerate())
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Operations on ``device`` keep the precision of what they are given."""
+    is_on = torch.is_autocast_enabled(device.type) if torch.amp.is_autocast_available(device.type) else False
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def outside_modes() -> AbstractContextManager[Any]:

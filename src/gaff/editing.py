@@ -26,6 +26,9 @@ class Editing:
     ``receipt`` tells what was changed; ``on``, ``off`` and ``strength`` change it meanwhile.
     """
 
+    _state = "open"
+    _has_warned = False
+
     def __init__(self, model: nn.Module | None, plan: Plan) -> None:
         if model is not None:
             need_module(model)
@@ -47,6 +50,17 @@ class Editing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(is_quiet=kind is not None)  # never mask the user's own exception
+
+    def attach(self) -> None:
+        """Open without a block, until ``remove``; warns once where nothing was hit in the first full step."""
+        self._state = "attached"
+        self.__enter__()
+        self._session.clock.at_end.append(self._warn)
+
+    def remove(self) -> None:
+        """Take attached edits away. Raises NeverFiredError, with the receipt, for a pattern that never acted."""
+        if self._session.is_open:
+            self._close(is_quiet=False)
 
     @property
     def receipt(self) -> Receipt:
@@ -71,7 +85,13 @@ class Editing:
 
     def strength(self, strength: float, pattern: str | None = None) -> None:
         """1: as given; 0: nothing; between or beyond: ``value + strength * (edited - value)``."""
-        for stream in self._named(pattern):
+        streams = self._named(pattern)
+        skipping = [stream for stream in streams if stream.is_skip]
+        if skipping and strength not in (0, 1):
+            raise PlanError(
+                f"{skipping[0].site}: a module is skipped or not: expected strength 0 or 1, got {strength!r}"
+            )
+        for stream in streams:
             stream.switch.set(strength=float(strength))
 
     def release(self) -> None:
@@ -84,7 +104,9 @@ class Editing:
 
     def __repr__(self) -> str:
         was_opened = hasattr(self._session, "clock")
-        state = "open" if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
+        state = (
+            self._state if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
+        )
         return f"<gaff edit, {state}>\n{self.receipt}"
 
     def _close(self, *, is_quiet: bool) -> None:
@@ -99,6 +121,18 @@ class Editing:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
         if not is_quiet:
             raise_if_silent(self.receipt, self._ran())
+
+    def _warn(self, run: Any, output: Any) -> None:
+        if not self._has_warned and (run.step or not run.index):
+            needs_backward = (*GRADIENT_PORTS, "grad")
+            optional = {str(request) for request in self._plan.requests if request.optional}
+            silent = [stream for stream in self._streams if stream.is_overdue and stream.pattern not in optional]
+            due = [str(stream.site) for stream in silent if run.step or stream.site.port not in needs_backward]
+            if due:
+                self._has_warned = True
+                warnings.warn(
+                    f"gaff: attached edits at {', '.join(due[:4])} were not hit in the first full step", stacklevel=4
+                )
 
     def _ran(self) -> int:
         return self._session.clock.latest.index + 1 if hasattr(self._session, "clock") else 0
@@ -141,66 +175,15 @@ class Editing:
         return TensorTap(str(request), request.target, stream, is_edit=True)
 
 
-class Attached:
-    """Edits that stay until ``remove``. What ``gaff.edit`` gives inside its block, with a handle's name for the end."""
-
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._editing = Editing(model, plan)
-        self._is_removed = False
-        self._has_warned = False
-        self._editing.__enter__()
-        self._editing._session.clock.at_end.append(self._ran)
-
-    @property
-    def receipt(self) -> Receipt:
-        """See ``Editing.receipt``."""
-        return self._editing.receipt
-
-    def on(self, pattern: str | None = None) -> None:
-        """See ``Editing.on``."""
-        self._editing.on(pattern)
-
-    def off(self, pattern: str | None = None) -> None:
-        """See ``Editing.off``."""
-        self._editing.off(pattern)
-
-    def strength(self, strength: float, pattern: str | None = None) -> None:
-        """See ``Editing.strength``."""
-        self._editing.strength(strength, pattern)
-
-    def release(self) -> None:
-        """See ``Editing.release``."""
-        self._editing.release()
-
-    def remove(self) -> None:
-        """Take the edits away. Raises NeverFiredError, with the receipt, for a pattern that never acted."""
-        if not self._is_removed:
-            self._is_removed = True
-            self._editing._close(is_quiet=False)
-
-    def __repr__(self) -> str:
-        return repr(self._editing).replace("gaff edit", "gaff edit, attached", 1)
-
-    def _ran(self, run: Any, output: Any) -> None:
-        """After the first run, and again after the first step: warn once where nothing was hit."""
-        if self._has_warned or (run.index and not run.step):
-            return
-        needs_backward = (*GRADIENT_PORTS, "grad")
-        silent = [stream for stream in self._editing._streams if stream.is_overdue]
-        due = [stream for stream in silent if run.step or stream.site.port not in needs_backward]
-        if due:
-            self._has_warned = True
-            names = ", ".join(str(stream.site) for stream in due[:4])
-            warnings.warn(f"gaff: attached edits at {names} were not hit in the first full step", stacklevel=4)
-
-
-def attach(model: nn.Module, plan: Plan) -> Attached:
+def attach(model: nn.Module, plan: Plan) -> Editing:
     """See ``Plan.attach``."""
     if not plan.is_edit:
         raise PlanError("only a plan of edits can be attached: expected Plan.edit({'layer3': gaff.edits.scale(0.5)})")
     has_swap = any(found.site.port == "param" for found, _, _ in plan.check(model))
     threads = plan.options.threads if has_swap else "all"
-    return Attached(model, replace(plan, options=replace(plan.options, threads=threads)))
+    attached = Editing(model, replace(plan, options=replace(plan.options, threads=threads)))
+    attached.attach()
+    return attached
 
 
 def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:

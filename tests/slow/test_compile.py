@@ -97,3 +97,31 @@ def test_inductor_goes_on_with_its_old_graph():
     assert torch.equal(compiled(x), true)
     assert count == torch._dynamo.convert_frame.FRAME_COUNTER
     assert got["0"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_compiled_region_is_recomputed_eagerly_with_its_edits_after_the_session(use_reentrant):
+    import gc
+
+    from torch.utils.checkpoint import checkpoint
+
+    norms = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Tanh())
+        model = nn.Sequential(block)
+        model.forward = lambda x, block=block: checkpoint(block, x, use_reentrant=use_reentrant)
+        x = (torch.arange(6.0).view(2, 3) / 5).requires_grad_()
+        if is_compiled:
+            block.compile(backend="eager")
+            model(x).sum().backward()
+            block.zero_grad()
+        with gaff.edit(model, {"0.0": gaff.edits.scale(3.0)}):
+            loss = model(x).sum()
+        loss.backward()
+        norms.append(block[0].weight.grad.norm())
+        del loss
+        gc.collect()
+    assert torch.equal(*norms)
+    assert torch._dynamo.eval_frame._stance.stance == "default"

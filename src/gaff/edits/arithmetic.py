@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.edits.event import Event, generator, like
+from gaff import compat
+from gaff.edits.event import Event, generator, like, remember
 from gaff.errors import PlanError
 
 
@@ -53,6 +54,8 @@ class Fill:
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        if not tensor.is_floating_point() and not tensor.is_complex() and self.value != int(self.value):
+            raise PlanError(f"fill with {self.value!r} would lose its fraction in a tensor of {tensor.dtype}")
         return torch.full_like(tensor, self.value)
 
 
@@ -128,18 +131,16 @@ class Project:
                 f"directions of width {basis.shape[1]} given, dimension {self.dim} of {tuple(tensor.shape)} has another"
             )
         moved = tensor.movedim(self.dim, -1)
-        inside = ((moved @ basis.T) @ basis).movedim(-1, self.dim)
+        with compat.without_autocast(tensor.device):  # in the precision of what passes
+            inside = ((moved @ basis.T) @ basis).movedim(-1, self.dim)
         return inside if self.keep else tensor - inside
 
     def _basis(self, tensor: Tensor) -> Tensor:
         given = torch.atleast_2d(self.directions)
         if given.requires_grad:
             return like(_orthonormal(given), tensor)
-        key = -1 if given.is_inference() else self.directions._version
-        if key not in self._known:
-            self._known.clear()
-            self._known[key] = _orthonormal(given)
-        return like(self._known[key], tensor)
+        key = (tensor.device, tensor.dtype, compat.version_of(self.directions))
+        return remember(self._known, key, lambda: like(_orthonormal(given), tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +199,7 @@ class _Backward(torch.autograd.Function):
 class _Round(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype, scaled: bool) -> Tensor:
-        if not scaled:
+        if not scaled or not tensor.numel():
             return tensor.to(dtype).to(tensor.dtype, copy=True)
         scale = (tensor.abs().amax().float() / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
         return ((tensor.float() / scale).to(dtype).float() * scale).to(tensor.dtype)

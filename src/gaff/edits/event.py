@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from gaff import compat
 from gaff.address import Site
 from gaff.errors import PlanError
 
@@ -100,12 +101,18 @@ def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) 
     """``value`` on the device and in the dtype of ``tensor``; converted once, as long as it is not written to."""
     if value.device == tensor.device and value.dtype == tensor.dtype:
         return value
-    if (value.is_floating_point() or value.is_complex()) and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise PlanError(f"a {value.dtype} constant would lose its fraction in a tensor of {tensor.dtype}")
+    if not torch.can_cast(value.dtype, tensor.dtype):
+        raise PlanError(f"a constant of {value.dtype} would lose something as {tensor.dtype}, which passes")
     if known is None or value.requires_grad:
         return value.to(tensor.device, tensor.dtype)
-    key = (tensor.device, tensor.dtype, -1 if value.is_inference() else value._version)
+    key = (tensor.device, tensor.dtype, compat.version_of(value))
+    return remember(known, key, lambda: value.to(tensor.device, tensor.dtype))
+
+
+def remember(known: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` gives, made once for a key, as an ordinary tensor that no mode and no checkpoint has seen."""
     if key not in known:
         known.clear()
-        known[key] = value.to(tensor.device, tensor.dtype)
+        with torch.inference_mode(False), torch.no_grad(), compat.outside_modes():
+            known[key] = make()
     return known[key]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,17 @@ def from_dict(row: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
         raise PlanError(f"edit of kind {row.get('kind')!r} is not known: expected one of {', '.join(_KINDS)}")
     made: Edit = cls(**{name: _value(value, tensors) for name, value in row.items() if name != "kind"})
     return made
+
+
+def tensors_of(edit: Any) -> Iterator[Tensor]:
+    """Every tensor that an edit, or an edit inside it, holds."""
+    for field in fields(edit) if is_dataclass(edit) else ():
+        value = getattr(edit, field.name) if field.init else None
+        for inside in value if isinstance(value, tuple) else (value,):
+            if isinstance(inside, Tensor):
+                yield inside
+            elif isinstance(inside, Edit):
+                yield from tensors_of(inside)
 
 
 def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

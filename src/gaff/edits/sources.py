@@ -33,7 +33,7 @@ class Replace:
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         if self.value.shape != tensor.shape:
             raise PlanError(f"replacement of shape {_text(self.value)} given where {_text(tensor)} passes")
-        return like(self.value, tensor, self._known)
+        return like(self.value, tensor, self._known).clone()  # the model may write into what it is given
 
 
 @dataclass(frozen=True, eq=False)

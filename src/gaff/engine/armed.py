@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gaff import compat
-from gaff.address import Key
 from gaff.compat import is_wrapper
 from gaff.engine.clock import Run
 from gaff.engine.stream import Stream
@@ -136,6 +135,10 @@ class ArmedLeaf(Armed):
         super().__init__(stream, run, call)
         self._told_with: int | None = None
 
+    def is_dead(self) -> bool:
+        """Whether the graph of its run is gone; the leaf's own accumulator is there to stay."""
+        return self.run.life is not None and self.run.life() is None
+
     def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
         runs = gradients.runs_of(compat.backward_task())
         owner = runs[-1] if runs else gradients.latest_leaf
@@ -158,7 +161,7 @@ class Gradients:
         self.is_open = True
         self.has_leaves = has_edits  # somebody asks whose backward pass it is
         self.passes = 0  # times that a gradient came by what a run returned
-        self._chains: dict[int, tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
+        self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
         self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
         self.latest_leaf: Run | None = None  # the run that armed a leaf last
@@ -205,7 +208,8 @@ class Gradients:
         if not has_edits:
             armed.handle = tensor.register_hook(partial(_arrived, self, armed))
             return
-        known = self._chains.get(id(tensor))
+        key = id(tensor), compat.version_of(tensor)  # once written to in place, it has another gradient
+        known = self._chains.get(key)
         place = (armed.run, getattr(armed.stream, "place", None), armed.call)
         if known is not None and known[0]() is tensor and known[1][0][1][0].handle is not None:
             chain, armed.handle = known[1], known[1][0][1][0].handle
@@ -213,11 +217,13 @@ class Gradients:
                 chain[0][1].append(armed)
             else:
                 chain.insert(0, (place, [armed]))
+            if len(chain) > 8:  # on a leaf, which outlives the graphs of many runs
+                chain[:] = [row for row in chain if not all(one.is_dead() for one in row[1])]
             return
         chain = [(place, [armed])]
         if len(self._chains) > 64:
             self._chains = {at: row for at, row in self._chains.items() if row[0]() is not None}
-        self._chains[id(tensor)] = weakref.ref(tensor), chain
+        self._chains[key] = weakref.ref(tensor), chain
         armed.handle = tensor.register_hook(partial(_arrived_chain, self, chain))
 
     def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
@@ -248,6 +254,9 @@ class Gradients:
         """Arm what came to require grad, and note when a backward pass comes by what the run returned."""
         self._settle_later()
         if torch.is_grad_enabled():
+            outputs = [tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None]
+            if outputs and self.latest_leaf is run:
+                run.life = compat.graph_life(outputs)
             for _, tensor in iter_tensors(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     self._hook(tensor, Armed(_Mark(self), run, 0), False)
@@ -291,7 +300,7 @@ class Gradients:
         self._prune_at = 2 * len(kept) + 256
 
 
-class _Mark:
+class _Mark(Stream):
     """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
 
     place = ""
@@ -301,21 +310,6 @@ class _Mark:
 
     def add(self, value: Any, run: Run, call: int) -> None:
         self._gradients.began(run)
-
-    def absent(self, run: Run, call: int, reason: str) -> None:
-        return
-
-    def refuse(self, run: Run, call: int, reason: str) -> None:
-        return
-
-    def skip(self, reason: str) -> None:
-        return
-
-    def remark(self, text: str) -> None:
-        return
-
-    def at(self, key: Key) -> Stream:
-        return self
 
 
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> Any:

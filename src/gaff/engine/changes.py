@@ -15,15 +15,16 @@ from gaff.engine.clock import Frame
 from gaff.engine.gradients import GradientArm, ambiguous
 from gaff.engine.replay import Passage
 from gaff.engine.shares import find_feeding, roots_of
-from gaff.engine.stream import EditStream, EntryArm, ExitArm
+from gaff.engine.stream import EditStream, EntryArm, EntryChange, ExitArm, ExitChange
 from gaff.errors import SiteError
 from gaff.values import dig, dig_argument, first_tensor, iter_tensors, put, put_argument
 
 
-class OutputChange:
+class OutputChange(ExitChange):
     """Puts an edited tensor in the place of a module's output, or of one tensor inside it."""
 
     is_gradient = False
+    _has_looked = False
 
     def __init__(self, site: Site, stream: EditStream) -> None:
         self._site = site
@@ -34,6 +35,12 @@ class OutputChange:
         if site.call is not None and site.call != passage.call:
             return output
         if isinstance(output, Tensor) and not site.key:
+            if not self._has_looked:
+                self._has_looked = True
+                if any(output is one for one in given[0]):
+                    self._stream.remark(
+                        "the module returned its input itself: who ignores what it returns misses the edit"
+                    )
             return self._stream.change(output, passage, is_again)
         try:
             key, tensor = _single(site, dig(output, site.key), site.key)
@@ -44,11 +51,8 @@ class OutputChange:
             return output
         return put(output, key, self._stream.change(tensor, passage, is_again))
 
-    def give_up(self, run: Any, call: int) -> None:
-        return
 
-
-class InputChange:
+class InputChange(EntryChange):
     """Puts an edited tensor in the place of an argument, or of one tensor inside it."""
 
     is_gradient = False
@@ -68,9 +72,6 @@ class InputChange:
             return None
         return put_argument(args, kwargs, found[0], self._stream.change(found[1], passage, is_again))
 
-    def give_up(self, run: Any, call: int) -> None:
-        return
-
 
 class EntryGradient:
     """Arms the gradient edit of an input, where a graph is made."""
@@ -80,6 +81,7 @@ class EntryGradient:
     def __init__(self, arm: EntryArm) -> None:
         self._arm = arm
         self.give_up = arm.give_up
+        self.before_graph = arm.before_graph
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
         self._arm(args, kwargs, passage.run, passage.call)
@@ -151,7 +153,7 @@ class ShareChange(GradientArm):
         return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
-class ShareLeave:
+class ShareLeave(ExitChange):
     """The second half of a ``ShareChange``; what never came is told by the first."""
 
     is_gradient = True
@@ -161,9 +163,6 @@ class ShareLeave:
 
     def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
         return self._leave(output, given, passage, is_again)
-
-    def give_up(self, run: Any, call: int) -> None:
-        return
 
 
 def find_argument(args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> tuple[Key, Tensor] | None:

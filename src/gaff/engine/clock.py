@@ -14,6 +14,7 @@ from contextlib import suppress
 from threading import get_ident
 from types import FrameType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Frame:
     def __init__(self, owner: object) -> None:
         self.owner = owner
         self.notes: dict[object, Any] = {}
-        self.at_leave: list[Callable[[], None]] = []  # of a recomputed call
+        self.at_leave: list[Callable[[], object]] = []  # of a recomputed call
 
 
 class Run:
@@ -51,6 +52,7 @@ class Run:
         "index",
         "is_waiting",
         "left",
+        "life",
         "model",
         "once",
         "outermost",
@@ -72,6 +74,7 @@ class Run:
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
+        self.life: ReferenceType[Any] | None = None  # of its graph, where somebody asks
         self.had_grad = True  # grad mode, when it began
         self.functions: list[Any] = []  # custom Functions in whose forward it runs without grad mode
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
@@ -164,6 +167,10 @@ class Clock:
 
     def is_own_thread(self) -> bool:
         return self._owner is None or self._owner == get_ident()
+
+    def is_own_backward(self) -> bool:
+        """Whether a backward pass on this thread may be this session's; devices have threads of autograd's own."""
+        return self.is_own_thread() or compat.is_autograd_thread()
 
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:
         """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""

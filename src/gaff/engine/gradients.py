@@ -33,6 +33,9 @@ class GradientArm:
         if self._wants(call):
             self._stream.absent(run, call, NO_GRAD_MODE)
 
+    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        """A call without grad mode, which a reentrant checkpoint may run again with a graph."""
+
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
 
@@ -73,18 +76,48 @@ class OutputGradient(GradientArm):
             armed = self._gradients.arm(tensor, stream, run, call)
             if any(tensor is other for other in given[0]) and tensor._version == 0:
                 stream.remark(f"{RETURNED_INPUT}: input and output are one tensor, this is its total gradient")
-            if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and tensor._base is not None:
-                armed.follow_base(tensor._base, self._gradients)  # of more than two dimensions: a view of a product
+            base = tensor._base
+            if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and _is_flattened(tensor, base):
+                armed.follow_base(base, self._gradients)  # type: ignore[arg-type]  # which nobody else can see
+
+
+def _is_flattened(tensor: Tensor, base: Tensor | None) -> bool:
+    """Whether ``base`` is all of ``tensor``, as the product of a linear layer in more than two dimensions is."""
+    return (
+        base is not None
+        and base.shape == (tensor.shape[:-1].numel(), tensor.shape[-1])
+        and base.is_contiguous()
+        and tensor.is_contiguous()
+    )
 
 
 class InputGradient(GradientArm):
     """The total gradient of a tensor that came in: all its uses together."""
 
+    def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
+        super().__init__(gradients, node, stream, site, is_exact)
+        self._armed_before: set[tuple[Run, int]] = set()  # calls that were armed in a first pass without a graph
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
         if self._wants(call):
             tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
-            if tensor is not None:
+            if (run, call) in self._armed_before:
+                self._armed_before.discard((run, call))
+            elif tensor is not None:
                 self._arm(tensor, self._stream, run, call)
+
+    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        """What comes into a reentrant checkpoint is the whole tensor now; the recomputation sees a part of its uses."""
+        if self._wants(call):
+            tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
+            if tensor is not None and tensor.requires_grad:
+                self._armed_before.add((run, call))
+                self._gradients.arm(tensor, self._stream, run, call)
+
+    def give_up(self, run: Run, call: int) -> None:
+        if (run, call) not in self._armed_before:
+            super().give_up(run, call)
+        self._armed_before.discard((run, call))
 
 
 def find_input(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from gaff.engine.modules import Node
+from gaff.engine.surroundings import forced_eager
 from gaff.errors import ExactnessError
 
 
@@ -32,8 +34,11 @@ class Release:
 class Lingering:
     """Hooks that stay after a session, inert outside the recomputation of its graphs; gone with the last of these."""
 
-    def __init__(self, hooks: list[tuple[Node, list[Any]]]) -> None:
+    def __init__(self, hooks: list[tuple[Node, list[Any]]], *, is_forced: bool) -> None:
         self._hooks = dict(hooks)
+        self._eager = ExitStack()
+        if is_forced:  # compiled code would be recomputed without its hooks
+            self._eager.enter_context(forced_eager)
         for node in self._hooks:
             for region in (*node.replay.regions(), *node.exit_replay.regions()):
                 weakref.finalize(region, self._look, node).atexit = False
@@ -59,6 +64,8 @@ class Lingering:
         node.exit_replay.forget()
         remove_all(self._hooks.pop(node))
         node.entry_changes = node.exit_changes = ()  # they know their node
+        if not self._hooks:
+            self._eager.close()
 
 
 def remove_all(handles: list[Any]) -> None:

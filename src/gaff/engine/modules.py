@@ -17,6 +17,7 @@ from gaff import compat
 from gaff.compat import backward_task, has_saved_hooks, is_grad_enabled, transform_level
 from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.replay import Match, Passage, Replay
+from gaff.engine.standin import StandIn
 from gaff.engine.stream import EntryArm, EntryChange, EntryTap, ExitArm, ExitChange, ExitTap
 from gaff.errors import PlanError
 
@@ -75,16 +76,26 @@ class Node:
         """Put the hooks on the module; ``handles`` takes what removes them."""
         module = self.module
         for change in self.entry_changes:
-            if hasattr(change, "install"):  # a skip
-                handles.append(change.install())
+            around = getattr(change, "around", None)
+            if around is not None:
+                handles.append(StandIn(module, around))
         if self.has_entry:
             before: Callable[..., Any] = _before_edit if self.entry_changes else _before
             handles.append(module.register_forward_pre_hook(Hook(before, self), with_kwargs=True))
+            _order(module._forward_pre_hooks, _before, is_last=True)
         if self.exits or self.arms or self.exit_changes:
             after: Callable[..., Any] = _after_edit if self.exit_changes else _after
             handles.append(module.register_forward_hook(Hook(after, self), with_kwargs=True))
+            _order(module._forward_hooks, _after_edit, is_last=False)
         if self.has_entry:
             handles.append(module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True))
+
+
+def _order(hooks: Any, function: Callable[..., Any], *, is_last: bool) -> None:
+    """Edits of outputs come before all other hooks, as if the module had done it; who looks at inputs comes last."""
+    ours = [number for number, hook in hooks.items() if isinstance(hook, Hook) and hook.func is function]
+    for number in ours if is_last else sorted(ours, reverse=True):
+        hooks.move_to_end(number, last=is_last)
 
 
 # torch notes that a hook takes keywords after it has put the hook in place, and forgets it after it has taken the hook
@@ -104,7 +115,10 @@ def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if is_grad_enabled():
         for arm in node.entry_arms:
             arm(args, kwargs, run, call)
-    elif not node.replay.wait(Passage(run, call)):
+    elif node.replay.wait(Passage(run, call)):
+        for arm in node.entry_arms:
+            arm.before_graph(args, kwargs, run, call)
+    else:
         for arm in node.entry_arms:
             arm.give_up(run, call)
 
@@ -220,6 +234,10 @@ def _before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: d
         return None
     run = _enter(node, module, args, kwargs)
     if run is None:
+        for change in node.entry_changes:
+            refuse = getattr(change, "refuse_other_thread", None)
+            if refuse is not None:
+                refuse()
         return None
     passage = Passage(run, run.entered[node.index] - 1)
     if not is_grad_enabled() or has_saved_hooks():
@@ -238,6 +256,8 @@ def _change_entry(
                 args, kwargs = changed
         elif not is_again and passage not in node.replay:
             change.give_up(passage.run, passage.call)
+        elif not is_again and (before := getattr(change, "before_graph", None)) is not None:
+            before(args, kwargs, passage.run, passage.call)
     return args, kwargs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,10 +21,11 @@ from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
+from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
 from gaff.engine.swaps import Swap
-from gaff.errors import PlanError
+from gaff.errors import ExactnessError, PlanError
 from gaff.select import Found, is_container, unwrap
 from gaff.values import dig, dig_argument, iter_tensors
 
@@ -89,6 +91,7 @@ class Session:
         self.released = Release()
         self._fused: list[nn.Module] = []
         self._is_waiting = False
+        self._is_forced = False  # compiled code runs eagerly
         self._has_edits = any(isinstance(tap, EditTap) for tap in taps) or bool(tensors and tensors[0].is_edit)
         self._gradients = Gradients(has_edits=self._has_edits)
         self.lingering: Lingering | None = None  # hooks that the recomputation of living graphs still needs
@@ -111,6 +114,7 @@ class Session:
                 opening.callback(swap.restore)
             if self._around is not None and (self._around.is_compiled or surroundings.has_compiled()):
                 opening.enter_context(surroundings.forced_eager)
+                self._is_forced = True
                 self.notes.append(surroundings.EAGER)
             hooks: list[tuple[Node, list[Any]]] = []
             opening.callback(self._remove, hooks)
@@ -155,7 +159,8 @@ class Session:
                 self._prepare_tap(model, tap)
             self._prepare_nodes(model)
         for tensor in self._tensors:
-            self._leaves.append(LeafGradient(self._gradients, tensor.stream, self.clock, lambda t=tensor.tensor: t))  # type: ignore[misc]
+            find = partial(_itself, tensor.tensor)
+            self._leaves.append(LeafGradient(self._gradients, tensor.stream, self.clock, find, is_anywhere=True))
         if self._leaves or self._has_arms:
             self.clock.at_end.append(self._gradients.end_run)
         if self._leaves:
@@ -171,7 +176,7 @@ class Session:
             else:
                 remove_all(handles)
         if kept:
-            self.lingering = Lingering(kept)
+            self.lingering = Lingering(kept, is_forced=self._is_forced)
 
     def _prepare_tap(self, model: nn.Module, tap: Tap | EditTap | CallTap) -> None:
         if isinstance(tap, CallTap):
@@ -181,7 +186,8 @@ class Session:
             return
         site, module, stream = tap.found.site, tap.found.module, tap.stream
         if site.port == "grad":
-            self._leaves.append(LeafGradient(self._gradients, stream, self.clock, lambda found=tap.found: found.tensor))  # type: ignore[misc]
+            find = partial(_parameter, tap.found)
+            self._leaves.append(LeafGradient(self._gradients, stream, self.clock, find))
         elif isinstance(tap, EditTap) and site.port == "param":
             self._prepare_swap(model, tap)
         elif site.port in ("param", "buffer"):
@@ -207,13 +213,32 @@ class Session:
         owners = owners_of(model, tap.found)
         swap = Swap(tap.found, tap.stream, owners)
         self._swaps.append(swap)
-        self.clock.at_begin.append(swap.begin)
-        self.clock.at_end.append(swap.end)
+        if len(self._swaps) == 1:
+            self.clock.at_begin.append(self._begin_swaps)
         around = [module for module in tap.found.chain if not is_container(module)]
         for module in dict.fromkeys([unwrap(model), *around, *owners]):
             node = self._node(module)
             node.has_entry = True
             node.entry_changes += (swap.scope(node),)
+
+    def _begin_swaps(self, run: Run) -> None:
+        try:
+            for swap in self._swaps:
+                swap.begin(run)
+        except BaseException:
+            for swap in self._swaps:
+                swap.restore()
+            raise
+
+    def _end_swaps(self, run: Run, output: Any) -> None:
+        problems = []
+        for swap in self._swaps:
+            try:
+                swap.end(run, output)
+            except ExactnessError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
 
     def _prepare_nodes(self, model: nn.Module) -> None:
         """The root and every module around a site tell where a run begins and ends."""
@@ -242,10 +267,12 @@ class Session:
             ours = {node.module for node in self._nodes.values()}
             self._fused = [block for block in self._around.fused if not ours.isdisjoint(block.modules())]
             self.clock.at_begin.append(self._note_slow_path)
-        if self._has_arms:
+        if self._has_arms or self._has_edits:
             self.clock.at_end.append(self._stop_waiting)
         if self._has_edits:
             self.clock.at_end.append(self._guard)
+        if self._swaps:
+            self.clock.at_end.append(self._end_swaps)
 
     def _node(self, module: nn.Module) -> Node:
         found = self._nodes.get(id(module))
@@ -275,6 +302,15 @@ class Session:
         if surroundings.SLOW_PATH not in self.notes and surroundings.takes_fast_path(self._fused):
             self.notes.append(surroundings.SLOW_PATH)
             surroundings.warn_once(surroundings.SLOW_PATH)
+
+
+def _parameter(found: Found) -> Tensor:
+    """The parameter itself, also while an edit lets another tensor stand in for it."""
+    return original_of(found.tensor)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _count_steps:

@@ -14,7 +14,7 @@ from gaff.compat import is_wrapper
 from gaff.engine.armed import BATCHED, Armed, Gradients
 from gaff.engine.clock import Frame, Run
 from gaff.engine.gradients import RETURNED_INPUT, GradientArm, find_input
-from gaff.engine.stream import Stream
+from gaff.engine.stream import ExitArm, Stream
 from gaff.values import iter_deep, iter_tensors
 
 
@@ -78,7 +78,7 @@ class InputShare(GradientArm):
         return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
-class ShareExit:
+class ShareExit(ExitArm):
     """The second half of an ``InputShare``; what never came is told by the first."""
 
     def __init__(self, leave: Callable[[Any, Run], None]) -> None:
@@ -87,11 +87,8 @@ class ShareExit:
     def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
         self._leave(output, run)
 
-    def give_up(self, run: Run, call: int) -> None:
-        return
 
-
-class _ShareOfLate:
+class _ShareOfLate(Stream):
     """For an input that came to require grad after the module was entered: its share is not known."""
 
     def __init__(self, stream: Stream) -> None:
@@ -105,15 +102,6 @@ class _ShareOfLate:
 
     def refuse(self, run: Run, call: int, reason: str) -> None:
         self._stream.refuse(run, call, reason)
-
-    def skip(self, reason: str) -> None:
-        self._stream.skip(reason)
-
-    def remark(self, text: str) -> None:
-        self._stream.remark(text)
-
-    def at(self, key: Any) -> Stream:
-        return self
 
 
 class _Share(Armed):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from threading import get_ident
-from types import MethodType
 from typing import Any
-
-from torch import nn
 
 from gaff.compat import backward_task
 from gaff.engine.clock import Frame
 from gaff.engine.modules import Node
 from gaff.engine.replay import Passage
-from gaff.engine.stream import EditStream
+from gaff.engine.stream import EditStream, EntryChange
 
 
-class SkipChange:
+class SkipChange(EntryChange):
     """Decides at the entry of a module whether this call of it is skipped, and remembers it for a recomputation."""
 
     is_gradient = False
@@ -38,21 +35,12 @@ class SkipChange:
         if is_skipped and frame is not None:
             frame.notes[self] = True
 
-    def give_up(self, run: Any, call: int) -> None:
-        return
-
-    def install(self) -> StandIn:
-        """Put the stand-in on the module; its ``remove`` takes it away."""
-        return StandIn(self._node.module, self)
-
-    def stand_in(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns: the original's output, unless this call is skipped."""
         frame = self._frame()
         if frame is None or not frame.notes.pop(self, False):
             return original(*args, **kwargs)
-        if backward_task() == -1:
-            self._stream.hit()
-        return self._stream.stand_in(args, kwargs)
+        return self._stream.stand_in(args, kwargs, is_again=backward_task() != -1)
 
     def _frame(self) -> Frame | None:
         """The call of the module that is in progress, if this session sees it."""
@@ -63,30 +51,3 @@ class SkipChange:
             run = clock.open.get(get_ident())
             frames = run.frames if run is not None else []
         return frames[-1] if frames and frames[-1].owner is self._node else None
-
-
-class StandIn:
-    """Stands as ``forward`` on one module. A copy or pickle of the module gets its own forward back."""
-
-    def __init__(self, module: nn.Module, change: SkipChange) -> None:
-        self._module = module
-        self._change = change
-        self._before = module.__dict__.get("forward")
-        self._original = module.forward
-        module.__dict__["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._change.stand_in(self._original, args, kwargs)
-
-    def remove(self) -> None:
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"]
-            if self._before is not None:
-                self._module.__dict__["forward"] = self._before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module), self._module)
-        return MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module, "forward")  # whose class answers, since it is read before its attributes

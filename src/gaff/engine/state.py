@@ -42,7 +42,16 @@ class StateValue:
 class LeafGradient:
     """The contribution of each backward pass to a parameter, or to a tensor given by the user, before accumulation."""
 
-    def __init__(self, gradients: Gradients, stream: Stream, clock: Clock, find: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        gradients: Gradients,
+        stream: Stream,
+        clock: Clock,
+        find: Callable[[], Tensor],
+        *,
+        is_anywhere: bool = False,
+    ) -> None:
+        self._is_anywhere = is_anywhere  # a tensor that the user holds: on whatever thread its gradient comes
         self._gradients = gradients
         self._stream = stream
         self._clock = clock
@@ -83,7 +92,8 @@ class LeafGradient:
     def _arrived(self, gradient: Tensor) -> Any:
         runs = self._gradients.runs_of(compat.backward_task())
         run = runs[-1] if runs else None
-        if not self._gradients.is_open or (run is None and not self._clock.is_own_thread()):
+        is_ours = run is not None or self._is_anywhere or self._clock.is_own_backward()
+        if not self._gradients.is_open or not is_ours:
             return None  # a backward pass of a thread at which this session does not look
         run = run or self._clock.latest
         self._gradients.seen(run)

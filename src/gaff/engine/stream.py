@@ -12,25 +12,32 @@ from gaff.engine.replay import Passage
 
 
 class Stream(Protocol):
-    """Receives the events of one site. Called inside hooks: must not write into a value, must not read the device."""
+    """Receives the events of one site; what a stream does not define does nothing.
+
+    Called inside hooks: must not write into a value, must not read the device."""
 
     def add(self, value: Any, run: Run, call: int) -> Any:
         """A value passed. Raising stops the user's run; a tensor returned for a gradient takes its place."""
 
     def absent(self, run: Run, call: int, reason: str) -> None:
         """The site fired, and there is None to see."""
+        return
 
     def refuse(self, run: Run, call: int, reason: str) -> None:
         """The site fired, but its value cannot be told exactly; reading it must raise."""
+        return
 
     def skip(self, reason: str) -> None:
         """An event that this site cannot show, of a pattern that asks for whatever there is."""
+        return
 
     def remark(self, text: str) -> None:
         """Something that whoever reads the value should know."""
+        return
 
     def at(self, key: Key) -> Stream:
         """The stream of one tensor inside this site's value."""
+        return self
 
 
 class EditStream(Stream, Protocol):
@@ -47,10 +54,7 @@ class EditStream(Stream, Protocol):
     def wants(self, run: Run, call: int) -> bool:
         """Whether the edit acts at this event."""
 
-    def hit(self) -> None:
-        """It acted without a tensor to measure."""
-
-    def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_again: bool) -> Any:
         """The output of a module that is not run."""
 
 
@@ -77,6 +81,7 @@ class EntryChange(Protocol):
 
     def give_up(self, run: Run, call: int, /) -> None:
         """The call had no graph, and none will come."""
+        return
 
 
 class ExitChange(Protocol):
@@ -88,13 +93,19 @@ class ExitChange(Protocol):
 
     def give_up(self, run: Run, call: int, /) -> None:
         """The call had no graph, and none will come."""
+        return
 
 
 class EntryArm(EntryTap, Protocol):
     """Sets gradient hooks at the entry of a module."""
 
+    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int, /) -> None:
+        """The call has no graph, but may be run again with one."""
+        return
+
     def give_up(self, run: Run, call: int, /) -> None:
         """The call had no graph, and none will come."""
+        return
 
 
 class ExitArm(Protocol):
@@ -104,3 +115,4 @@ class ExitArm(Protocol):
 
     def give_up(self, run: Run, call: int, /) -> None:
         """The call had no graph, and none will come."""
+        return

@@ -6,24 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gaff import compat
 from gaff.engine.clock import Frame, Run
 from gaff.engine.modules import Node
 from gaff.engine.replay import Passage
-from gaff.engine.stream import EditStream
+from gaff.engine.standing import Standing
+from gaff.engine.stream import EditStream, EntryChange
+from gaff.errors import ExactnessError, PlanError
 from gaff.select import Found
 
 
 class Swap:
-    """One edited parameter, wherever the model holds it. Never writes into the parameter."""
+    """One edit of one parameter, wherever the model holds it. Never writes into the parameter."""
 
     def __init__(self, found: Found, stream: EditStream, owners: Sequence[nn.Module]) -> None:
         self._found = found
         self._stream = stream
         self._owners = owners
-        self._original: Tensor | None = None  # while another stands in
+        self._standing: Standing | None = None  # while another stands in
         self._passages: dict[Run, Passage] = {}
 
     def begin(self, run: Run) -> None:
@@ -34,49 +36,54 @@ class Swap:
         self._stand_in(passage, is_again=False)
 
     def end(self, run: Run, output: Any) -> None:
-        """The run is over."""
-        self.restore()
+        """The run is over. Raises ExactnessError where the model wrote into what stood in."""
         self._passages.pop(run, None)
+        if not self.restore():
+            raise ExactnessError(
+                f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "
+                "stood in for it: expected a parameter that the forward only reads"
+            )
 
     def scope(self, node: Node) -> SwapScope:
         """What repeats the edit when a checkpoint recomputes ``node``."""
         return SwapScope(self, node)
 
     def passage(self, run: Run) -> Passage | None:
+        """What was decided when ``run`` began."""
         return self._passages.get(run)
 
     def again(self, passage: Passage, frame: Frame) -> None:
         """A recomputation enters a module: until it leaves it, the value of that run stands in again."""
-        if self._original is None:
+        if self._standing is None:
             self._stand_in(passage, is_again=True)
             frame.at_leave.append(self.restore)
 
-    def restore(self) -> None:
-        """The parameter is back in its place."""
-        if self._original is not None:
-            original, self._original = self._original, None
-            self._put(original)
+    def restore(self) -> bool:
+        """The parameter is back in its place; False where somebody changed what stood in for it."""
+        standing, self._standing = self._standing, None
+        return standing is None or standing.remove(self)
+
+    def refuse_other_thread(self) -> None:
+        """A run of another thread must not meet a value that is meant for this one."""
+        if self._standing is not None:
+            raise PlanError(
+                f"{self._found.site}: the model runs on another thread while this parameter is edited for a run of its "
+                "own: expected runs one after the other, or a copy of the model for each thread"
+            )
 
     def _stand_in(self, passage: Passage, *, is_again: bool) -> None:
         tensor = self._found.tensor
-        # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that
-        plain = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-        with plain, compat.outside_modes():
+        # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that;
+        # precision and graph are the parameter's own, not those of the place at which the run began
+        saved = torch.autograd.graph.saved_tensors_hooks(lambda held: held, lambda held: held)
+        with saved, compat.outside_modes(), torch.enable_grad(), compat.without_autocast(tensor.device):
             new = self._stream.change(tensor, passage, is_again)
         if new is not tensor:
-            self._put(new)
-            self._original = tensor
-
-    def _put(self, new: Tensor) -> None:
-        old = self._found.tensor
-        for owner in self._owners:
-            for name in [name for name, value in owner._parameters.items() if value is old]:
-                owner._parameters[name] = new  # type: ignore[assignment]
-            for held in (value for value in vars(owner).values() if isinstance(value, list)):  # as LSTM keeps them
-                held[:] = [new if value is old else value for value in held]
+            self._standing = Standing.of(tensor, self._owners)
+            self._standing.add(self, new)
 
 
-class SwapScope:
+class SwapScope(EntryChange):
     """At the entry of a module around the parameter: a recomputation of it needs the value of its run."""
 
     is_gradient = False
@@ -94,5 +101,16 @@ class SwapScope:
             frame = next(frame for frame in reversed(self._node.clock.replay_frames()) if frame.owner is self._node)
             self._swap.again(passage.memo[self], frame)
 
-    def give_up(self, run: Any, call: int) -> None:
-        return
+    def refuse_other_thread(self) -> None:
+        """A run that this session does not see enters the module."""
+        self._swap.refuse_other_thread()
+
+    def around(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward: what jumps over every hook, as Ctrl-C does, gives the parameter back here."""
+        try:
+            return original(*args, **kwargs)
+        except Exception:
+            raise  # torch calls the hooks after these
+        except BaseException:
+            self._swap.restore()
+            raise

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gaff.address import Key, Site
+from gaff.address import Site
 from gaff.engine.session import Session, Tap
+from gaff.engine.stream import Stream
 from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
 from gaff.select import Found, find_site, iter_modules, join, need_module, resolve
 from gaff.tools.terms import Terms, find_rule, product
@@ -136,7 +137,7 @@ class SampleNorms:
         self._refused.setdefault(run.index, reason)
 
 
-class _Part:
+class _Part(Stream):
     """A stream that hands its events on with the path of its layer."""
 
     def __init__(self, see: Callable[[Any, Any, int, str], None], path: str = "") -> None:
@@ -151,15 +152,6 @@ class _Part:
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
         self._see(reason, run, call, self._path)
-
-    def skip(self, reason: str) -> None:
-        return
-
-    def remark(self, text: str) -> None:
-        return
-
-    def at(self, key: Key) -> _Part:
-        return self
 
 
 def sample_norms(model: nn.Module, patterns: Sequence[Any], reduction: str) -> SampleNorms:

@@ -1,0 +1,175 @@
+"""A parameter that another stands in for: given back whatever happens, once for all sessions, to no other thread."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gaff
+from gaff import edits
+
+
+class Single(nn.Module):
+    """A linear layer, and something to do before it is called."""
+
+    def __init__(self, before=lambda model: None):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.before = before
+
+    def forward(self, x):
+        self.before(self)
+        return self.lin(x)
+
+
+def is_untouched(model, weight, value):
+    return model.lin.weight is weight and torch.equal(weight, value)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_edits_of_one_parameter_compose(together):
+    model, x = Single(), torch.randn(2, 3)
+    weight, value = model.lin.weight, model.lin.weight.detach().clone()
+    true = nn.functional.linear(x, value * 2 + 1, model.lin.bias)
+    if together:
+        with gaff.edit(model, {"lin.weight:param": edits.scale(2.0), "*.weight:param": edits.add(1.0)}):
+            assert torch.equal(model(x), true)
+            assert torch.equal(model(x), true)
+    else:
+        with (
+            gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}),
+            gaff.edit(model, {"lin.weight:param": edits.add(1.0)}),
+        ):
+            assert torch.equal(model(x), true)
+            assert torch.equal(model(x), true)
+    assert is_untouched(model, weight, value)
+
+
+def test_sessions_closed_in_any_order_give_the_parameter_back():
+    model, x = Single(), torch.randn(2, 3)
+    weight, value = model.lin.weight, model.lin.weight.detach().clone()
+    first, second = (gaff.Plan.edit({"lin.weight:param": edits.scale(2.0)}).attach(model) for _ in range(2))
+    model(x)
+    first.remove()
+    assert torch.equal(model(x), nn.functional.linear(x, value * 2, model.lin.bias))
+    second.remove()
+    assert is_untouched(model, weight, value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_jumps_out_of_the_model_leaves_the_parameter(error):
+    def fail(model):
+        raise error
+
+    model, x = Single(), torch.randn(2, 3)
+    weight, value = model.lin.weight, model.lin.weight.detach().clone()
+    handle = gaff.Plan.edit({"lin.weight:param": edits.zero()}).attach(model)
+    model(x)
+    model.before = fail
+    with pytest.raises(error):
+        model(x)
+    assert is_untouched(model, weight, value)
+    handle.remove()
+
+
+def test_an_edit_that_raises_leaves_the_parameters_of_the_others():
+    def fail(tensor):
+        raise ValueError
+
+    model = Single()
+    weight, value = model.lin.weight, model.lin.weight.detach().clone()
+    handle = gaff.Plan.edit({"lin.weight:param": edits.zero(), gaff.maybe("lin.bias:param"): fail}).attach(model)
+    with pytest.raises(ValueError):  # noqa: PT011  # the edit's own
+        model(torch.randn(2, 3))
+    assert is_untouched(model, weight, value)
+    handle.remove()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_gradient_of_the_parameter_itself_is_edited_and_captured(order):
+    model, x = Single(), torch.randn(2, 3)
+    changes = {"lin.weight:param": edits.scale(0.5), "lin.weight:grad": edits.add(1.0)}
+    with gaff.capture(model, "lin.weight:grad") as got, gaff.edit(model, dict(list(changes.items())[::order])):
+        model(x).sum().backward()
+    true = 0.5 * x.sum(0).expand(3, 3)
+    torch.testing.assert_close(model.lin.weight.grad, true + 1)
+    torch.testing.assert_close(got["lin.weight:grad"], true)  # the capture was there first
+
+
+@pytest.mark.parametrize("write", ["in place", "replaced"])
+def test_a_model_that_changes_the_parameter_in_its_forward_is_refused(write):
+    def change(model):
+        if write == "in place":
+            with torch.no_grad():
+                model.lin.weight.mul_(2)
+        else:
+            model.lin.weight = nn.Parameter(torch.ones(3, 3))
+
+    model = Single(change)
+    with (
+        pytest.raises(gaff.ExactnessError, match=r"lin\.weight:param: the model changed this parameter during the run"),
+        gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}),
+    ):
+        model(torch.randn(2, 3))
+
+
+def test_another_thread_does_not_get_the_edited_value():
+    model, x = Single(), torch.randn(2, 3)
+    entered, left, found = threading.Event(), threading.Event(), []
+
+    def other():
+        entered.wait(10)
+        try:
+            found.append(model(x))
+        except gaff.PlanError as error:
+            found.append(error)
+        left.set()
+
+    def wait(model):
+        if threading.current_thread() is threading.main_thread():
+            entered.set()
+            left.wait(10)
+
+    model.before = wait
+    thread = threading.Thread(target=other)
+    thread.start()
+    with gaff.edit(model, {"lin.weight:param": edits.zero()}):
+        model(x)
+    thread.join()
+    assert isinstance(found[0], gaff.PlanError)
+    assert "runs on another thread" in str(found[0])
+
+
+def test_a_model_that_turns_grad_mode_on_itself():
+    model = Single()
+    model.forward = torch.enable_grad()(model.forward)
+    with gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}):
+        with torch.no_grad():
+            y = model(torch.ones(2, 3))
+        y.sum().backward()
+    assert torch.equal(model.lin.weight.grad, torch.full((3, 3), 4.0))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_autocast_inside_the_model_and_a_checkpoint(use_reentrant):
+    model, low = Single(), torch.randn(3, 1)
+    x = torch.randn(2, 3)
+    found = []
+    for kind in (None, use_reentrant):
+
+        def forward(z, kind=kind):
+            with torch.autocast("cpu", torch.bfloat16):
+                region = lambda t: torch.tanh(model.lin(t))  # noqa: E731
+                return (region(z) if kind is None else checkpoint(region, z, use_reentrant=kind)).float()
+
+        model.forward = forward
+        leaf = x.clone().requires_grad_()
+        model.zero_grad()
+        with gaff.edit(
+            model, {"lin.weight:param": lambda w: w + low @ low.T, "lin.bias:param": edits.project(torch.ones(3))}
+        ):
+            model(leaf).sum().backward()
+        found.append([leaf.grad, model.lin.weight.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
