@@ -148,3 +148,40 @@ def test_verbose_execution_and_feature_extraction_on_resnet50():
         "layer4": (10, 2048, 7, 7),
         "avgpool": (10, 2048, 1, 1),
     }
+
+
+def test_a_gradient_replaced_by_ones_and_true_gradients_of_the_weights():
+    """The tutorial's hook replaces everything in grad_in, the weight's gradient too; here only what is asked for."""
+    linear, a = nn.Linear(10, 20), torch.randn(3, 10, requires_grad=True)
+    with gaff.edit(linear, {":grad_input": gaff.edits.fill(1.0)}):
+        linear(a).sum().backward()
+    assert torch.equal(a.grad, torch.ones(3, 10))
+    assert torch.equal(linear.weight.grad, a.detach().sum(0).expand(20, 10))
+
+
+def test_a_gradient_changed_at_a_tensor_reaches_what_comes_before_it():
+    """Changing ``b.grad`` after backward changes nothing; an edit of b's gradient reaches a."""
+    a = torch.ones(5, requires_grad=True)
+    b = 2 * a
+    with gaff.edit({b: gaff.edits.scale(10.0)}):
+        b.mean().backward()
+    assert a.grad.tolist() == pytest.approx([4.0] * 5)
+
+
+@pytest.mark.parametrize("how", ["edit", "clip_gradients"])
+def test_gradients_clipped_at_a_thousandth(how):
+    model, theirs, x = MyNet(), MyNet(), torch.randn(1, 3, 8, 8)
+    theirs.load_state_dict(model.state_dict())
+    for parameter in theirs.parameters():
+        parameter.register_hook(lambda grad: grad.clamp_(-0.001, 0.001))
+    if how == "edit":
+        with gaff.edit(model, {"**:grad": gaff.edits.clamp(-0.001, 0.001)}) as changed:
+            model(x).pow(2).mean().backward()
+        assert all(row.hits == 1 for row in changed.receipt.rows)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gaff.clip_gradients(optimizer, value=0.001, when="backward"):
+            model(x).pow(2).mean().backward()
+    theirs(x).pow(2).mean().backward()
+    for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
