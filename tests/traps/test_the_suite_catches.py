@@ -37,6 +37,8 @@ def test_gaff_falls_into_none(name):
                 "checkpoint",
                 "keywords_only",
                 "pickle",
+                "edit_checkpoint",
+                "edit_draws_noise",
             ],
         ),
         (

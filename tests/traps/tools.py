@@ -1,8 +1,11 @@
 """What a trap is sprung on: gaff, hand-written hooks, and the usual dictionary where the last call wins.
 
 A tool answers one question: run ``step`` and say what passed at ``sites`` (``path:port``, ports output, input,
-grad_output, grad_input), every call in order. A trap passes if the answers are true.
+grad_output, grad_input), every call in order. And it does one thing: ``changed(model, {path: function})`` is a context
+in which outputs are what the function makes of them. A trap passes if the answers, or the gradients, are true.
 """
+
+from contextlib import contextmanager
 
 import torch
 
@@ -16,6 +19,9 @@ class Gaff:
         with gaff.capture(model, *sites) as got:
             step()
         return {site: got.all(site) for site in sites}
+
+    def changed(self, model, changes):
+        return gaff.edit(model, changes)
 
 
 class RawHooks:
@@ -33,6 +39,18 @@ class RawHooks:
             for handle in handles:
                 handle.remove()
         return found
+
+    @contextmanager
+    def changed(self, model, changes):
+        handles = [self._change(model.get_submodule(path), change) for path, change in changes.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _change(self, module, change):
+        return module.register_forward_hook(lambda m, args, output: change(output))
 
     def _hook(self, module, port, store):
         if port == "output":

@@ -124,18 +124,36 @@ def _transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms
 
 def _windows(layer: Any, padded: Tensor, small: Tensor) -> Terms:
     """One position for each place of the kernel: the window of ``padded`` under it, the values of ``small`` there."""
-    spatial = len(layer.kernel_size)
-    windows = padded
-    for dim in range(spatial):
-        reach = layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
-        windows = windows.unfold(2 + dim, reach, layer.stride[dim]).narrow(2 + dim, 0, small.shape[2 + dim])
-        windows = windows[..., :: layer.dilation[dim]]
-    channels = windows.shape[1]
     groups = layer.groups
-    windows = windows.flatten(2, 1 + spatial).flatten(3)  # batch, channels, positions, kernel
-    windows = windows.unflatten(1, (groups, channels // groups)).permute(0, 1, 3, 2, 4).flatten(3)
-    values = small.flatten(2).unflatten(1, (groups, small.shape[1] // groups)).mT
-    return Terms(windows, values)
+    unfold = _unfold_plane if len(layer.kernel_size) <= 2 else _unfold_space
+    windows = unfold(layer, padded, small.shape[2:])  # batch, channels * kernel, positions
+    values = small.flatten(2).unflatten(1, (groups, -1))
+    return Terms(windows.unflatten(1, (groups, -1)).mT, values.mT)
+
+
+def _unfold_plane(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
+    shape = [layer.kernel_size, layer.dilation, layer.stride]
+    if len(places) == 1:  # a row of a plane
+        padded, shape, places = padded[:, :, None], [(1, *sides) for sides in shape], torch.Size((1, *places))
+    kernel, dilation, stride = shape
+    windows = F.unfold(padded, kernel, dilation, stride=stride)
+    sides = zip(padded.shape[2:], kernel, dilation, stride, strict=True)
+    found = [(size - spread * (width - 1) - 1) // step + 1 for size, width, spread, step in sides]
+    if tuple(found) == tuple(places):
+        return windows
+    kept: Tensor = windows.unflatten(2, found)[:, :, : places[0], : places[1]]  # a transposed one leaves some over
+    return kept.flatten(2)
+
+
+def _unfold_space(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
+    windows = padded
+    for dim, size in enumerate(places):
+        reach = layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
+        windows = windows.unfold(2 + dim, reach, layer.stride[dim]).narrow(2 + dim, 0, size)
+        windows = windows[..., :: layer.dilation[dim]]
+    spatial = len(places)
+    windows = windows.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
+    return windows.flatten(2 + spatial).flatten(1, 1 + spatial)
 
 
 def _layer_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
