@@ -539,3 +539,15 @@ def test_plans_that_cannot_be_saved_or_read_say_why(tmp_path):
             gaff.Plan.load(path)
     with pytest.raises(gaff.RecordError, match="cannot be read"):
         gaff.Plan.load(tmp_path / "nosuch.json")
+
+
+def test_a_module_replaced_while_edited_does_not_go_unnoticed():
+    model, x = two()
+    session = gaff.edit(model, {"act": edits.zero()})
+    session.__enter__()
+    model(x)
+    model.act = nn.ReLU()
+    model(x)
+    with pytest.warns(UserWarning, match="act: the module was replaced while the session was open"):
+        session.__exit__(None, None, None)
+    assert "its successor was not edited" in str(session.receipt)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gaff import compat
 from gaff.address import GRADIENT_PORTS, Key, Site
-from gaff.edits.event import Edit, Event
+from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
 from gaff.edits.places import Skip, When
 from gaff.errors import ExactnessError, GaffError, PlanError
@@ -54,7 +54,7 @@ class EditStream:
         self.measured = _Measured()
         self._edit = edit
         self._is_pure = edit.is_pure
-        self._needs_event = getattr(edit, "uses_event", True)
+        self._needs_event = uses_event(edit)
         self._is_direct = not self._needs_event and not check_finite
         self._any_event = Event(site)
         self._constants = tuple(tensors_of(edit)) if edit.is_pure else ()
@@ -70,7 +70,8 @@ class EditStream:
     def change(self, value: Tensor, passage: Any, is_again: bool) -> Tensor:
         """A value passes; what the model goes on with. In a recomputation: what the first pass decided."""
         memo = passage.memo
-        if memo is None and self._is_direct and self.switch.is_plain and (new := self._direct(value)) is not None:
+        is_direct = self._is_direct and memo is None and self.switch.is_plain and not is_again
+        if is_direct and (new := self._direct(value)) is not None:
             return new
         run, call = passage.run, passage.call
         if is_again:

@@ -19,6 +19,8 @@ from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow
 from gaff.select import identity, is_there, need_module
 
+REPLACED = "the module was replaced while the session was open: its successor was not edited"
+
 
 class Editing:
     """Edits on a model while it is open: as a context (``gaff.edit``), or until ``remove`` (``plan.attach``).
@@ -114,7 +116,9 @@ class Editing:
             stream.is_open = False
         for tap, stream in zip(self._taps, self._streams, strict=False):
             if not is_there(tap.found):
-                stream.skip("the module was replaced while the session was open: its successor was not edited")
+                stream.skip(REPLACED)
+                if stream.hits and not is_quiet:
+                    warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
         self._session.close()
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
         if lost and not is_quiet:

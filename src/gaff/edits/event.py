@@ -63,6 +63,11 @@ class WithEvent:
         return self.function(tensor, event)
 
 
+def uses_event(edit: Edit) -> bool:
+    """Whether an edit asks in which run, call or step it acts; those of arithmetic say that they do not."""
+    return bool(getattr(edit, "uses_event", True))
+
+
 def with_event(function: Callable[[Tensor, Event], Tensor]) -> WithEvent:
     """An edit that also knows the ``Event``: its ``site``, ``run``, ``call`` and ``step``."""
     return WithEvent(need_callable(function))

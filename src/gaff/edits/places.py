@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.edits.event import Edit, Event
+from gaff.edits.event import Edit, Event, uses_event
+from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
 from gaff.keep import Heads, Part
 
@@ -24,6 +25,10 @@ class At:
     def is_pure(self) -> bool:
         return self.edit.is_pure
 
+    @property
+    def uses_event(self) -> bool:
+        return uses_event(self.edit)
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         index = self.index
         if isinstance(index, Tensor):
@@ -33,7 +38,7 @@ class At:
                 raise PlanError(f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}")
             return torch.where(mask, self.edit.change(tensor, event), tensor)
         part = index(tensor)
-        new_part = self.edit.change(part, event)
+        new_part = self._change_part(tensor, part, event)
         if new_part.shape != part.shape or new_part.dtype != part.dtype:
             raise PlanError(f"edit of a part of {_text(part)} returned {_text(new_part)}: expected the same")
         new = tensor.clone()
@@ -45,6 +50,15 @@ class At:
         new[tuple(at)] = new_part
         return new
 
+    def _change_part(self, tensor: Tensor, part: Tensor, event: Event) -> Tensor:
+        """The part alone is edited; values from elsewhere may have the shape of the part, or of the whole."""
+        try:
+            return self.edit.change(part, event)
+        except PlanError:
+            if not is_placed(self.edit):
+                raise
+            return self.index(self.edit.change(tensor, event))  # type: ignore[operator]  # no mask
+
 
 @dataclass(frozen=True, eq=False)
 class Chain:
@@ -55,6 +69,10 @@ class Chain:
     @property
     def is_pure(self) -> bool:
         return all(edit.is_pure for edit in self.edits)
+
+    @property
+    def uses_event(self) -> bool:
+        return any(uses_event(edit) for edit in self.edits)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         for edit in self.edits:
@@ -98,6 +116,13 @@ class Skip:
         raise PlanError(
             "skip takes the place of a whole module: expected it alone at a module, as 'path': edits.skip()"
         )
+
+
+def is_placed(edit: Edit) -> bool:
+    """Whether an edit brings values that have places of their own, as a patch does."""
+    if isinstance(edit, Chain):
+        return any(is_placed(inner) for inner in edit.edits)
+    return is_placed(edit.edit) if isinstance(edit, (At, When)) else isinstance(edit, (Patch, Replace, Ablate))
 
 
 def numbers_of(value: Any, name: str) -> Numbers:
