@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from gaff import keep as keep_part
 from gaff.address import Address, Pattern, Site, parse
 from gaff.edits import files as edit_part
-from gaff.edits.event import Edit, as_edit
+from gaff.edits.event import Edit
+from gaff.edits.places import as_edit
 from gaff.errors import GaffError, PlanError, RecordError, SiteError
 from gaff.select import Found, resolve
 from gaff.text import table

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Noise, Project, Quantize, Reverse, Scale, Stop
-from gaff.edits.event import Call, Edit, Event, as_edit, need_callable, with_event
-from gaff.edits.places import At, Chain, Skip, When, numbers_of
+from gaff.edits.event import Call, Edit, Event, need_callable, with_event
+from gaff.edits.places import At, Chain, Skip, When, as_edit, numbers_of
 from gaff.edits.sources import Ablate, Patch, Replace, Source, pairs_of
 from gaff.errors import PlanError
 from gaff.keep import Heads, Part

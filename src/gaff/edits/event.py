@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gaff import compat
 from gaff.address import Site
@@ -71,21 +71,6 @@ def uses_event(edit: Edit) -> bool:
 def with_event(function: Callable[[Tensor, Event], Tensor]) -> WithEvent:
     """An edit that also knows the ``Event``: its ``site``, ``run``, ``call`` and ``step``."""
     return WithEvent(need_callable(function))
-
-
-def as_edit(value: Any) -> Edit:
-    """What may stand for an edit: one of ``gaff.edits``, a function ``tensor -> tensor``, a module, a list of these."""
-    if isinstance(value, (list, tuple)):
-        from gaff.edits.places import Chain  # a list is a chain; the module needs this one
-
-        return Chain(tuple(as_edit(item) for item in value))
-    if isinstance(value, type):
-        raise PlanError(f"edit {value.__name__} is a class: expected what it makes, such as gaff.edits.scale(0.5)")
-    if isinstance(value, Edit) and not isinstance(value, nn.Module):
-        return value
-    if getattr(value, "__module__", "").startswith("gaff.edits"):
-        raise PlanError(f"edit gaff.edits.{value.__name__} was not called: expected gaff.edits.{value.__name__}(...)")
-    return Call(need_callable(value))
 
 
 def need_callable(function: Any) -> Any:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gaff.edits.event import Edit, Event, uses_event
+from gaff.edits.event import Call, Edit, Event, need_callable, uses_event
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
 from gaff.keep import Heads, Part
@@ -116,6 +116,19 @@ class Skip:
         raise PlanError(
             "skip takes the place of a whole module: expected it alone at a module, as 'path': edits.skip()"
         )
+
+
+def as_edit(value: Any) -> Edit:
+    """What may stand for an edit: one of ``gaff.edits``, a function ``tensor -> tensor``, a module, a list of these."""
+    if isinstance(value, (list, tuple)):
+        return Chain(tuple(as_edit(item) for item in value))
+    if isinstance(value, type):
+        raise PlanError(f"edit {value.__name__} is a class: expected what it makes, such as gaff.edits.scale(0.5)")
+    if isinstance(value, Edit) and not isinstance(value, nn.Module):
+        return value
+    if getattr(value, "__module__", "").startswith("gaff.edits"):
+        raise PlanError(f"edit gaff.edits.{value.__name__} was not called: expected gaff.edits.{value.__name__}(...)")
+    return Call(need_callable(value))
 
 
 def is_placed(edit: Edit) -> bool:
