@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from threading import get_ident
 from typing import Any
 
@@ -54,11 +54,21 @@ class Node:
         self.clock = clock
         self.open = clock.open  # the runs in progress, by thread
         self.index = index
-        self.replay = Replay()  # of entries
-        self.exit_replay = Replay()
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The calls that may be recomputed, at their entry; made when first needed."""
+        return Replay()
+
+    @cached_property
+    def exit_replay(self) -> Replay:
+        """The same, at their exit."""
+        return Replay()
 
     def give_up(self, *, is_final: bool) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
+        if not (self.entry_arms or self.arms or self.entry_changes or self.exit_changes):
+            return
         for passage in self.replay.give_up(is_final=is_final):
             entries: tuple[EntryArm | EntryChange, ...] = (*self.entry_arms, *self.entry_changes)
             for entry in entries:
@@ -70,7 +80,8 @@ class Node:
 
     def repeats(self) -> bool:
         """Whether a graph is alive whose recomputation needs the edits of this module."""
-        return self.replay.is_alive() or self.exit_replay.is_alive()
+        made = vars(self)
+        return any(name in made and made[name].is_alive() for name in ("replay", "exit_replay"))
 
     def install(self, handles: list[Any]) -> None:
         """Put the hooks on the module; ``handles`` takes what removes them."""
@@ -93,6 +104,8 @@ class Node:
 
 def _order(hooks: Any, function: Callable[..., Any], *, is_last: bool) -> None:
     """Edits of outputs come before all other hooks, as if the module had done it; who looks at inputs comes last."""
+    if len(hooks) < 2:
+        return
     ours = [number for number, hook in hooks.items() if isinstance(hook, Hook) and hook.func is function]
     for number in ours if is_last else sorted(ours, reverse=True):
         hooks.move_to_end(number, last=is_last)
