@@ -149,7 +149,7 @@ def test_when_limits_an_edit_to_runs_calls_and_steps():
 def test_when_that_never_holds_is_a_miss():
     model, x = two()
     with (
-        pytest.raises(gaff.NeverFiredError, match=r"'a' never fired in 1 runs: let pass 1 times"),
+        pytest.raises(gaff.NeverFiredError, match=r"'a' never fired in 1 run: let pass 1 times"),
         gaff.edit(model, {"a": edits.when(edits.zero(), runs=7)}),
     ):
         model(x)
@@ -227,7 +227,7 @@ WRONG = [
     (lambda m: edits.at(3, edits.zero()), "index 3 is no place"),
     (lambda m: edits.at(keep.mean(), edits.zero()), "is no place"),
     (lambda m: edits.when(edits.zero(), runs="first"), "names no numbers"),
-    (lambda m: edits.patch(torch.zeros(3), rows=[0]), "is no mapping"),
+    (lambda m: edits.patch(torch.zeros(3), rows="first"), "is no mapping"),
 ]
 
 

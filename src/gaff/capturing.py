@@ -16,7 +16,7 @@ from gaff.address import Site, every_call
 from gaff.engine.session import Session, Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
-from gaff.receipt import Receipt, ReceiptRow
+from gaff.receipt import Receipt, ReceiptRow, counted
 from gaff.select import identity, is_there, need_module, resolve
 from gaff.sinks.capture import NO_BACKWARD, NOT_CALLED, Reading, Stream, make_keeper
 from gaff.sinks.exact import Keeper
@@ -224,5 +224,6 @@ def raise_if_silent(receipt: Receipt, runs: int) -> None:
         hint = "the modules were not called in these runs"
     why = reasons[0] if reasons else hint
     raise NeverFiredError(
-        f"{names} never fired in {runs} runs: {why}; allow it with gaff.maybe(pattern), see error.receipt", receipt
+        f"{names} never fired in {counted(runs, 'run')}: {why}; allow it with gaff.maybe(pattern), see error.receipt",
+        receipt,
     )

@@ -50,6 +50,7 @@ class EditStream:
         self.hits = 0
         self.none = 0
         self.is_open = True
+        self.has_failed = False  # its last event ended in an error
         self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
         self.measured = _Measured()
         self._edit = edit
@@ -135,7 +136,7 @@ class EditStream:
         """What happened so far. Reads the device."""
         reasons = [*self._reasons.items(), *((text, 1) for text in self.lost)]
         if self._passed:
-            reasons.append((f"let pass {self._passed} times (when=, off)", 1))
+            reasons.append((f"let pass {self._passed} times, by when() or off()", 1))
         if not self.hits and not reasons:
             is_gradient = self.site.port in (*GRADIENT_PORTS, "grad")
             reasons.append((NO_BACKWARD if is_gradient else NOT_CALLED, 1))
@@ -200,29 +201,38 @@ class EditStream:
     def _compute(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
         version = 0 if self._is_pure else compat.version_of(value)
         try:
-            new = self._edit.change(value, self._event(run, call) if self._needs_event else self._any_event)
+            event = self._event(run, call) if self._needs_event else self._any_event
+            new = _change_sparse(self._edit, value, event) if value.is_sparse else self._edit.change(value, event)
         except GaffError as error:
+            self.has_failed = True
             raise type(error)(f"{self.site}: {error}") from error
         except RuntimeError as error:
+            self.has_failed = True
             if not self._is_pure:
                 self._add_note(error, run, call)
                 raise
-            what = str(error).splitlines()[0]  # of torch, about the constants of one of our own edits
-            raise PlanError(f"{self.site}: the edit does not fit {_text(value, value)}: {what}") from error
+            what = str(error).splitlines()[0][:160]  # of torch, about the constants of one of our own edits
+            kind = "" if value.layout == torch.strided else f" as {value.layout}"
+            raise PlanError(f"{self.site}: the edit does not fit {_text(value, value)}{kind}: {what}") from error
         except Exception as error:
+            self.has_failed = True
             self._add_note(error, run, call)
             raise
+        self.has_failed = True  # unless what follows is right
         if not self._is_pure and compat.version_of(value) != version:
             raise PlanError(
                 f"{self.site}: the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
             )
         if strength == 1.0 and type(new) is Tensor and _is_alike(new, value):
+            self.has_failed = False
             return new
         if not isinstance(new, Tensor):
             raise PlanError(f"{self.site}: the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
         if not _is_alike(new, value):
             raise PlanError(f"{self.site}: the edit returned {_text(new, value)} where {_text(value, new)} passes")
-        return new if strength == 1.0 else _mix(value, new, strength, self.site)
+        new = new if strength == 1.0 else _mix(value, new, strength, self.site)
+        self.has_failed = False
+        return new
 
     def _add_note(self, error: Exception, run: Any, call: int) -> None:
         if hasattr(error, "add_note"):
@@ -309,6 +319,15 @@ def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
     ]
 
 
+def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
+    """Edits that leave zeros zero act on the values that a sparse gradient has; others on it as it is."""
+    if not getattr(edit, "keeps_zero", False):
+        return edit.change(value, event)
+    value = value.coalesce()
+    new = edit.change(value.values(), event)
+    return torch.sparse_coo_tensor(value.indices(), new, value.shape, is_coalesced=True, check_invariants=False)
+
+
 def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
     if not (value.is_floating_point() or value.is_complex()):
         raise PlanError(f"{site}: strength {strength} of an edit of {value.dtype}: expected 0 or 1, it cannot be mixed")
@@ -323,6 +342,8 @@ def _is_alike(new: Tensor, old: Tensor) -> bool:
 
 def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
+    if tensor.is_nested:
+        return torch.cat([part.flatten() for part in tensor.unbind()])
     if tensor.layout != torch.strided:
         return tensor.to_dense()
     return tensor.dequantize() if tensor.is_quantized else tensor

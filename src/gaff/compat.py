@@ -122,6 +122,13 @@ def recomputing_function() -> Any:
     return None
 
 
+def refuse_recomputation(region: Any, refuse: Callable[..., Any]) -> None:
+    """Let the checkpoint of ``region`` (its frame, or its node) call ``refuse`` where it would recompute."""
+    for name in ("recompute_fn", "run_function"):
+        if hasattr(region, name):
+            setattr(region, name, refuse)
+
+
 def is_autograd_thread() -> bool:
     """Whether this thread is none of Python's, but one of those on which autograd runs the backward of a device."""
     here = threading.get_ident()
@@ -207,12 +214,6 @@ def _checkpoint_of(pack: Any) -> tuple[weakref.ref[Any], bool, weakref.ref[Any]]
             if depth < 4 and hasattr(inside, "__closure__"):
                 waiting.append(inside)
     return None
-
-
-def is_recomputation() -> bool:
-    """Whether the code that runs inside this backward pass is a checkpoint's or a custom Function's."""
-    node = current_node()
-    return (node is not None and is_python_node(node)) or any(found.is_again for found in checkpoints())
 
 
 @cache

@@ -45,6 +45,8 @@ class Editing:
         self._session = Session(model, self._taps, tensors, plan.options.threads)
 
     def __enter__(self) -> Editing:
+        if self._state == "attached" and self._session.is_open:
+            return self  # ``with plan.attach(model) as handle``
         self._session.open()
         return self
 
@@ -55,8 +57,8 @@ class Editing:
 
     def attach(self) -> None:
         """Open without a block, until ``remove``; warns once where nothing was hit in the first full step."""
+        self._session.open()
         self._state = "attached"
-        self.__enter__()
         self._session.clock.at_end.append(self._warn)
 
     def remove(self) -> None:
@@ -123,10 +125,13 @@ class Editing:
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
         if lost and not is_quiet:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
-        if not is_quiet:
+        if not is_quiet and not any(stream.has_failed for stream in self._streams):
             raise_if_silent(self.receipt, self._ran())
 
     def _warn(self, run: Any, output: Any) -> None:
+        if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
+            self._has_warned = True
+            warnings.warn(f"gaff: {REPLACED}: attach the plan again", stacklevel=4)
         if not self._has_warned and (run.step or not run.index):
             needs_backward = (*GRADIENT_PORTS, "grad")
             optional = {str(request) for request in self._plan.requests if request.optional}

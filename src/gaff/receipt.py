@@ -49,10 +49,11 @@ class Receipt:
         return tuple(name for name in asked if name not in fired and name not in self.optional)
 
     def __str__(self) -> str:
-        lines = [f"{_counted(self.runs, 'run')}, {_counted(len(self.rows), 'site')}"]
+        lines = [f"{counted(self.runs, 'run')}, {counted(len(self.rows), 'site')}"]
         lines += [f"not bitwise: {note}" for note in self.notes]
         if self.armed:
-            lines.append(f"{_counted(self.armed, 'module')} armed for recomputation, until the graph is freed")
+            what = f"{counted(self.armed, 'module')} armed for recomputation"
+            lines.append(f"{what}, until the graph is freed (del the loss) or .release()")
         return "\n".join([*lines, self._edit_table() if self.is_edit else self._table()])
 
     def _table(self) -> str:
@@ -81,7 +82,8 @@ def merge_reasons(reasons: Sequence[tuple[str, int]]) -> str:
     return "; ".join(text if count == 1 else f"{text} ({count}x)" for text, count in ordered)
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 

@@ -153,8 +153,9 @@ def put(value: Any, key: Key, new: Tensor) -> Any:
         head: Any = key[0]
         if isinstance(head, int) and head < 0 and isinstance(value, (tuple, list)):
             head += len(names)
-        elif isinstance(head, str) and head not in names:  # a key that is no text, addressed as text
-            head = next((name for name in names if str(name) == head), head)
+        elif isinstance(head, str) and head not in names:  # a key that is no text, or a field of torch.return_types
+            fields_ = getattr(type(value), "__match_args__", ()) if isinstance(value, tuple) else ()
+            head = fields_.index(head) if head in fields_ else next((name for name in names if str(name) == head), head)
         if head in names:
             at = names.index(head)
             parts = [child for _, child in inside]
@@ -221,18 +222,26 @@ def _rebuild(value: Any, parts: list[Any]) -> Any:
     if isinstance(value, tuple):
         if hasattr(value, "_make"):
             return value._make(parts)
-        return type(value)(parts) if type(value) is not tuple else tuple(parts)
+        if type(value) is tuple:
+            return tuple(parts)
+        made = type(value)(parts)
+        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return made
     if type(value) is list:
         return parts
     if type(value) is dict:
         return dict(zip(value, parts, strict=True))
-    new = copy.copy(value)
+    new: Any
     if isinstance(value, list):
+        new = copy.copy(value)
         new[:] = parts
     elif isinstance(value, Mapping):
+        new = copy.copy(value)
         for key, part in zip(value, parts, strict=True):
             new[key] = part
-    else:
+    else:  # a dataclass, frozen or with slots as it may be
+        new = object.__new__(type(value))
+        getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
         for field, part in zip(fields(value), parts, strict=True):
             object.__setattr__(new, field.name, part)
     return new

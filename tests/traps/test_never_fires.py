@@ -21,7 +21,7 @@ def test_closing_raises_with_the_receipt():
     model, x = Skips(), torch.randn(2, 3)
     capture = gaff.capture(model, "used", "skipped")
     with pytest.raises(
-        gaff.NeverFiredError, match="'skipped' never fired in 1 runs: the modules were not called"
+        gaff.NeverFiredError, match="'skipped' never fired in 1 run: the modules were not called"
     ) as caught:
         with capture:
             model(x)

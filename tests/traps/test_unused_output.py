@@ -31,7 +31,7 @@ def test_what_backward_left_out_is_none():
 def test_without_backward_it_has_not_fired():
     model = Branches()
     with pytest.raises(
-        gaff.NeverFiredError, match="'used:grad_output' never fired in 1 runs: a gradient needs backward"
+        gaff.NeverFiredError, match="'used:grad_output' never fired in 1 run: a gradient needs backward"
     ):
         with gaff.capture(model, "used:grad_output"):
             model(torch.randn(2, 3))

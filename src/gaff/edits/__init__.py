@@ -7,7 +7,7 @@ states. A function ``tensor -> tensor``, a module (it trains), or a list of edit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def add(direction: float | Tensor, strength: float = 1.0) -> Add:
 
 
 def fill(value: float) -> Fill:
-    """``value`` everywhere."""
+    """``value`` everywhere; it stays in the graph, with a gradient of zero."""
     return Fill(value)
 
 
@@ -104,15 +104,16 @@ def replace(value: Tensor | Callable[[Tensor], Tensor]) -> Replace | Call:
 def patch(
     source: Tensor | Source,
     *,
-    rows: Mapping[int, int] | None = None,
-    positions: Mapping[int, int] | None = None,
+    rows: Mapping[int, int] | Sequence[int] | int | None = None,
+    positions: Mapping[int, int] | Sequence[int] | int | None = None,
     run: int | None = None,
 ) -> Patch:
     """Put in what another run had.
 
     Args:
         source: a tensor, or a ``gaff.capture`` of the same sites: each site then gets its own value, call by call.
-        rows, positions: ``{here: there}`` along dimensions 0 and 1; the rest stays. Without them shapes must be equal.
+        rows, positions: ``{here: there}`` along dimensions 0 and 1; the rest stays. A number or a list (-1: the last)
+            means the same places in both. Without them shapes must be equal.
         run: which run of the capture, when it holds several.
     """
     return Patch(source, pairs_of(rows, "rows"), pairs_of(positions, "positions"), run)
@@ -184,7 +185,8 @@ def chain(*edits: Any) -> Chain:
 def when(edit: Any, *, runs: Any = None, calls: Any = None, steps: Any = None) -> When:
     """Limit ``edit`` to some events: a number, range, slice or list of runs, of calls within a run, of steps.
 
-    Runs count root forwards of the session from 0: the steps of ``generate`` are runs, the prompt is run 0.
+    Runs count root forwards of the session from 0: the steps of ``generate`` are runs, the prompt is run 0. Steps
+    count completed steps of all optimizers that hold parameters of the model.
     """
     return When(as_edit(edit), numbers_of(runs, "runs"), numbers_of(calls, "calls"), numbers_of(steps, "steps"))
 

@@ -22,6 +22,7 @@ class Scale:
 
     factor: float | Tensor
     is_pure = True
+    keeps_zero = True
     uses_event = False  # of which run or call
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
@@ -47,15 +48,21 @@ class Add:
 
 @dataclass(frozen=True, eq=False)
 class Fill:
-    """``value`` everywhere; no gradient flows to what was there."""
+    """``value`` everywhere; the gradient of what was there is zero."""
 
     value: float
     is_pure = True
     uses_event = False
 
+    @property
+    def keeps_zero(self) -> bool:
+        return self.value == 0
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         if not tensor.is_floating_point() and not tensor.is_complex() and self.value != int(self.value):
             raise PlanError(f"fill with {self.value!r} would lose its fraction in a tensor of {tensor.dtype}")
+        if tensor.requires_grad:  # stays in the graph: what goes back is zero, as with a factor of zero
+            return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), self.value)
         return torch.full_like(tensor, self.value)
 
 
@@ -67,6 +74,10 @@ class Clamp:
     high: float | None
     is_pure = True
     uses_event = False
+
+    @property
+    def keeps_zero(self) -> bool:
+        return (self.low or 0) <= 0 <= (self.high or 0)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         return tensor.clamp(self.low, self.high)
@@ -80,6 +91,7 @@ class Clip:
     per: str = "tensor"
     dim: int = 0
     is_pure = True
+    keeps_zero = True
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
@@ -149,6 +161,7 @@ class Reverse:
 
     factor: float = 1.0
     is_pure = True
+    keeps_zero = True
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
@@ -163,6 +176,7 @@ class Stop:
     """No gradient: zeros in its place. On a value: passes it as it is, cut off from the graph."""
 
     is_pure = True
+    keeps_zero = True
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
@@ -176,6 +190,7 @@ class Quantize:
     dtype: str
     scaled: bool = False
     is_pure = True
+    keeps_zero = True
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:

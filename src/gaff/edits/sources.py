@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -90,12 +90,17 @@ class Ablate:
         return rows[torch.randint(len(rows), (len(tensor),), generator=draw).to(rows.device)]
 
 
-def pairs_of(mapping: Mapping[int, int] | None, name: str) -> tuple[tuple[int, int], ...] | None:
-    """``{here: there}`` as a value. Raises PlanError for anything else."""
+def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
+    """``{here: there}`` as a value; a number, or a list of them, stands for the same places. Raises PlanError."""
     if mapping is None:
         return None
+    if isinstance(mapping, int) or (isinstance(mapping, Sequence) and all(isinstance(one, int) for one in mapping)):
+        numbers = [mapping] if isinstance(mapping, int) else mapping
+        mapping = {number: number for number in numbers}
     if not isinstance(mapping, Mapping) or not mapping:
-        raise PlanError(f"{name}={mapping!r} is no mapping: expected {{here: there}}, such as {{0: 1}}")
+        raise PlanError(
+            f"{name}={mapping!r} is no mapping: expected {{here: there}}, such as {{0: 1}}, a number or a list"
+        )
     return tuple((int(here), int(there)) for here, there in mapping.items())
 
 

@@ -16,7 +16,7 @@ from gaff.engine.gradients import GradientArm, ambiguous
 from gaff.engine.replay import Passage
 from gaff.engine.shares import find_feeding, roots_of
 from gaff.engine.stream import EditStream, EntryArm, EntryChange, ExitArm, ExitChange
-from gaff.errors import SiteError
+from gaff.errors import PlanError, SiteError
 from gaff.values import dig, dig_argument, first_tensor, iter_tensors, put, put_argument
 
 
@@ -42,6 +42,8 @@ class OutputChange(ExitChange):
                         "the module returned its input itself: who ignores what it returns misses the edit"
                     )
             return self._stream.change(output, passage, is_again)
+        if not self._has_looked:
+            self._look_for_twins(output)
         try:
             key, tensor = _single(site, dig(output, site.key), site.key)
         except KeyError as error:
@@ -49,7 +51,17 @@ class OutputChange(ExitChange):
         if tensor is None:
             self._stream.absent(passage.run, passage.call, "there is no tensor in this output")
             return output
-        return put(output, key, self._stream.change(tensor, passage, is_again))
+        new = self._stream.change(tensor, passage, is_again)
+        try:
+            return put(output, key, new)
+        except PlanError as error:
+            raise PlanError(f"{site}: {error}") from None
+
+    def _look_for_twins(self, output: Any) -> None:
+        self._has_looked = True
+        found = [tensor for _, tensor in iter_tensors(output)]
+        if len({id(tensor) for tensor in found}) < len(found):
+            self._stream.remark("the output holds one tensor several times: only the one at this key is edited")
 
 
 class InputChange(EntryChange):
@@ -70,7 +82,11 @@ class InputChange(EntryChange):
         if found is None:
             self._stream.absent(passage.run, passage.call, "there is no tensor in this input")
             return None
-        return put_argument(args, kwargs, found[0], self._stream.change(found[1], passage, is_again))
+        new = self._stream.change(found[1], passage, is_again)
+        try:
+            return put_argument(args, kwargs, found[0], new)
+        except PlanError as error:
+            raise PlanError(f"{self._site}: {error}") from None
 
 
 class EntryGradient:
@@ -119,13 +135,16 @@ class ShareChange(GradientArm):
         if found is None or not found[1].requires_grad:
             self._stream.absent(passage.run, passage.call, "the input does not require grad")
             return None
-        key, tensor = found
+        tensor = found[1]
         edge, since = compat.grad_edge_node(tensor), compat.next_sequence()
         alias = tensor.view_as(tensor)
         share = ArmedShare(self._stream, passage.run, passage.call, alias)
         self._frame(passage).notes[self] = (tensor, edge, since, compat.version_of(tensor), share)
         self._gradients.arm_share(alias, share)
-        return put_argument(args, kwargs, key, alias)
+        for key, other in list(iter_tensors((args, kwargs))):  # given several times: one view for all of them
+            if other is tensor:
+                args, kwargs = put_argument(args, kwargs, key[1:], alias)
+        return args, kwargs
 
     def leave(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
         """The module returned: see whether it wrote into its input."""

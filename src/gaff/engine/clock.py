@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -45,6 +46,7 @@ class Run:
     __slots__ = (
         "arguments",
         "entered",
+        "first_node",
         "frames",
         "functions",
         "had_grad",
@@ -74,6 +76,7 @@ class Run:
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
+        self.first_node = 0  # sequence number of autograd nodes when it began
         self.life: ReferenceType[Any] | None = None  # of its graph, where somebody asks
         self.had_grad = True  # grad mode, when it began
         self.functions: list[Any] = []  # custom Functions in whose forward it runs without grad mode
@@ -97,6 +100,7 @@ class Clock:
         self._size = 0
         self._owner = None if threads == "all" else get_ident()
         self._numbers = itertools.count()
+        self._spans: deque[tuple[int, int, int]] = deque(maxlen=4096)  # thread, first and last node of a run's forward
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
     def resize(self, size: int) -> None:
@@ -111,6 +115,7 @@ class Clock:
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
         run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._memory)
         self.latest = run
+        run.first_node = compat.next_sequence()
         if not torch.is_grad_enabled():
             run.had_grad, run.functions = False, compat.enclosing_functions()
         for callback in self.at_begin:
@@ -121,6 +126,7 @@ class Clock:
         """``output`` is what the outermost call returned; None also after an exception."""
         for callback in self.at_end:
             callback(run, output)
+        self._spans.append((run.thread, run.first_node, compat.next_sequence()))
         run.once.clear()
         run.functions = []
         run.arguments = {}
@@ -164,6 +170,13 @@ class Clock:
         if found is None or found[0] != task:
             found = self._replays[get_ident()] = (task, [])
         return found[1]
+
+    def made(self, node: Any) -> bool:
+        """Whether an autograd node was made by the forward of one of this session's runs, as far as they are known."""
+        number, thread = compat.sequence_of(node), get_ident()
+        is_any = compat.is_autograd_thread()
+        spans = [*self._spans, *((run.thread, run.first_node, number + 1) for run in self.open.values())]
+        return any(first <= number < last and (is_any or owner == thread) for owner, first, last in spans)
 
     def is_own_thread(self) -> bool:
         return self._owner is None or self._owner == get_ident()

@@ -66,6 +66,9 @@ class OutputGradient(GradientArm):
             return
         if len(found) > 1 and self._is_exact:
             raise ambiguous(self._site, self._site.key, found)
+        twins = [tensor for _, tensor in iter_tensors(output)] if self._site.key else []
+        if sum(tensor is found[0][1] for tensor in twins) > 1:
+            self._stream.remark("the output holds this tensor several times: this is the gradient of all of them")
         for key, tensor in found:
             self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, run, call)
 

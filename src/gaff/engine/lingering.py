@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gaff import compat
 from gaff.engine.modules import Node
 from gaff.engine.surroundings import forced_eager
 from gaff.errors import ExactnessError
@@ -25,10 +26,7 @@ class Release:
 
     def _arrived(self, gradient: Tensor) -> None:
         if self.is_done:
-            raise ExactnessError(
-                "the edits of this graph were released, and a checkpoint in it would recompute without them: "
-                "run the forward again, or call backward before .release()"
-            )
+            _refuse()
 
 
 class Lingering:
@@ -53,6 +51,8 @@ class Lingering:
     def release(self) -> None:
         """Remove the hooks now."""
         for node in list(self._hooks):
+            for region in (*node.replay.regions(), *node.exit_replay.regions()):
+                compat.refuse_recomputation(region, _refuse)
             self._remove(node)
 
     def _look(self, node: Node) -> None:
@@ -66,6 +66,13 @@ class Lingering:
         node.entry_changes = node.exit_changes = ()  # they know their node
         if not self._hooks:
             self._eager.close()
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise ExactnessError(
+        "the edits of this graph were released, and a checkpoint in it would recompute without them: "
+        "run the forward again, or call backward before .release()"
+    )
 
 
 def remove_all(handles: list[Any]) -> None:

@@ -42,6 +42,7 @@ class Node:
 
     above: frozenset[Node] = frozenset()  # hooked modules that contain this one
     has_entry = False
+    has_swaps = False  # a parameter is edited, and this module may begin a run
     entries: tuple[EntryTap, ...] = ()
     exits: tuple[ExitTap, ...] = ()
     entry_arms: tuple[EntryArm, ...] = ()
@@ -93,21 +94,27 @@ class Node:
         if self.has_entry:
             before: Callable[..., Any] = _before_edit if self.entry_changes else _before
             handles.append(module.register_forward_pre_hook(Hook(before, self), with_kwargs=True))
-            _order(module._forward_pre_hooks, _before, is_last=True)
+            # an edited parameter stands in before hooks that use it, as those of weight_norm and pruning do
+            _order(
+                module._forward_pre_hooks,
+                lambda hook: hook.func is _before_edit and hook.args[0].has_swaps,
+                is_last=False,
+            )
+            _order(module._forward_pre_hooks, lambda hook: hook.func is _before, is_last=True)
         if self.exits or self.arms or self.exit_changes:
             after: Callable[..., Any] = _after_edit if self.exit_changes else _after
             handles.append(module.register_forward_hook(Hook(after, self), with_kwargs=True))
-            _order(module._forward_hooks, _after_edit, is_last=False)
+            _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
         if self.has_entry:
             handles.append(module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True))
 
 
-def _order(hooks: Any, function: Callable[..., Any], *, is_last: bool) -> None:
+def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> None:
     """Edits of outputs come before all other hooks, as if the module had done it; who looks at inputs comes last."""
     if len(hooks) < 2:
         return
-    ours = [number for number, hook in hooks.items() if isinstance(hook, Hook) and hook.func is function]
-    for number in ours if is_last else sorted(ours, reverse=True):
+    ours = [number for number, hook in hooks.items() if isinstance(hook, Hook) and is_wanted(hook)]
+    for number in sorted(ours, reverse=not is_last):
         hooks.move_to_end(number, last=is_last)
 
 
@@ -333,12 +340,20 @@ def _change_exit(
 def _match(node: Node, module: nn.Module, replay: Replay) -> Match | None:
     """The call that is recomputed; None for one of a forward that was not edited."""
     found = replay.match()
-    if found is None and not node.clock.closed and not compat.is_recomputation() and node.clock.is_own_thread():
+    if found is None and not node.clock.closed and node.clock.is_own_backward() and not _is_of_others(node):
         raise PlanError(
-            f"{type(module).__name__} was called inside a backward pass by something that is no checkpoint of torch: "
-            "its edits belong to a forward that cannot be told; close the session before backward, or do not call it"
+            f"{type(module).__name__} was called inside a backward pass, and its edits belong to a forward that cannot "
+            "be told: expected torch.utils.checkpoint(use_reentrant=False), or no call of an edited module in backward"
         )
     return found
+
+
+def _is_of_others(node: Node) -> bool:
+    """Whether what recomputes here belongs to a forward that this session did not see."""
+    if any(found.is_again for found in compat.checkpoints()):
+        return True
+    current = compat.current_node()
+    return current is not None and compat.is_python_node(current) and not node.clock.made(current)
 
 
 def _refuse_transform(module: nn.Module) -> None:

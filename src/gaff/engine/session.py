@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
 from gaff.engine.swaps import Swap
-from gaff.errors import ExactnessError, PlanError
+from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.select import Found, is_container, unwrap
 from gaff.values import dig, dig_argument, iter_tensors
 
@@ -218,7 +218,7 @@ class Session:
         around = [module for module in tap.found.chain if not is_container(module)]
         for module in dict.fromkeys([unwrap(model), *around, *owners]):
             node = self._node(module)
-            node.has_entry = True
+            node.has_entry = node.has_swaps = True
             node.entry_changes += (swap.scope(node),)
 
     def _begin_swaps(self, run: Run) -> None:
@@ -231,7 +231,11 @@ class Session:
             raise
 
     def _end_swaps(self, run: Run, output: Any) -> None:
-        problems = []
+        problems: list[GaffError] = []
+        if isinstance(output, Iterator):
+            problems.append(
+                PlanError("an edited parameter stands in until the model returns, and it returned an iterator")
+            )
         for swap in self._swaps:
             try:
                 swap.end(run, output)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gaff import compat
 from gaff.engine.clock import Frame, Run
@@ -26,6 +26,7 @@ class Swap:
         self._stream = stream
         self._owners = owners
         self._standing: Standing | None = None  # while another stands in
+        self._again: list[Passage] = []  # of recomputations in progress
         self._passages: dict[Run, Passage] = {}
 
     def begin(self, run: Run) -> None:
@@ -33,7 +34,7 @@ class Swap:
         self.restore()
         passage = self._passages[run] = Passage(run, 0)
         passage.memo = {}  # the decision is kept, whether or not a checkpoint follows
-        self._stand_in(passage, is_again=False)
+        self._stand_in(passage)
 
     def end(self, run: Run, output: Any) -> None:
         """The run is over. Raises ExactnessError where the model wrote into what stood in."""
@@ -54,9 +55,19 @@ class Swap:
 
     def again(self, passage: Passage, frame: Frame) -> None:
         """A recomputation enters a module: until it leaves it, the value of that run stands in again."""
-        if self._standing is None:
-            self._stand_in(passage, is_again=True)
-            frame.at_leave.append(self.restore)
+        if self._again and self._again[-1] is passage:
+            return  # in a module around this one
+        tensor = self._found.tensor
+        standing = Standing.of(tensor, self._owners)
+        task = compat.backward_task()
+        if not standing.is_of(task):  # what stands there is of another run, which is still in progress
+            standing.add(frame, standing.original, task)
+            frame.at_leave.append(lambda: standing.remove(frame))
+        new = self._change(self._found.tensor, passage, is_again=True)
+        key = object()
+        standing.add(key, new, task)
+        self._again.append(passage)
+        frame.at_leave[:0] = [lambda: standing.remove(key), self._again.pop]
 
     def restore(self) -> bool:
         """The parameter is back in its place; False where somebody changed what stood in for it."""
@@ -71,16 +82,19 @@ class Swap:
                 "own: expected runs one after the other, or a copy of the model for each thread"
             )
 
-    def _stand_in(self, passage: Passage, *, is_again: bool) -> None:
+    def _stand_in(self, passage: Passage) -> None:
         tensor = self._found.tensor
+        new = self._change(tensor, passage, is_again=False)
+        if new is not tensor:
+            self._standing = Standing.of(tensor, self._owners)
+            self._standing.add(self, new)
+
+    def _change(self, tensor: Tensor, passage: Passage, *, is_again: bool) -> Tensor:
         # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that;
         # precision and graph are the parameter's own, not those of the place at which the run began
         saved = torch.autograd.graph.saved_tensors_hooks(lambda held: held, lambda held: held)
         with saved, compat.outside_modes(), torch.enable_grad(), compat.without_autocast(tensor.device):
-            new = self._stream.change(tensor, passage, is_again)
-        if new is not tensor:
-            self._standing = Standing.of(tensor, self._owners)
-            self._standing.add(self, new)
+            return self._stream.change(tensor, passage, is_again)
 
 
 class SwapScope(EntryChange):
