@@ -129,6 +129,8 @@ class Editing:
             raise_if_silent(self.receipt, self._ran())
 
     def _warn(self, run: Any, output: Any) -> None:
+        if output is None or any(stream.has_failed for stream in self._streams):
+            return  # an exception ended the run
         if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
             self._has_warned = True
             warnings.warn(f"gaff: {REPLACED}: attach the plan again", stacklevel=4)

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import gaff
@@ -173,3 +174,77 @@ def test_autocast_inside_the_model_and_a_checkpoint(use_reentrant):
             model(leaf).sum().backward()
         found.append([leaf.grad, model.lin.weight.grad])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", [None, False, True])
+@pytest.mark.parametrize("wrap", ["weight_norm", "prune"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_hooks_of_others_that_use_the_parameter_get_the_edited_value(wrap, kind):
+    lin = nn.Linear(3, 3)
+    if wrap == "prune":
+        prune.random_unstructured(lin, "weight", amount=0.3)
+        site, weight = "lin.weight_orig:param", lambda: lin.weight_orig * 3 * lin.weight_mask
+    else:
+        torch.nn.utils.weight_norm(lin)
+        site, weight = "lin.weight_g:param", lambda: torch._weight_norm(lin.weight_v, lin.weight_g * 3, 0)
+    model = nn.Module()
+    model.lin = lin
+    region = lambda t: torch.tanh(lin(t))  # noqa: E731
+    model.forward = region if kind is None else lambda t: checkpoint(region, t, use_reentrant=kind)
+    x = torch.randn(2, 3)
+    true, found = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.tanh(nn.functional.linear(true, weight(), lin.bias)).pow(2).sum().backward()
+    gradients = [one.grad.clone() for one in lin.parameters() if one.grad is not None]
+    lin.zero_grad()
+    with gaff.edit(model, {site: edits.scale(3.0)}):
+        model(found).pow(2).sum().backward()
+    torch.testing.assert_close(found.grad, true.grad)
+    for one, other in zip([one.grad for one in lin.parameters() if one.grad is not None], gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_old_style_hooks_of_the_root_itself():
+    lin, x = prune.identity(nn.Linear(3, 3), "weight"), torch.ones(1, 3)
+    with gaff.edit(lin, {"weight_orig:param": edits.zero()}):
+        assert torch.equal(lin(x), lin.bias[None])
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_region_recomputed_while_another_run_is_in_progress_gets_the_value_of_its_own(is_checkpointed):
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.before = nn.Linear(2, 2, bias=False), None
+
+        def forward(self, x):
+            region = lambda t: torch.tanh(self.lin(t))  # noqa: E731
+            y = (checkpoint(region, x, use_reentrant=False) if is_checkpointed else region(x)).sum()
+            if self.before is not None:
+                self.seen = torch.autograd.grad(*self.before)[0]
+            self.before = y, x
+            return y * 1
+
+    model = Looks()
+    x = [torch.ones(1, 2, requires_grad=True) for _ in range(2)]
+    [true] = torch.autograd.grad(torch.tanh(model.lin(x[0])).sum(), x[0])
+    with gaff.edit(model, {"lin.weight:param": edits.when(edits.scale(3.0), runs=[1])}):
+        model(x[0])
+        model(x[1])
+    assert torch.equal(model.seen, true)
+
+
+def test_a_model_that_returns_a_generator_is_refused():
+    class Yields(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2, 2)
+
+        def forward(self, x):
+            for _ in range(2):
+                yield self.lin(x)
+
+    with (
+        pytest.raises(gaff.PlanError, match="returned an iterator"),
+        gaff.edit(Yields(), {"lin.weight:param": edits.zero()}) as changed,
+    ):
+        list(changed._model(torch.ones(2)))
