@@ -222,9 +222,20 @@ def test_raising_names_the_parameters_and_steps_nothing():
         losses(optimizer, model, 1, spoil=[0], norm=1.0)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     optimizer._optimizer_step_pre_hooks.clear()
-    made = parameters(scale=1e25)
-    with pytest.raises(gaff.NonFiniteError, match="norm of finite gradients is inf: it overflows torch.float32"):
-        clipped_by_gaff(made, norm=1.0)
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "zero", "skip"])
+def test_finite_gradients_whose_norm_overflows_are_clipped_by_their_true_norm(nonfinite):
+    made, small = parameters(scale=1e25), parameters(scale=1.0)
+    found, handle = clipped_by_gaff(made, norm=1.0, nonfinite=nonfinite)
+    torch.nn.utils.clip_grad_norm_(small, 1.0)
+    for one, other in zip(found, small, strict=True):
+        torch.testing.assert_close(one, other.grad, rtol=1e-4, atol=1e-6)
+    assert handle.audit.rows[0].norm == pytest.approx(
+        1e25 * torch.stack([o.grad.norm() for o in parameters()]).norm().item(), rel=1e-4
+    )
+    by_value, _ = clipped_by_gaff(parameters(scale=1e25), value=2.0, nonfinite=nonfinite)
+    assert all(one.abs().max() <= 2 for one in by_value if one.numel())
 
 
 def test_zeroing_lets_the_rest_go_on():
@@ -426,6 +437,12 @@ def test_a_removed_handle_leaves_nothing():
         ({"deviations": 2.0, "warmup": 1}, "expected 2 <= warmup <= window"),
         ({"max_norm": 1.0}, "option 'max_norm' is not known to clip_gradients: expected norm, value"),
         ({"norm": 1.0, "views": ("w",)}, "views='w' is no parameter of the optimizer"),
+        ({"norm": 1.0, "norm_type": "abc"}, "norm_type='abc' is no norm"),
+        ({"norm": True}, "norm=True is no limit"),
+        ({"deviations": 2.0, "window": 30.5}, "expected numbers of steps"),
+        ({"norm": 1.0, "spike": "skip"}, "spike='skip' needs deviations="),
+        ({"value": 1.0, "when": "backward", "views": "weight"}, "expected when='step'"),
+        ({"norm": 1.0, "model": 3}, "expected a model"),
     ],
 )
 def test_limits_that_do_not_go_together_are_refused_before_anything_is_installed(limits, message):
@@ -436,3 +453,198 @@ def test_limits_that_do_not_go_together_are_refused_before_anything_is_installed
     assert not optimizer._optimizer_step_pre_hooks
     with pytest.raises(gaff.PlanError, match="expected a torch optimizer, got a Linear"):
         gaff.clip_gradients(model, norm=1.0)
+
+
+def test_groups_added_later_are_clipped_and_guarded():
+    first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([first], lr=1.0)
+    with gaff.clip_gradients(optimizer, norm=1.0) as handle:
+        optimizer.add_param_group({"params": [second]})
+        first.grad, second.grad = torch.zeros(3), torch.full((3,), math.nan)
+        with pytest.raises(gaff.NonFiniteError, match="group 1, parameter 0"):
+            optimizer.step()
+        second.grad = torch.full((3,), 5.0)
+        optimizer.step()
+    assert second.norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert handle.audit.rows[-1].largest == "group 1, parameter 0"
+
+
+def test_parameters_unfrozen_later_are_clipped_in_backward_after_a_step():
+    parameter = nn.Parameter(torch.zeros(3), requires_grad=False)
+    other = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter, other], lr=1.0)
+    with gaff.clip_gradients(optimizer, value=0.1, when="backward") as handle:
+        (other * 50).sum().backward()
+        parameter.requires_grad_()
+        optimizer.step()
+        (parameter * 50).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((3,), 0.1))
+    assert handle.audit.steps == 1
+
+
+def test_two_handles_on_one_fused_optimizer_leave_nothing_behind():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, fused=True)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    handles = [gaff.clip_gradients(optimizer, nonfinite="skip", **limit) for limit in ({"norm": 1.0}, {"value": 0.5})]
+    before = parameter.detach().clone()
+    parameter.grad = torch.full((3,), math.nan)
+    optimizer.step()
+    assert torch.equal(parameter, before)
+    assert not hasattr(optimizer, "found_inf")
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert not torch.equal(parameter, before)
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_exception_in_the_step_leaves_nothing_behind(fused):
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, fused=fused)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(KeyboardInterrupt), gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip"):
+        optimizer.register_step_pre_hook(fail)
+        parameter.grad = torch.full((3,), math.nan)
+        optimizer.step()
+    assert not hasattr(optimizer, "found_inf")
+    assert parameter.grad.isnan().all()
+
+
+def test_the_first_step_of_fused_momentum_can_be_skipped():
+    parameter = nn.Parameter(torch.ones(4000))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
+    with gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip") as handle:
+        parameter.grad = torch.full((4000,), math.nan)
+        optimizer.step()
+        assert not optimizer.state[parameter].get("momentum_buffer", torch.zeros(1)).any()
+        parameter.grad = torch.zeros(4000)
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(4000))
+    assert handle.audit.skipped == 1
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Steps by another optimizer inside, as SAM and Lookahead do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+class Calling(torch.optim.SGD):
+    """Calls the step of its base class, whose hooks torch calls as well."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_wrapping_optimizer_is_skipped():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Wrapping([parameter])
+    with gaff.clip_gradients(optimizer, nonfinite="skip"):
+        parameter.grad = torch.full((2,), math.nan)
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(2))
+    assert parameter.grad.isnan().all()
+
+
+def test_a_step_inside_a_step_counts_once():
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # from here on both classes call hooks
+    model = nn.Linear(4, 3)
+    optimizer = Calling(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+    steps = []
+    with (
+        gaff.clip_gradients(optimizer, norm=0.3, model=model) as handle,
+        gaff.edit(model, {":output": gaff.edits.with_event(lambda t, event: steps.append(event.step) or t * 1)}),
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).pow(2).sum().backward()
+            true = [parameter.grad.clone() for parameter in model.parameters()]
+            theirs = [nn.Parameter(one) for one in true]
+            for one, gradient in zip(theirs, true, strict=True):
+                one.grad = gradient.clone()
+            torch.nn.utils.clip_grad_norm_(theirs, 0.3)
+            optimizer.step()
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), theirs, strict=True))
+    assert handle.audit.steps == 3
+    assert steps == [0, 1, 2]
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_skipped_step_is_no_step_for_sessions(with_closure):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    steps = []
+    with (
+        gaff.clip_gradients(optimizer, nonfinite="skip"),
+        gaff.edit(model, {":output": gaff.edits.with_event(lambda t, event: steps.append(event.step) or t * 1)}),
+    ):
+        for number in range(4):
+
+            def closure(number=number):
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 4)).sum() * (math.nan if number == 1 else 1.0)
+                loss.backward()
+                return loss
+
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    assert steps == [0, 1, 1, 2]
+
+
+def test_a_fixed_norm_clips_and_only_deviations_skip():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with gaff.clip_gradients(optimizer, norm=1.0, deviations=3.0, spike="skip", warmup=5) as handle:
+        for step in range(20):
+            parameter.grad = torch.tensor([2.0 + step % 5])
+            optimizer.step()
+    assert (handle.audit.skipped, handle.audit.clipped) == (0, 20)
+    assert parameter.item() == pytest.approx(-1.0, abs=1e-4)
+
+
+def test_infinite_norms_do_not_enter_the_window_either():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([parameter], fused=True)
+    with gaff.clip_gradients(optimizer, deviations=3.0, nonfinite="skip", warmup=3, window=8) as handle:
+        for value in (1.0, 2.0, 3.0, 1.0, 2.0, math.inf, math.inf):
+            parameter.grad = torch.tensor([value])
+            optimizer.step()
+    assert sorted(handle._norms._norms[:5].tolist()) == [1.0, 1.0, 2.0, 2.0, 3.0]
+    assert not handle._norms._norms[5:].isfinite().any()
+
+
+def test_views_are_those_of_the_last_step():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    name = "group 0, parameter 0"
+    with gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip", views=name) as handle:
+        (parameter * 5).sum().backward()
+        optimizer.step()
+        assert [handle.views(name)[one].item() for one in ("scaled", "unscaled")] == [5.0, 5.0]
+        assert handle.views(name)["applied"].item() == pytest.approx(-0.1)
+        optimizer.zero_grad()
+        (parameter * math.inf).sum().backward()
+        optimizer.step()
+        assert handle.views(name)["clipped"] is None
+        assert handle.views(name)["applied"].item() == 0
+        optimizer.zero_grad()
+        optimizer.step()
+        assert handle.views(name)["scaled"] is None
+    with pytest.raises(gaff.PlanError, match="were removed"), handle:
+        pass

@@ -23,6 +23,7 @@ from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
 from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
+from gaff.engine.steps import SKIPPED, is_nested_step
 from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
 from gaff.engine.swaps import Swap
 from gaff.errors import ExactnessError, GaffError, PlanError
@@ -332,8 +333,8 @@ class _count_steps:
         self._handle.remove()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        is_skipped = bool(args) and args[0] is not optimizer  # a stand-in ran in its place
-        if not is_skipped and self._owns(optimizer):
+        is_counted = optimizer not in SKIPPED and not is_nested_step(optimizer)
+        if is_counted and self._owns(optimizer):
             self._session.clock.step += 1
 
     def _owns(self, optimizer: Any) -> bool:

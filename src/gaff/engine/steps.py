@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -13,7 +15,23 @@ from torch.optim import Optimizer
 
 from gaff import compat
 
+SKIPPED: WeakSet[Any] = WeakSet()  # optimizers whose last step was kept from happening
+_TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step
 Before = Callable[[], "bool | Tensor"]  # whether the step shall be skipped; a tensor where the optimizer reads one
+
+
+def is_nested_step(optimizer: Any) -> bool:
+    """Whether the step whose hook asks runs inside another step of the same optimizer, as ``super().step()`` does."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "wrapper":
+        frame = frame.f_back  # type: ignore[assignment]
+    code = None if frame is None else frame.f_code
+    outer = None if frame is None else frame.f_back
+    while outer is not None:
+        if outer.f_code is code and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -27,35 +45,60 @@ class StepGuard:
     """Calls ``before`` ahead of every step of an optimizer, when gradients are accumulated, reduced and unscaled.
 
     With a closure it is called after each evaluation of it. Where ``before`` says so the step changes neither
-    parameters nor state: it runs on an empty stand-in of the optimizer, or, where the optimizer reads ``found_inf``
-    (fused ones), is told on the device, without waiting for it.
+    parameters nor state: it runs without gradients on an empty stand-in of the optimizer, or, where the optimizer reads
+    ``found_inf`` (fused ones), is told on the device, without waiting for it. ``began`` comes first, ``after`` last.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Before, after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        before: Before,
+        began: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
         self._optimizer = optimizer
         self._before = before
+        self._began = began
         self._after = after
         self._handles = ExitStack()
-        self._dropped: list[tuple[Tensor, Tensor]] = []  # parameters and gradients kept from a step with a closure
+        self._dropped: list[tuple[Tensor, Tensor]] = []  # parameters and gradients kept from a skipped step
         self._found: Any = None  # the optimizer's own ``found_inf``, while ours is in its place
 
-    @property
-    def reads_found_inf(self) -> bool:
-        """Whether a step can be skipped by a flag on the device."""
-        return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
-
     def open(self) -> None:
+        self._handles.callback(self._restore)  # whatever an exception left
         self._handles.callback(self._optimizer.register_step_pre_hook(self._pre).remove)
         self._handles.callback(self._optimizer.register_step_post_hook(self._post).remove)
 
     def close(self) -> None:
         self._handles.close()
 
+    def can_tell(self) -> bool:
+        """Whether the next step can be skipped by a flag on the device: it is read, and there is no state to be made.
+
+        A fused optimizer makes its state also in a skipped step, of SGD's momentum without ever writing to it.
+        """
+        if not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            return False
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        is_plain = isinstance(self._optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups)
+        given = [one for one in self.parameters() if one.grad is not None]
+        return is_plain or all(any(value is not None for value in state.get(one, {}).values()) for one in given)
+
     def parameters(self) -> list[Tensor]:
-        """All parameters, in the optimizer's order."""
+        """All parameters, in the optimizer's order, as they are now."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
+    def is_overflow_of_scaler(self) -> bool:
+        """Whether a GradScaler has found non-finite gradients and will have this step skipped. Waits for the device."""
+        found = getattr(self._optimizer, "found_inf", None)
+        return found is not None and self._optimizer not in _TELLS and bool(found.item())
+
     def _pre(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_nested_step(optimizer):
+            return None
+        self._restore()
+        SKIPPED.discard(optimizer)
+        self._began()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             wrapped = self._wrap(closure)
@@ -67,33 +110,44 @@ class StepGuard:
         if isinstance(skip, Tensor):
             self._tell(skip)
         elif skip:
+            self._drop()
             return (_stand_in(optimizer), *args[1:]), kwargs
         return None
 
     def _post(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_nested_step(optimizer):
+            self._restore()
+            self._after()
+
+    def _restore(self) -> None:
         if self._found is not None:
             [known] = self._found
             self._found = None
-            if known is None:
-                del optimizer.found_inf
-            else:
-                optimizer.found_inf = known
+            _TELLS.discard(self._optimizer)
+            if known is not None:
+                self._optimizer.found_inf = known  # type: ignore[attr-defined]
+            elif hasattr(self._optimizer, "found_inf"):
+                del self._optimizer.found_inf
         for parameter, gradient in self._dropped:
             parameter.grad = gradient
         self._dropped.clear()
-        self._after()
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             loss = closure()
             if self._before():
-                given = [(one, one.grad) for one in self.parameters() if one.grad is not None]
-                self._dropped = [(one, gradient) for one, gradient in given if gradient is not None]
-                for parameter, _ in self._dropped:
-                    parameter.grad = None
+                self._drop()
             return loss
 
         return evaluate
+
+    def _drop(self) -> None:
+        """No gradient, no step: also for what an optimizer keeps beside its parameter groups."""
+        SKIPPED.add(self._optimizer)
+        for one in self.parameters():
+            if one.grad is not None:
+                self._dropped.append((one, one.grad))
+                one.grad = None
 
     def _unscale(self) -> None:
         """GradScaler leaves unscaling to fused optimizers: done here instead, so that limits mean what they say."""
@@ -103,33 +157,35 @@ class StepGuard:
             compat.scale_all(gradients, scale.double().reciprocal().float())
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
 
-    def is_overflow_of_scaler(self) -> bool:
-        """Whether a GradScaler has found non-finite gradients and will have this step skipped. Waits for the device."""
-        found = getattr(self._optimizer, "found_inf", None)
-        return found is not None and bool(found.item())
-
     def _tell(self, skip: Tensor) -> None:
         known = getattr(self._optimizer, "found_inf", None)
-        self._found = [known]
+        if self._optimizer not in _TELLS:  # another guard of the same optimizer has it to put back
+            self._found = [known]
+            _TELLS.add(self._optimizer)
         flag = skip.to(torch.float32)
         self._optimizer.found_inf = flag if known is None else torch.maximum(flag, known.to(flag.device))  # type: ignore[attr-defined]
 
 
 class BackwardGuard:
-    """Calls ``change(parameter number, gradient)`` for each gradient as backward brings it; its result goes on."""
+    """Calls ``change(parameter, gradient)`` for each gradient as backward brings it; its result goes on."""
 
-    def __init__(self, parameters: Iterable[Tensor], change: Callable[[int, Tensor], Tensor]) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._change = change
-        self._handles = ExitStack()
+        self._handles: dict[int, tuple[ref[Tensor], Any]] = {}  # by identity: tensors are not compared
 
-    def open(self) -> None:
-        for number, parameter in enumerate(self._parameters):
-            handle = parameter.register_hook(lambda gradient, number=number: self._change(number, gradient))
-            self._handles.callback(handle.remove)
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Also those of these parameters that came later, or came to require grad."""
+        for parameter in parameters:
+            known = self._handles.get(id(parameter))
+            if parameter.requires_grad and (known is None or known[0]() is not parameter):
+                weak = ref(parameter)
+                handle = parameter.register_hook(lambda gradient, weak=weak: self._change(weak(), gradient))
+                self._handles[id(parameter)] = weak, handle
 
     def close(self) -> None:
-        self._handles.close()
+        for _, handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
 
 
 class AccumulationWatch:

@@ -24,6 +24,7 @@ class StepRow:
     limit: float | None
     factor: float
     largest: str
+    is_clipped: bool
     is_skipped: bool
     nonfinite: tuple[str, ...]
 
@@ -37,19 +38,21 @@ class _Raw(NamedTuple):
     numbers: Sequence[int]
     skip: Any
     nonfinite: tuple[str, ...]
+    changed: Any
 
 
 class Audit:
     """Counts over all steps, and the last thousand one by one. Reading waits for the device."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.steps = 0
-        self._names = names
+    def __init__(self) -> None:
+        self.steps = 0  # evaluations, where steps have closures
+        self.names: list[str] = []
         self._rows: deque[_Raw] = deque(maxlen=_ROWS)
         self._clipped: Any = 0
         self._skipped: Any = 0
         self._nonfinite: Counter[str] = Counter()
         self._each: dict[int, Any] = {}
+        self._is_any: Tensor | None = None  # whether a rule for single parameters changed something in this step
 
     def add(
         self,
@@ -63,8 +66,10 @@ class Audit:
         nonfinite: tuple[str, ...] = (),
     ) -> None:
         """One step, as tensors where they are."""
+        is_any, self._is_any = self._is_any, None
         if norm is not None:
-            self._rows.append(_Raw(self.steps, norm, limit, factor, largest, numbers, skipped, nonfinite))
+            changed = factor < 1 if factor is not None else is_any
+            self._rows.append(_Raw(self.steps, norm, limit, factor, largest, numbers, skipped, nonfinite, changed))
         self.steps += 1
         if factor is not None:
             self._clipped = self._clipped + (factor < 1)
@@ -76,7 +81,9 @@ class Audit:
         for number, flag in zip(numbers, changed, strict=True):
             self._each[number] = self._each.get(number, 0) + flag
         if changed:
-            self._clipped = self._clipped + torch.stack([flag.to(changed[0].device) for flag in changed]).any()
+            is_any = torch.stack([flag.to(changed[0].device) for flag in changed]).any()
+            self._clipped = self._clipped + is_any
+            self._is_any = is_any
 
     @property
     def clipped(self) -> int:
@@ -96,7 +103,7 @@ class Audit:
     @property
     def parameters(self) -> dict[str, int]:
         """How often each parameter was clipped by itself; of a global norm, how often it had the largest share."""
-        counts: Counter[str] = Counter({self._names[number]: int(count) for number, count in self._each.items()})
+        counts: Counter[str] = Counter({self.names[number]: int(count) for number, count in self._each.items()})
         counts.update(row.largest for row in self.rows if row.largest and row.factor < 1)
         return {name: count for name, count in counts.most_common() if count}
 
@@ -109,7 +116,8 @@ class Audit:
                 float(raw.norm),
                 None if raw.limit is None else float(raw.limit),
                 1.0 if raw.factor is None else float(raw.factor),
-                "" if raw.largest is None else self._names[raw.numbers[int(raw.largest)]],
+                "" if raw.largest is None else self.names[raw.numbers[int(raw.largest)]],
+                raw.changed is not None and bool(raw.changed),
                 bool(raw.skip),
                 raw.nonfinite,
             )
@@ -124,11 +132,19 @@ class Audit:
         most = ", ".join(f"{name} ({count}x)" for name, count in list(self.parameters.items())[:5])
         if most:
             lines.append(f"clipped most: {most}")
+        if any(name.startswith("group ") for name in self.names):
+            lines.append("(give model= for the names of parameters)")
         cells = [
-            (str(row.step), f"{row.norm:.4g}", "" if row.limit is None else f"{row.limit:.4g}", f"{row.factor:.4g}",
-             row.largest, "skipped" if row.is_skipped else "")
+            (
+                str(row.step),
+                f"{row.norm:.4g}",
+                "" if row.limit is None else f"{row.limit:.4g}",
+                "" if row.factor == 1 else f"{row.factor:.4g}",
+                row.largest,
+                "skipped" if row.is_skipped else "clipped" if row.is_clipped else "",
+            )
             for row in rows[-8:]
-        ]  # fmt: skip
+        ]
         if cells:
             head = ("step", "norm", "limit", "factor", "largest", "")
             lines.append(table(head, cells, right=("step", "norm", "limit", "factor")))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gaff import compat
 from gaff.engine.steps import AccumulationWatch, BackwardGuard, StepGuard, unwrap_optimizer
 from gaff.errors import NonFiniteError, PlanError
-from gaff.select import iter_modules, join
+from gaff.select import iter_modules, join, need_module
 from gaff.tools.audit import Audit
 
 _FLOOR = 1e-3  # of a weight's norm in adaptive clipping: Brock et al. 2021, section 4.1
@@ -37,6 +37,23 @@ class Limits:
     norm_type: float = 2.0
 
     def __post_init__(self) -> None:
+        self._check_each()
+        if sum(limit is not None for limit in (self.norm, self.value, self.adaptive)) > 1:
+            raise PlanError("norm, value and adaptive are three ways to clip: expected one, deviations may join norm")
+        if not 2 <= self.warmup <= self.window:
+            raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected 2 <= warmup <= window")
+        if self.deviations is not None and (self.per != "global" or self.value or self.adaptive):
+            raise PlanError("deviations limit the global norm: expected per='global', alone or with norm")
+        if self.spike == "skip" and self.deviations is None:
+            raise PlanError("spike='skip' needs deviations=, which tell what a spike is")
+        if self.when == "backward" and (
+            (self.per != "tensor" and self.value is None) or self.adaptive or self.deviations
+        ):
+            raise PlanError("when='backward' sees one gradient at a time: expected value=, or norm= with per='tensor'")
+        if self.when == "backward" and self.nonfinite == "skip":
+            raise PlanError("when='backward' cannot skip a step: expected nonfinite='raise' or 'zero', or when='step'")
+
+    def _check_each(self) -> None:
         for name, known in (
             ("per", ("global", "tensor")),
             ("spike", ("clip", "skip")),
@@ -48,20 +65,15 @@ class Limits:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not known: expected one of {choice}")
         for name in ("norm", "value", "adaptive", "deviations"):
             limit = getattr(self, name)
-            if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            if limit is not None and not (is_number and limit > 0):
                 raise PlanError(f"{name}={limit!r} is no limit: expected a positive number")
-        if sum(limit is not None for limit in (self.norm, self.value, self.adaptive)) > 1:
-            raise PlanError("norm, value and adaptive are three ways to clip: expected one, deviations may join norm")
-        if not 2 <= self.warmup <= self.window:
-            raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected 2 <= warmup <= window")
-        if self.deviations is not None and (self.per != "global" or self.value or self.adaptive):
-            raise PlanError("deviations limit the global norm: expected per='global', alone or with norm")
-        if self.when == "backward" and (
-            (self.per != "tensor" and self.value is None) or self.adaptive or self.deviations
-        ):
-            raise PlanError("when='backward' sees one gradient at a time: expected value=, or norm= with per='tensor'")
-        if self.when == "backward" and self.nonfinite == "skip":
-            raise PlanError("when='backward' cannot skip a step: expected nonfinite='raise' or 'zero', or when='step'")
+        try:
+            object.__setattr__(self, "norm_type", float(self.norm_type))
+        except (TypeError, ValueError):
+            raise PlanError(f"norm_type={self.norm_type!r} is no norm: expected a number, or inf") from None
+        if not (isinstance(self.warmup, int) and isinstance(self.window, int)):
+            raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected numbers of steps")
 
 
 class Clipping:
@@ -76,27 +88,24 @@ class Clipping:
             raise PlanError(f"expected a torch optimizer, got a {type(optimizer).__name__}")
         if isinstance(real, torch.optim.LBFGS) and "skip" in (limits.nonfinite, limits.spike):
             raise PlanError("LBFGS evaluates several times within a step and keeps state of each: it cannot be skipped")
+        if model is not None:
+            need_module(model)
+        if limits.when == "backward" and views:
+            raise PlanError("views= shows the stations of a step: expected when='step'")
         self._limits = limits
-        self._guard = StepGuard(real, self._before, self._after)
-        self._parameters = self._guard.parameters()
-        for parameter in self._parameters:
-            if type(parameter).__name__ == "DTensor":
-                raise PlanError("the optimizer holds DTensor parameters (FSDP2, tensor parallel): not supported yet")
-        self._names = _names(real, model)
-        self._units = _units(model, self._parameters, self._names) if limits.adaptive is not None else []
-        self.audit = Audit(tuple(self._names))
+        self._model = model
+        self._optimizer = real
+        is_at_step = limits.when == "step"
+        self._guard = StepGuard(real, self._before if is_at_step else self._at_step, self._begin, self._after)
+        self._parameters: list[Tensor] = []
+        self.audit = Audit()
+        self._look()
         self._norms = _Window(limits.window) if limits.deviations is not None else None
-        self._views = _Views([(name, self._named(name)) for name in views])
-        self._backward = BackwardGuard((one for one in self._parameters if one.requires_grad), self._in_backward)
-        self._is_open = False
-        self.open()
-
-    def open(self) -> None:
-        """Start; done when made."""
-        if self._limits.when == "step":
-            self._guard.open()
-        else:
-            self._backward.open()
+        self._views = _Views([(name, self._named(name)) for name in ((views,) if isinstance(views, str) else views)])
+        self._backward = BackwardGuard(self._in_backward)
+        self._guard.open()
+        if not is_at_step:
+            self._backward.follow(self._parameters)
         self._views.watch.open()
         self._is_open = True
 
@@ -108,6 +117,8 @@ class Clipping:
         self._is_open = False
 
     def __enter__(self) -> Clipping:
+        if not self._is_open:
+            raise PlanError("these limits were removed: expected a new gaff.clip_gradients(...)")
         return self
 
     def __exit__(
@@ -126,6 +137,28 @@ class Clipping:
     def __repr__(self) -> str:
         return f"<gaff clip_gradients, {'open' if self._is_open else 'removed'}>\n{self.audit}"
 
+    def _look(self) -> None:
+        """The parameters that there are now: groups may have been added."""
+        parameters = self._guard.parameters()
+        known = self._parameters
+        if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)):
+            return
+        if any(type(parameter).__name__ == "DTensor" for parameter in parameters):
+            raise PlanError("the optimizer holds DTensor parameters (FSDP2, tensor parallel): not supported yet")
+        self._parameters = parameters
+        self._names = self.audit.names = _names(self._optimizer, self._model)
+        self._units = _units(self._model, parameters, self._names) if self._limits.adaptive is not None else []
+
+    def _begin(self) -> None:
+        self._look()
+        self._views.begin()
+
+    def _at_step(self) -> bool:
+        """Of limits in backward: nothing is left to do, but there may be new parameters."""
+        self._backward.follow(self._parameters)
+        self.audit.add(None)
+        return False
+
     @torch.no_grad()
     def _before(self) -> bool | Tensor:
         """At every step: clip, and tell whether it is to be skipped."""
@@ -134,23 +167,27 @@ class Clipping:
         if not given:
             self.audit.add(None)
             return False
+        if self._limits.adaptive is not None and any(one.grad.is_sparse for _, one in given if one.grad is not None):
+            raise PlanError("adaptive= cannot tell the units of a sparse gradient: expected norm= or value=")
         gradients = [_dense(one) for _, one in given]
         numbers = [number for number, _ in given]
         norms, total = compat.norms_of(gradients, self._limits.norm_type)
-        needs_wait = self._limits.nonfinite != "skip" or not self._guard.reads_found_inf
+        is_told = self._guard.can_tell() and "skip" in (self._limits.nonfinite, self._limits.spike)
         bad: tuple[str, ...] = ()
-        if needs_wait and not bool(total.isfinite()):
+        if not (is_told and self._limits.nonfinite == "skip") and not bool(total.isfinite()):
             if self._guard.is_overflow_of_scaler():
                 self.audit.add(total, skipped=True)
                 return False  # the scaler has this step skipped itself
-            bad = self._nonfinite(gradients, numbers, total)
-            if self._limits.nonfinite == "skip":
+            bad = self._nonfinite(gradients, numbers)
+            if bad and self._limits.nonfinite == "skip":
                 self.audit.add(total, skipped=True, nonfinite=bad)
                 return True
-            for gradient in gradients:
-                gradient.nan_to_num_(0.0, 0.0, 0.0)
+            for gradient in gradients if bad else ():
+                gradient.masked_fill_(~gradient.isfinite(), 0)
             norms, total = compat.norms_of(gradients, self._limits.norm_type)
-        skip = self._clip(gradients, numbers, norms, total, bad)
+            if not bool(total.isfinite()):  # of finite numbers whose squares are too large
+                norms, total = compat.norms_of([one.double() for one in gradients], self._limits.norm_type)
+        skip = self._clip(gradients, numbers, norms, total, bad, is_told)
         self._views.note("clipped")
         return skip
 
@@ -161,11 +198,14 @@ class Clipping:
         norms: list[Tensor] | None,
         total: Tensor,
         bad: tuple[str, ...],
+        is_told: bool,
     ) -> bool | Tensor:
         limits = self._limits
-        skip: bool | Tensor = ~total.isfinite() if limits.nonfinite == "skip" and self._guard.reads_found_inf else False
+        skip: bool | Tensor = ~total.isfinite() if limits.nonfinite == "skip" and is_told else False
         largest = torch.stack(norms).argmax() if norms is not None else None
-        factor, limit = None, None
+        factor: Tensor | None = None
+        limit: Any = None  # to which gradients are scaled down
+        told: Any = None  # what the audit tells
         if limits.value is not None:
             changed = [(gradient.abs() > limits.value).any() for gradient in gradients]
             compat.clamp_all(gradients, limits.value)
@@ -182,25 +222,21 @@ class Clipping:
             compat.scale_each(gradients, factors)
             self.audit.add_each(numbers, [one < 1 for one in factors])
         elif limits.norm is not None or self._norms is not None:
-            limit = self._limit(total)
-            if limits.spike == "skip" and self._norms is not None:
-                spiked = total > limit
-                skip = skip | spiked if self._guard.reads_found_inf else bool(skip) or bool(spiked)
-            else:
+            limit = told = limits.norm
+            if self._norms is not None:
+                usual = self._norms.limit(limits.deviations or 0.0, limits.warmup, total)
+                self._norms.add(torch.minimum(total, usual), total)
+                if limits.spike == "skip":
+                    skip = (skip | (total > usual)) if is_told else bool(skip) or bool(total > usual)
+                    told = usual if told is None else told
+                else:
+                    limit = told = usual if limit is None else usual.clamp(max=limit)
+            if limit is not None:
                 factor = (limit / (total + _TINY)).clamp(max=1.0)
                 compat.scale_all(gradients, factor)
         largest = largest if factor is not None else None
-        self.audit.add(total, factor, limit, largest, numbers=numbers, skipped=skip, nonfinite=bad)
+        self.audit.add(total, factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
         return skip
-
-    def _limit(self, total: Tensor) -> float | Tensor:
-        fixed = self._limits.norm
-        if self._norms is None or self._limits.deviations is None:
-            return fixed if fixed is not None else float("inf")
-        limit = self._norms.limit(self._limits.deviations, self._limits.warmup, total)
-        limit = limit if fixed is None else limit.clamp(max=fixed)
-        self._norms.add(torch.minimum(total, limit))
-        return limit
 
     def _clip_units(self, number: int, gradient: Tensor) -> Tensor:
         """Adaptive clipping, unit by unit: Brock et al. 2021, equation 3. Returns whether anything changed."""
@@ -213,35 +249,40 @@ class Clipping:
         gradient.copy_((change * factor).reshape(gradient.shape))
         return (factor < 1).any()
 
-    def _in_backward(self, number: int, gradient: Tensor) -> Tensor:
-        limits, norm = self._limits, torch.linalg.vector_norm(gradient, self._limits.norm_type)
+    def _in_backward(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        limits = self._limits
+        if gradient.is_sparse:
+            raise PlanError("when='backward' cannot clip a sparse gradient as it comes: expected when='step'")
+        number = next(at for at, one in enumerate(self._parameters) if one is parameter)
+        norm = torch.linalg.vector_norm(gradient, limits.norm_type)
         if not bool(norm.isfinite()):
-            self._nonfinite([gradient], [number], norm)
-            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
-            norm = torch.linalg.vector_norm(gradient, limits.norm_type)
+            if self._nonfinite([gradient], [number]):
+                gradient = torch.where(gradient.isfinite(), gradient, 0)
+            norm = torch.linalg.vector_norm(gradient, limits.norm_type, dtype=torch.float64)
         if limits.value is not None:
             new = gradient.clamp(-limits.value, limits.value)
             self.audit.add_each([number], [(gradient.abs() > limits.value).any()])
         elif limits.norm is not None:
             factor = (limits.norm / (norm + _TINY)).clamp(max=1.0)
-            new = gradient * factor
+            new = gradient * factor.to(gradient.dtype)
             self.audit.add_each([number], [factor < 1])
         else:
             new = gradient
         return new
 
-    def _nonfinite(self, gradients: list[Tensor], numbers: list[int], total: Tensor) -> tuple[str, ...]:
+    def _nonfinite(self, gradients: list[Tensor], numbers: list[int]) -> tuple[str, ...]:
         """The parameters with NaN or inf. Raises where the policy says so."""
         bad = tuple(
             self._names[number]
             for number, one in zip(numbers, gradients, strict=True)
             if not bool(one.isfinite().all())
         )
-        if self._limits.nonfinite == "raise":
-            what = f"{', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''}: the gradient is NaN or inf" if bad else (
-                f"the norm of finite gradients is {total.item()}: it overflows {total.dtype}"
-            )  # fmt: skip
-            raise NonFiniteError(f"{what}; nothing was stepped: expected finite ones, or nonfinite='skip' or 'zero'")
+        if bad and self._limits.nonfinite == "raise":
+            names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
+            raise NonFiniteError(
+                f"{names}: the gradient is NaN or inf; nothing was stepped: expected finite ones, or nonfinite='skip' "
+                "or 'zero'"
+            )
         return bad
 
     def _after(self) -> None:
@@ -263,7 +304,9 @@ class _Window:
         self._size = size
         self._count = 0
 
-    def add(self, norm: Tensor) -> None:
+    def add(self, norm: Tensor, raw: Tensor) -> None:
+        """``norm`` as limited; left out where the ``raw`` one is not finite."""
+        norm = torch.where(raw.isfinite(), norm, float("nan"))
         if self._norms is None:
             self._norms = torch.full((self._size,), float("nan"), device=norm.device)
         self._norms[self._count % self._size] = norm
@@ -287,13 +330,19 @@ class _Views:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._parameters = dict(named)
         self._kept: dict[str, dict[str, Tensor | None]] = {name: {} for name in self._parameters}
+        self._scaled: dict[str, Tensor] = {}  # of the step to come
         self._before: dict[str, Tensor] = {}
         self.watch = AccumulationWatch(self._parameters.values(), self._accumulated)
+
+    def begin(self) -> None:
+        """A step begins: what is left of the last one goes."""
+        for name, parameter in self._parameters.items():
+            self._kept[name] = {"scaled": self._scaled.pop(name, None)}
+            self._before[name] = parameter.detach().clone()
 
     def note(self, station: str) -> None:
         for name, parameter in self._parameters.items():
             self._kept[name][station] = None if parameter.grad is None else parameter.grad.detach().clone()
-            self._before[name] = parameter.detach().clone()
 
     def note_applied(self) -> None:
         for name, parameter in self._parameters.items():
@@ -308,7 +357,7 @@ class _Views:
     def _accumulated(self, parameter: Tensor) -> None:
         for name, known in self._parameters.items():
             if known is parameter and parameter.grad is not None:
-                self._kept[name]["scaled"] = parameter.grad.detach().clone()
+                self._scaled[name] = parameter.grad.detach().clone()
 
 
 def _names(optimizer: Any, model: nn.Module | None) -> list[str]:
