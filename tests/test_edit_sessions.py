@@ -526,7 +526,7 @@ def test_plans_that_cannot_be_saved_or_read_say_why(tmp_path):
     with pytest.raises(gaff.PlanError, match="holds 1 tensors, which are no text"):
         gaff.Plan.edit({"a": edits.add(torch.ones(2))}).to_json()
     gaff.Plan.edit({"a": edits.add(torch.ones(2))}).save(path)
-    path.with_suffix(".safetensors").unlink()
+    (tmp_path / "plan.json.safetensors").unlink()
     with pytest.raises(gaff.RecordError, match="tensor 'direction.0' of the plan is missing"):
         gaff.Plan.load(path)
     for text in (
@@ -551,3 +551,73 @@ def test_a_module_replaced_while_edited_does_not_go_unnoticed():
     with pytest.warns(UserWarning, match="act: the module was replaced while the session was open"):
         session.__exit__(None, None, None)
     assert "its successor was not edited" in str(session.receipt)
+
+
+def scale_by(value):
+    return gaff.Plan.edit({"a": edits.scale(torch.full((4,), value))})
+
+
+def test_plans_keep_their_tensors_apart_and_touch_no_other_file(tmp_path):
+    scale_by(1.0).save(tmp_path / "steer.v1")
+    scale_by(-1.0).save(tmp_path / "steer.v2")
+    assert gaff.Plan.load(tmp_path / "steer.v1").digest == scale_by(1.0).digest
+    with pytest.raises(gaff.PlanError, match="is a name for the tensors of a plan"):
+        scale_by(1.0).save(tmp_path / "p.safetensors")
+    (tmp_path / "steer.v1.safetensors").write_bytes((tmp_path / "steer.v2.safetensors").read_bytes())
+    with pytest.raises(gaff.RecordError, match="holds the tensors of another plan"):
+        gaff.Plan.load(tmp_path / "steer.v1")
+    for junk in (b"", b"junkjunkjunk", b"\xff" * 64):
+        (tmp_path / "steer.v1.safetensors").write_bytes(junk)
+        with pytest.raises(gaff.RecordError, match="of the plan cannot be read"):
+            gaff.Plan.load(tmp_path / "steer.v1")
+
+
+HOSTILE = [
+    '{"kind": "clip", "norm": -1}',
+    '{"kind": "clip", "norm": 1, "per": "foo"}',
+    '{"kind": "ablate", "how": "mean"}',
+    '{"kind": "quantize", "dtype": "int8"}',
+    '{"kind": "quantize", "dtype": "save"}',
+    '{"kind": "clamp", "low": 2, "high": 1}',
+    '{"kind": "noise", "std": 1, "seed": "x"}',
+    '{"kind": "scale", "factor": "abc"}',
+    '{"kind": "scale", "factor": true}',
+    '{"kind": "scale"}',
+    '{"kind": "fill", "value": null}',
+    '{"kind": "chain", "edits": 5}',
+    '{"kind": "chain", "edits": [5]}',
+    '{"kind": "when", "edit": 7}',
+    '{"kind": "when", "edit": {"edit": {"kind": "stop"}}, "runs": "abc"}',
+    '{"kind": "skip", "value": "x"}',
+    '{"kind": "replace", "value": 3}',
+    '{"kind": "patch", "source": 5}',
+    '{"kind": "project", "directions": 3}',
+    '{"kind": "at", "index": 3, "edit": {"edit": {"kind": "stop"}}}',
+    '{"kind": "with_event", "function": "x"}',
+    '{"kind": ["scale"]}',
+    "7",
+]
+
+
+@pytest.mark.parametrize("edit", HOSTILE)
+def test_files_that_no_plan_wrote_are_refused_when_they_are_read(edit):
+    text = '{"gaff_plan": 1, "requests": [{"pattern": "a", "edit": %s}], "options": {}}'
+    with pytest.raises(gaff.RecordError, match="plan cannot be read"):
+        gaff.Plan.from_json(text % edit)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"gaff_plan": true, "requests": [{"pattern": "a"}], "options": {}}',
+        '{"gaff_plan": 1, "requests": [], "options": {}}',
+        '{"gaff_plan": 1, "requests": [{"pattern": "a"}], "options": []}',
+        '{"gaff_plan": 1, "requests": [{"pattern": "a", "optional": "false"}], "options": {}}',
+        '{"gaff_plan": 1, "requests": [{"pattern": "a"}], "options": {"budget": "%sGB"}}' % ("9" * 400),
+        '{"gaff_plan": 1, "requests": [{"pattern": "%s"}], "options": {}}' % ("**." * 14 + "zz"),
+    ],
+)
+def test_texts_that_are_no_plans(text):
+    with pytest.raises(gaff.RecordError, match="plan cannot be read"):
+        gaff.Plan.from_json(text)

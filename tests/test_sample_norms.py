@@ -150,3 +150,169 @@ def test_a_frozen_model_has_nothing_to_follow():
     model = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(gaff.PlanError, match="no layer with trainable parameters"):
         gaff.sample_norms(model)
+
+
+def norms_of(model, x, *patterns):
+    with gaff.sample_norms(model, *patterns) as norms:
+        model(x).pow(2).flatten(1).sum(1).mean().backward()
+    return norms
+
+
+class Functional(nn.Module):
+    """A weight that is also used without its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lin = nn.Embedding(7, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(torch.tanh(self.lin(self.embed(x))), self.embed.weight)
+
+
+class Unused(nn.Module):
+    """A layer whose weight is used, and which is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.lin.weight, self.lin.bias)
+
+
+@pytest.mark.parametrize(
+    ("build", "x", "patterns"),
+    [
+        (Functional, torch.randint(7, (4, 6)), ()),
+        (Unused, torch.randn(4, 3), ()),
+        (Tied, torch.randint(1, 7, (4, 6)), ("head",)),
+        (lambda: nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(4, 3, 4), ("**<Linear>",)),
+    ],
+)
+def test_a_parameter_that_is_used_in_another_way_as_well_is_refused(build, x, patterns):
+    model = build()
+    run = model
+    if isinstance(model, nn.MultiheadAttention):
+        run = nn.Sequential(model)
+        run.forward = lambda t: model(t, t, t)[0]
+    norms = norms_of(run, x, *patterns)
+    with pytest.raises(gaff.ExactnessError, match="account for a part of its gradient only"):
+        _ = norms.total
+
+
+class Scaled(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 0.1, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_layers_with_another_forward_or_other_parameters_have_no_rule():
+    patched = nn.Linear(3, 3)
+    patched.forward = lambda x: x @ patched.weight
+    for model in (
+        Scaled(3, 3),
+        patched,
+        torch.nn.utils.weight_norm(nn.Linear(3, 3)),
+        nn.Embedding(5, 3, scale_grad_by_freq=True),
+    ):
+        with pytest.raises(gaff.PlanError, match="no rule for its parameters"):
+            gaff.sample_norms(model)
+
+
+def test_what_comes_after_backward_changes_nothing():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), torch.randn(5, 3)
+    true = truth(model, x)
+    with gaff.sample_norms(model) as norms:
+        model(x).pow(2).mean(1).mean().backward()
+    model.train()
+    model(torch.randn(5, 3) * 9)
+    x.mul_(10)
+    with torch.autocast("cpu", torch.bfloat16):
+        for name, column in true.items():
+            torch.testing.assert_close(norms[name], column, rtol=1e-4, atol=1e-6)
+
+
+def test_an_input_that_the_model_changes_is_noticed():
+    model, x = nn.Sequential(nn.Linear(3, 3, bias=False)), torch.randn(4, 3)
+    loss = None
+    with gaff.sample_norms(model) as norms:
+        loss = (model(x) * 1).sum()
+        x.data.add_(0)
+        loss.backward()
+    assert norms.total.shape == (4,)
+
+
+def test_large_numbers_that_cancel_leave_the_small_truth():
+    layer, x = nn.Linear(50, 50, bias=False), torch.randn(2, 20, 50)
+    x[:, 10:] = x[:, :10] + 1e-4 * torch.randn(2, 10, 50)
+    signs = torch.cat([torch.ones(10), -torch.ones(10)])[None, :, None]
+    with gaff.sample_norms(layer) as norms:
+        (layer(x) * signs).sum((1, 2)).mean().backward()
+    for row, example in zip(norms["weight"], x, strict=True):
+        [gradient] = torch.autograd.grad((layer.double()(example[None].double()) * signs).sum(), layer.weight)
+        layer.float()
+        assert row.item() == pytest.approx(gradient.norm().item(), rel=1e-3)
+
+
+def test_a_linear_layer_tied_with_a_transposed_one():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = conv1d(5, 3), nn.Linear(5, 3, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.two(torch.tanh(self.one(x)))
+
+    model, x = Both(), torch.randn(4, 3)
+    true = truth(model, x)
+    with gaff.sample_norms(model) as norms:
+        model(x).pow(2).mean(1).mean().backward()
+    for name, column in true.items():
+        torch.testing.assert_close(norms[name], column, rtol=1e-4, atol=1e-6)
+
+
+def test_inputs_without_examples_and_names_that_are_not_followed_are_refused():
+    for model, x in (
+        (nn.Conv2d(2, 3, 2), torch.randn(2, 5, 5)),
+        (nn.Linear(3, 3), torch.randn(3)),
+        (nn.LayerNorm((2, 3)), torch.randn(2, 3)),
+    ):
+        with gaff.sample_norms(model) as norms:
+            model(x).sum().backward()
+        with pytest.raises(gaff.ExactnessError, match="its first dimension is not the examples"):
+            _ = norms.total
+    model, x = dense()
+    norms = norms_of(model, x)
+    with pytest.raises(gaff.SiteError, match=r"'0\.wieght' is not followed: expected one of 0\.weight"):
+        _ = norms["0.wieght"]
+    with pytest.raises(gaff.SiteError, match="1 runs had a backward pass"):
+        norms.run(5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh())
+    model, x = nn.Sequential(body, nn.Linear(4, 2)), torch.randn(5, 4)
+    true = truth(model, x)
+    model.forward = lambda t: model[1](
+        checkpoint(body, checkpoint(nn.Identity(), t, use_reentrant=False), use_reentrant=use_reentrant)
+    )
+    with gaff.sample_norms(model) as norms:
+        model(x.requires_grad_()).pow(2).mean(1).mean().backward()
+    for name, column in true.items():
+        torch.testing.assert_close(norms[name], column, rtol=1e-4, atol=1e-6)
+
+
+def test_long_sequences_of_an_embedding_are_compared_in_blocks():
+    model, x = nn.Embedding(9, 2), torch.randint(9, (2, 6000))
+    norms = norms_of(model, x)
+    for row, example in zip(norms["weight"], x, strict=True):
+        [gradient] = torch.autograd.grad(model(example[None]).pow(2).sum(), model.weight)
+        assert row.item() == pytest.approx(gradient.norm().item(), rel=1e-4)

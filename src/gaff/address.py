@@ -23,6 +23,8 @@ PORTS = VALUE_PORTS + GRADIENT_PORTS + STATE_PORTS
 
 Key = tuple[int | str, ...]
 
+_MOST_DEPTHS = 4  # of ** in one pattern: each multiplies the ways in which a path can match
+
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SEGMENT = re.compile(r"`(?:[^`]|``)+`|[A-Za-z0-9_*?-]+")
 _CLASS = re.compile(r"<([^<>]+)>")
@@ -146,6 +148,8 @@ def _read_names(text: str) -> tuple[tuple[Name, ...], int]:
         at += 1
         if not _SEGMENT.match(text, at):
             raise SiteError(f"address {text!r} has an empty name at character {at}: expected a name after '.'")
+    if names.count(ANY_DEPTH) > _MOST_DEPTHS:
+        raise SiteError(f"address {text!r:.60} has {names.count(ANY_DEPTH)} '**': expected {_MOST_DEPTHS} at most")
     return tuple(names), at
 
 

@@ -29,6 +29,7 @@ Target = Address | nn.Module | Tensor | Callable[[Site], bool]
 _THREADS = ("own", "all")
 _EVICT = ("raise", "oldest")
 _FORMAT = 1
+_TENSORS = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,43 +218,64 @@ class Plan:
     def from_json(cls, text: str, tensors: dict[str, Tensor] | None = None) -> Plan:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
         try:
-            data = json.loads(text)
-            if data["gaff_plan"] != _FORMAT:
-                raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
-            requests = tuple(
-                Request(
-                    parse(row["pattern"]),
-                    bool(row.get("optional")),
-                    _maybe_keep(row.get("reduce")),
-                    edit_part.from_dict(row["edit"], tensors or {}) if "edit" in row else None,
-                )
-                for row in data["requests"]
-            )
-            options = dict(data["options"])
-            options["reduce"] = _maybe_keep(options.get("reduce"))
-            return cls(requests, Options(**_options(options)))
-        except (ValueError, KeyError, TypeError, AttributeError, GaffError) as error:
-            raise RecordError(f"plan cannot be read: {error!r}; expected what Plan.to_json wrote") from None
+            return _read(json.loads(text), tensors or {})
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, GaffError) as error:
+            what = str(error) if isinstance(error, GaffError) else f"{error!r:.200}"
+            raise RecordError(f"plan cannot be read: {what}; expected what Plan.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write JSON to ``path``, and tensors that edits hold beside it, with the ending ``.safetensors``."""
+        """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
+        if str(path).endswith(_TENSORS):
+            raise PlanError(
+                f"{str(path)!r} is a name for the tensors of a plan: expected another ending, such as .json"
+            )
         tensors: dict[str, Tensor] = {}
         text = self.to_json(tensors)
         if tensors:
             whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-            _safetensors().save_file(whole, Path(path).with_suffix(".safetensors"))
+            _safetensors().save_file(whole, f"{path}{_TENSORS}")
+            text = json.dumps({**json.loads(text), "digest": self.digest}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
-        """Inverse of ``save``. Raises RecordError when a file is missing or is no plan."""
-        beside = Path(path).with_suffix(".safetensors")
+        """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
+        beside = Path(f"{path}{_TENSORS}")
         try:
             text = Path(path).read_text(encoding="utf-8")
-            tensors = _safetensors().load_file(beside) if '"tensor"' in text and beside.exists() else {}
         except (OSError, ValueError) as error:
             raise RecordError(f"plan {str(path)!r} cannot be read: {error}") from None
-        return cls.from_json(text, tensors)
+        if '"tensor"' not in text or not beside.exists():
+            return cls.from_json(text)
+        library = _safetensors()
+        failure: Any = importlib.import_module("safetensors").SafetensorError
+        try:
+            tensors = library.load_file(beside)
+        except (OSError, ValueError, failure) as error:
+            raise RecordError(f"tensors {str(beside)!r} of the plan cannot be read: {error}") from None
+        plan = cls.from_json(text, tensors)
+        if json.loads(text).get("digest") != plan.digest:
+            raise RecordError(
+                f"{str(beside)!r} holds the tensors of another plan: expected both files of one plan.save"
+            )
+        return plan
+
+
+def _read(data: Any, tensors: dict[str, Tensor]) -> Plan:
+    if type(data["gaff_plan"]) is not int or data["gaff_plan"] != _FORMAT:
+        raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
+    requests = []
+    for row in data["requests"]:
+        optional = row.get("optional", False)
+        if not isinstance(optional, bool):
+            raise ValueError(f"optional {optional!r}, expected true or false")
+        edit = edit_part.from_dict(row["edit"], tensors) if "edit" in row else None
+        requests.append(Request(parse(row["pattern"]), optional, _maybe_keep(row.get("reduce")), edit))
+    if not requests or not isinstance(data["options"], dict):
+        raise ValueError("nothing is asked for, or the options are no table")
+    options = dict(data["options"])
+    options["reduce"] = _maybe_keep(options.get("reduce"))
+    return Plan(tuple(requests), Options(**_options(options)))
 
 
 def parse_bytes(size: int | str) -> int:

@@ -52,12 +52,12 @@ def scale(factor: float | Tensor) -> Scale:
 
 def add(direction: float | Tensor, strength: float = 1.0) -> Add:
     """Add ``strength * direction`` (steering); ``direction`` broadcasts to what passes, ``[width]`` say."""
-    return Add(_need_number(direction, "direction"), strength)
+    return Add(_need_number(direction, "direction"), _need_number(strength, "strength"))
 
 
 def fill(value: float) -> Fill:
     """``value`` everywhere; it stays in the graph, with a gradient of zero."""
-    return Fill(value)
+    return Fill(_need_number(value, "value"))
 
 
 def zero() -> Fill:
@@ -67,6 +67,9 @@ def zero() -> Fill:
 
 def clamp(low: float | None = None, high: float | None = None) -> Clamp:
     """Keep every element between ``low`` and ``high``."""
+    for bound in (low, high):
+        if bound is not None:
+            _need_number(bound, "bound")
     if (low is None and high is None) or (low is not None and high is not None and low > high):
         raise PlanError(f"clamp({low!r}, {high!r}) keeps nothing apart: expected bounds, the lower first")
     return Clamp(low, high)
@@ -80,7 +83,7 @@ def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
     """
     if per not in ("tensor", "row", "unit"):
         raise PlanError(f"per={per!r} is not known: expected 'tensor', 'row' or 'unit'")
-    if not norm > 0:
+    if not _need_number(norm, "norm") > 0 or not isinstance(dim, int):
         raise PlanError(f"norm={norm!r} is no limit: expected a positive number")
     return Clip(norm, per, dim)
 
@@ -91,7 +94,9 @@ def noise(std: float, seed: int = 0) -> Noise:
     Drawn anew for each site, run, call and step from ``seed`` alone: the same in a recomputation and in a second
     session, and the global random state is not touched.
     """
-    if not std >= 0 or math.isinf(std):
+    if not isinstance(seed, int):
+        raise PlanError(f"seed={seed!r} is no number: expected an integer")
+    if not _need_number(std, "std") >= 0 or math.isinf(std):
         raise PlanError(f"std={std!r} is no standard deviation: expected a finite number, 0 or more")
     return Noise(std, seed)
 
@@ -116,6 +121,8 @@ def patch(
             means the same places in both. Without them shapes must be equal.
         run: which run of the capture, when it holds several.
     """
+    if not isinstance(source, Tensor) and not (hasattr(source, "run") and hasattr(source, "all")):
+        raise PlanError(f"patch {source!r:.40} is nothing to patch from: expected a tensor or a gaff.capture")
     return Patch(source, pairs_of(rows, "rows"), pairs_of(positions, "positions"), run)
 
 
@@ -143,7 +150,7 @@ def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project
 
 def reverse(factor: float = 1.0) -> Reverse:
     """Gradient reversal: times ``-factor``. On a value, as in Ganin & Lempitsky 2015: it passes, its gradient turns."""
-    return Reverse(factor)
+    return Reverse(_need_number(factor, "factor"))
 
 
 def stop() -> Stop:
@@ -193,6 +200,8 @@ def when(edit: Any, *, runs: Any = None, calls: Any = None, steps: Any = None) -
 
 def skip(value: Any = None) -> Skip:
     """Do not run the module; its output is its first input (None), ``value``, or ``value(*args, **kwargs)``."""
+    if value is not None and not isinstance(value, Tensor) and not callable(value):
+        raise PlanError(f"skip {value!r:.40}: expected nothing, a tensor, or a function of the module's arguments")
     return Skip(value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff import keep
+from gaff import edits, keep
 from gaff.edits import arithmetic, places, sources
 from gaff.edits.event import Edit
 from gaff.errors import PlanError
@@ -36,12 +36,17 @@ def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def from_dict(row: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
-    """Inverse of ``to_dict``. Raises PlanError, KeyError or TypeError when ``row`` is none of its results."""
+    """Inverse of ``to_dict``. Raises PlanError, KeyError, TypeError or ValueError for what is none of its results."""
     cls = _KINDS.get(str(row.get("kind")))
     if cls is None:
         raise PlanError(f"edit of kind {row.get('kind')!r} is not known: expected one of {', '.join(_KINDS)}")
-    made: Edit = cls(**{name: _value(value, tensors) for name, value in row.items() if name != "kind"})
-    return made
+    given = {name: _value(value, tensors) for name, value in row.items() if name != "kind"}
+    make = getattr(edits, row["kind"])  # the public functions, which check what they are given
+    if cls is places.Chain:
+        return make(*given["edits"])  # type: ignore[no-any-return]
+    for name in ("rows", "positions") if cls is sources.Patch else ():
+        given[name] = dict(given[name]) if given.get(name) is not None else None
+    return make(**given)  # type: ignore[no-any-return]
 
 
 def tensors_of(edit: Any) -> Iterator[Tensor]:

@@ -8,33 +8,38 @@ differentially private learners", 2022, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gaff.address import Site
+from gaff import compat
+from gaff.address import Site, nearest
 from gaff.engine.session import Session, Tap
 from gaff.engine.stream import Stream
 from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
 from gaff.select import Found, find_site, iter_modules, join, need_module, resolve
-from gaff.tools.terms import Terms, find_rule, product
+from gaff.tools.terms import Terms, find_rule, is_batched, meeting, reach_of, squares_of
 
 
-class _Use(NamedTuple):
+class _Use:
     """One call of a layer: its input, and the gradient at its output once it has come."""
 
-    given: Tensor
-    gradient: Tensor | None
+    def __init__(self, given: Tensor) -> None:
+        self.given = given
+        self.version = compat.version_of(given)
+        self.gradient: Tensor | None = None
+        self.told: set[tuple[str, str]] = set()  # parameters whose gradient has come with it
 
 
 class SampleNorms:
     """Collects while open; read by parameter, inside the block after ``backward()`` or after it.
 
     ``norms["fc.weight"]`` and ``norms.total``: ``[batch]``, of the only run; ``norms.run(2)`` the same of one of
-    several. On the device of the gradients, in float32 or wider.
+    several. On the device of the gradients, in float32 or wider. They are computed when the gradient of the parameter
+    arrives, and checked against it: what the followed layers add up to must be all of it.
     """
 
     def __init__(self, model: nn.Module, patterns: Sequence[Any], reduction: str) -> None:
@@ -46,11 +51,15 @@ class SampleNorms:
         self._uses: dict[int, dict[tuple[str, int], _Use]] = {}  # by run: (layer, call) -> what is known
         self._sizes: dict[int, int] = {}  # by run: examples in the batch
         self._refused: dict[int, str] = {}
+        self._has_gradient = False
+        self._squares: dict[int, dict[str, Tensor]] = {}  # by run, by parameter: squared norms
         self._names = _group_parameters(self._layers)
         taps = [Tap(find_site(model, Site(port="input"))[0], _Part(self._see_batch), False)]
         for path in self._layers:
             for port, see in (("input", self._see_input), ("grad_output", self._see_gradient)):
                 taps.append(Tap(find_site(model, Site(path, port=port))[0], _Part(see, path), False))
+        for name in self._names:
+            taps.append(Tap(find_site(model, Site(name, port="grad"))[0], _Part(self._see_total, name), False))
         self._session = Session(model, taps)
 
     def __enter__(self) -> SampleNorms:
@@ -61,80 +70,129 @@ class SampleNorms:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.close()
-        has_any = any(use.gradient is not None for uses in self._uses.values() for use in uses.values())
-        if kind is None and not has_any:
+        if kind is None and not self._has_gradient:
             raise NeverFiredError("sample_norms saw no gradient: expected model(...) and backward() inside the session")
 
     def __getitem__(self, name: str) -> Tensor:
-        """Norms of the examples' gradients of one parameter."""
-        return self.run(None)[name]
+        """Norms of the examples' gradients of one parameter. Raises SiteError for one that is not followed."""
+        found = self.run(None)
+        if name not in found:
+            raise SiteError(
+                f"{name!r} is not followed: expected one of {', '.join(nearest(name, list(found)) or found)}"
+            )
+        return found[name]
 
     @property
     def total(self) -> Tensor:
         """Norms of the examples' whole gradients: of all parameters that are followed."""
-        return _total(self.run(None))
+        return torch.stack(list(self.run(None).values())).square().sum(0).sqrt()
 
     @property
     def runs(self) -> list[int]:
         """Numbers of the runs that had a backward pass."""
-        return [run for run, uses in self._uses.items() if any(use.gradient is not None for use in uses.values())]
+        return sorted({*self._squares, *self._refused})
 
     def run(self, index: int | None) -> dict[str, Tensor]:
         """Norms by parameter, ``[batch]`` each, of one run (None: of the only one)."""
-        if index is None:
-            if len(self.runs) != 1:
-                raise SiteError(f"{len(self.runs)} runs had a backward pass: expected one, or say norms.run(number)")
+        if index is None and len(self.runs) == 1:
             [index] = self.runs
+        if index is None or index not in self.runs:
+            raise SiteError(
+                f"{len(self.runs)} runs had a backward pass, {self.runs}: expected norms.run(number) of one"
+            )
         if index in self._refused:
             raise ExactnessError(self._refused[index])
-        size = self._sizes[index]
-        found = {}
-        for names, holders in self._names:
-            terms = [
-                find_rule(self._layers[path])(self._layers[path], name, use.given, use.gradient)
-                for (path, _), use in self._uses[index].items()
-                if use.gradient is not None
-                for holder, name in holders
-                if holder == path
-            ]
-            square = _square(terms, size, self._layers[holders[0][0]])
-            found[names] = square.clamp(min=0).sqrt() * (size if self._is_mean else 1)
-        return found
+        squares, size = self._squares[index], self._sizes[index]
+        like = next(iter(squares.values()))
+        factor = size if self._is_mean else 1
+        return {
+            name: squares.get(name, torch.zeros_like(like)).clamp(min=0).sqrt().to(like.dtype) * factor
+            for name in self._names
+        }
 
     def _see_batch(self, value: Any, run: Any, call: int, path: str) -> None:
         if isinstance(value, Tensor) and value.dim() and run.index not in self._sizes:
             self._sizes[run.index] = len(value)
 
     def _see_input(self, value: Any, run: Any, call: int, path: str) -> None:
-        layer = self._layers[path]
         if not isinstance(value, Tensor):
-            self._refuse(run, f"{path}: its input is no tensor")
+            self._refuse(run.index, f"{path}: its input is no tensor")
             return
-        size = self._sizes.get(run.index)
-        if size is None or not value.dim() or len(value) != size:
+        layer, size = self._layers[path], self._sizes.get(run.index)
+        if size is None or not is_batched(layer, value) or len(value) != size:
             self._refuse(
-                run,
+                run.index,
                 f"{path}: {type(layer).__name__} was given {tuple(value.shape)} in a batch of {size}: its first "
                 "dimension is not the examples, whose parts cannot be told apart; leave it out: sample_norms(model, "
                 "pattern of others)",
             )
         elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
-            self._refuse(run, f"{path}: {type(layer).__name__} mixes the examples of a batch: expected model.eval()")
-        self._uses.setdefault(run.index, {})[path, call] = _Use(value.detach(), None)
+            self._refuse(
+                run.index, f"{path}: {type(layer).__name__} mixes the examples of a batch: expected model.eval()"
+            )
+        self._uses.setdefault(run.index, {})[path, call] = _Use(value.detach())
 
     def _see_gradient(self, value: Any, run: Any, call: int, path: str) -> None:
         if isinstance(value, Tensor):
-            uses = self._uses[run.index]
-            use = uses.get((path, call))
+            self._has_gradient = True
+            use = self._uses.get(run.index, {}).get((path, call))
             if use is None or use.gradient is not None:
-                self._refuse(run, f"{path}: several backward passes, or a call that was not seen: expected one of each")
+                self._refuse(run.index, f"{path}: several backward passes, or a call that was not seen")
             else:
-                uses[path, call] = _Use(use.given, value.detach())
+                use.gradient = value.detach()
         elif value is not None:
-            self._refuse(run, f"{path}: {value}")
+            self._refuse(run.index, f"{path}: {value}")
 
-    def _refuse(self, run: Any, reason: str) -> None:
-        self._refused.setdefault(run.index, reason)
+    def _see_total(self, value: Any, run: Any, call: int, name: str) -> None:
+        """All contributions to a parameter have come (of a reentrant checkpoint: all so far)."""
+        if not isinstance(value, Tensor):
+            return
+        self._has_gradient = True
+        explained, reach = 0.0, 0.0
+        reached = []
+        with torch.no_grad(), compat.without_autocast(value.device):
+            for index in [index for index in self._uses if index not in self._refused]:
+                before, new = self._terms_of(index, name)
+                if new:
+                    reached.append(index)
+                    explained += float(sum(meeting(terms, value) for terms in new))
+                    reach += reach_of(new)
+                    self._squares.setdefault(index, {})[name] = squares_of(before + new)
+        self._check(name, value, float(explained), reach, reached or [run.index])
+
+    def _terms_of(self, index: int, name: str) -> tuple[list[Terms], list[Terms]]:
+        """What the layers add to a parameter in one run: what an earlier gradient has told, and what is new."""
+        before: list[Terms] = []
+        new: list[Terms] = []
+        for (path, _), use in self._uses[index].items():
+            gradient = use.gradient
+            if gradient is None:
+                continue
+            for own in [own for holder, own in self._names[name] if holder == path]:
+                if compat.version_of(use.given) != use.version:
+                    self._refuse(index, f"{path}: its input was changed in place after the call")
+                layer = self._layers[path]
+                terms = find_rule(layer)(layer, own, use.given, gradient)
+                (before if (path, own) in use.told else new).append(terms)
+                use.told.add((path, own))
+        return before, new
+
+    def _check(self, name: str, total: Tensor, explained: float, reach: float, runs: Iterable[int]) -> None:
+        """The layers must account for the gradient that came: part of it may be of another use of the parameter."""
+        total = total.to_dense() if total.is_sparse else total
+        square = float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
+        is_wide = total.dtype in (torch.float32, torch.float64)
+        lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
+        if abs(explained - square) > (1e-3 if is_wide else 5e-2) * square + lost:
+            for index in runs:
+                self._refuse(
+                    index,
+                    f"{name}: the layers that are followed account for a part of its gradient only: it is also used in "
+                    "another way (F.linear, a tied layer that is not followed, a recomputation)",
+                )
+
+    def _refuse(self, index: int, reason: str) -> None:
+        self._refused.setdefault(index, reason)
 
 
 class _Part(Stream):
@@ -157,23 +215,6 @@ class _Part(Stream):
 def sample_norms(model: nn.Module, patterns: Sequence[Any], reduction: str) -> SampleNorms:
     """See ``gaff.sample_norms``."""
     return SampleNorms(model, patterns, reduction)
-
-
-def _square(terms: list[Terms], size: int, layer: nn.Module) -> Tensor:
-    """Squared norm of the sum of all terms of each example: every pair of uses meets once."""
-    if not terms:
-        parameter = next(layer.parameters())
-        return torch.zeros(size, device=parameter.device)
-    total = torch.zeros((), device=terms[0].inner.device)
-    for number, one in enumerate(terms):
-        total = total + product(one, one)
-        for other in terms[number + 1 :]:
-            total = total + 2 * product(one, other)
-    return total
-
-
-def _total(norms: dict[str, Tensor]) -> Tensor:
-    return torch.stack(list(norms.values())).square().sum(0).sqrt()
 
 
 def _find_layers(model: nn.Module, patterns: Sequence[Any]) -> dict[str, nn.Module]:
@@ -208,14 +249,14 @@ def _has_rule(module: nn.Module) -> bool:
         find_rule(module)
     except PlanError:
         return False
-    return True
+    return set(_trainable(module)) <= {"weight", "bias"}  # others come from weight_norm, pruning and the like
 
 
-def _group_parameters(layers: dict[str, nn.Module]) -> list[tuple[str, list[tuple[str, str]]]]:
+def _group_parameters(layers: dict[str, nn.Module]) -> dict[str, list[tuple[str, str]]]:
     """Each parameter once, by its first name, with every layer that uses it."""
     groups: dict[int, tuple[str, list[tuple[str, str]]]] = {}
     for path, module in layers.items():
         for name in _trainable(module):
             one = module._parameters[name]
             groups.setdefault(id(one), (join(path, name), []))[1].append((path, name))
-    return list(groups.values())
+    return dict(groups.values())

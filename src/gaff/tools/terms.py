@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gaff.errors import PlanError
 
+_LOST = 1e-3  # chosen: below this part of what could be, float32 keeps too few digits
 _MOST = 2**24  # elements of one block of whole gradients, when these are cheaper than inner products
 
 
@@ -32,7 +33,80 @@ class Terms(NamedTuple):
 Rule = Callable[[Any, str, Tensor, Tensor], Terms]
 
 
-def product(one: Terms, other: Terms) -> Tensor:
+def squares_of(terms: list[Terms]) -> Tensor:
+    """Squared norm, for each example, of the sum of all terms: every pair meets once."""
+    total, most = _pairs(terms)
+    is_lost = total < _LOST * most  # what is left of large numbers that cancel: the products cannot tell
+    if bool(is_lost.any()) and all(one.outer is None or one.outer.is_floating_point() for one in terms):
+        wide = [Terms(one.inner.double(), None if one.outer is None else one.outer.double()) for one in terms]
+        total = torch.where(is_lost, _pairs(wide)[0].to(total.dtype), total)
+    return total
+
+
+def reach_of(terms: list[Terms]) -> float:
+    """How large the gradient could be if nothing cancelled; rounding errors go with it."""
+    return float(sum((_bound(one) * one.inner.shape[2]).sqrt().sum() for one in terms))
+
+
+def meeting(terms: Terms, gradient: Tensor) -> Tensor:
+    """Inner product of all examples' terms together with a gradient of the whole parameter."""
+    gradient = _wide(gradient.to_dense() if gradient.is_sparse else gradient)
+    if terms.outer is None:
+        return (terms.inner.sum((0, 1, 2)) * gradient.reshape(-1)).sum()
+    if not terms.outer.is_floating_point():
+        rows = gradient[terms.outer.clamp(min=0)] * (terms.outer >= 0)[..., None]
+        return (rows * terms.inner).sum()
+    groups = terms.outer.shape[1]
+    weight = gradient.reshape(groups, terms.outer.shape[3], terms.inner.shape[3])
+    return ((terms.outer @ weight) * terms.inner).sum()
+
+
+def find_rule(layer: nn.Module) -> Rule:
+    """How ``layer`` adds to its gradients. Raises PlanError for a layer that has no rule, or another forward."""
+    for kinds, rule in _RULES:
+        is_own = isinstance(layer, kinds) and "forward" not in vars(layer)
+        if is_own and any(type(layer).forward is getattr(kind, "forward", None) for kind in type(layer).__mro__[-9:]
+                          if kind.__module__.startswith("torch.nn.modules")):  # fmt: skip
+            found: Rule = rule
+            if not getattr(layer, "scale_grad_by_freq", False):
+                return found
+    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # transformers' transposed linear layer
+        return _linear_transposed
+    raise PlanError(f"no rule for {type(layer).__name__}")
+
+
+def is_batched(layer: nn.Module, given: Tensor) -> bool:
+    """Whether ``given`` has a dimension of examples before those that the layer itself needs."""
+    if given.is_complex():
+        return False
+    if isinstance(layer, nn.Embedding):
+        return given.dim() >= 1
+    if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
+        return given.dim() > len(layer.normalized_shape)
+    spatial = len(getattr(layer, "kernel_size", ()))
+    instance = {"InstanceNorm1d": 1, "InstanceNorm2d": 2, "InstanceNorm3d": 3}.get(type(layer).__name__, 0)
+    return given.dim() >= 2 + max(spatial, instance)
+
+
+def _pairs(terms: list[Terms]) -> tuple[Tensor, Tensor]:
+    """The squared norms, and how large they could be if nothing cancelled."""
+    total = most = torch.zeros((), device=terms[0].inner.device)
+    for number, one in enumerate(terms):
+        square = _product(one, one)
+        total, most = total + square, most + _bound(one)
+        for other in terms[number + 1 :]:
+            total = total + 2 * _product(one, other)
+    return total, most
+
+
+def _bound(one: Terms) -> Tensor:
+    inner = one.inner.square().sum((1, 2, 3))
+    return (
+        inner if one.outer is None or not one.outer.is_floating_point() else inner * one.outer.square().sum((1, 2, 3))
+    )
+
+
+def _product(one: Terms, other: Terms) -> Tensor:
     """Inner product, for each example, of two parts of one parameter's gradient: ``[batch]``."""
     if one.outer is None or other.outer is None:
         return (one.inner.sum(2) * other.inner.sum(2)).sum((1, 2))
@@ -40,27 +114,25 @@ def product(one: Terms, other: Terms) -> Tensor:
     if rows == (False, False) and _is_cheaper_whole(one, other):
         return _whole(one, other)
     if rows == (True, False):
-        return product(other, one)
-    if rows == (True, True):
-        same = one.outer[..., :, None] == other.outer[..., None, :]
-        meet = (same & (one.outer >= 0)[..., None]).to(one.inner.dtype)
-    elif rows == (False, True):  # a weight that is an embedding and a linear layer at once
-        index = other.outer.clamp(min=0)[..., None, :].expand(*one.outer.shape[:-1], -1)
-        meet = one.outer.gather(-1, index) * (other.outer >= 0)[..., None, :]
-    else:
-        meet = one.outer @ other.outer.mT
-    return (meet * (one.inner @ other.inner.mT)).sum((1, 2, 3))
+        return _product(other, one)
+    length = one.inner.shape[2]
+    block = max(1, _MOST // max(1, len(one.inner) * one.inner.shape[1] * other.inner.shape[2]))
+    total = torch.zeros((), device=one.inner.device)
+    for at in range(0, length, block):
+        inner, outer = one.inner[:, :, at : at + block], one.outer[:, :, at : at + block]
+        total = total + (_meet(outer, other.outer, inner.dtype) * (inner @ other.inner.mT)).sum((1, 2, 3))
+    return total
 
 
-def find_rule(layer: nn.Module) -> Rule:
-    """How ``layer`` adds to its gradients. Raises PlanError for a layer that has no rule."""
-    for kinds, rule in _RULES:
-        if isinstance(layer, kinds):
-            found: Rule = rule
-            return found
-    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # transformers' transposed linear layer
-        return _linear_transposed
-    raise PlanError(f"no rule for {type(layer).__name__}")
+def _meet(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inner products of outer factors, position by position; rows of an embedding meet where they are the same row."""
+    if one.is_floating_point() and other.is_floating_point():
+        return one @ other.mT
+    if one.is_floating_point():  # a weight that is an embedding and a linear layer at once
+        index = other.clamp(min=0)[..., None, :].expand(*one.shape[:-1], -1)
+        return one.gather(-1, index) * (other >= 0)[..., None, :]
+    same = one[..., :, None] == other[..., None, :]
+    return (same & (one >= 0)[..., None]).to(dtype)
 
 
 def _is_cheaper_whole(one: Terms, other: Terms) -> bool:
@@ -94,12 +166,11 @@ def _linear(layer: nn.Linear, name: str, given: Tensor, gradient: Tensor) -> Ter
 
 
 def _linear_transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
-    return _linear(layer, name, given, gradient)  # a norm does not mind the transpose
+    terms = _linear(layer, name, given, gradient)
+    return terms if terms.outer is None else Terms(terms.outer, terms.inner)
 
 
 def _embedding(layer: nn.Embedding, name: str, given: Tensor, gradient: Tensor) -> Terms:
-    if layer.scale_grad_by_freq:
-        raise PlanError("Embedding(scale_grad_by_freq=True) mixes the examples of a batch")
     rows = given.reshape(len(given), 1, -1)
     if layer.padding_idx is not None:
         rows = torch.where(rows == layer.padding_idx, -1, rows)
