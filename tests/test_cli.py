@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import gaff
 from gaff.cli import main
 
 DIGITS = "examples/digits.py:model"
@@ -52,6 +53,45 @@ def test_take_writes_safetensors(capsys, tmp_path):
     }
     code, out, _ = run(capsys, "take", DIGITS, "features", "--input", IMAGE, "--json")
     assert json.loads(out) == {"features": {"shape": [1, 16, 2, 2], "dtype": "float32"}}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def save(changes):
+        path = tmp_path / "plan.json"
+        gaff.Plan.edit(changes).save(path)
+        return str(path)
+
+    return save
+
+
+def test_apply_runs_a_model_under_a_plan_and_tells_what_changed(capsys, tmp_path, plan):
+    out_file = tmp_path / "f.safetensors"
+    code, out, _ = run(capsys, "apply", "examples/half.json", DIGITS, IMAGE, "--out", str(out_file))
+    assert code == 0
+    assert "features     features        1    60/64     1    0.5" in out
+    assert re.search(r":output  1x10 +10/10", out)
+    assert load_file(out_file)[":output"].shape == (1, 10)
+    path = plan({"features": gaff.edits.add(torch.ones(16, 1, 1)), "head.hidden:grad_output": gaff.edits.clip(0.1)})
+    code, out, _ = run(capsys, "apply", path, DIGITS, IMAGE, "--backward", "--json")
+    told = json.loads(out)
+    assert [row["hits"] for row in told["receipt"]] == [1, 1]
+    assert told["outputs"][0]["changed"] == "10/10"
+    code, _, err = run(capsys, "apply", path, DIGITS, IMAGE)
+    assert code == 1
+    assert "the plan edits gradients: add --backward or --loss" in err
+
+
+def test_apply_says_what_does_not_fit(capsys, tmp_path, plan):
+    for changes, message in (
+        ({"nosuch": gaff.edits.zero()}, "no module 'nosuch' in DigitNet"),
+        ({"features": gaff.edits.add(torch.ones(7))}, "features: the edit does not fit 1x16x2x2 float32"),
+    ):
+        code, _, err = run(capsys, "apply", plan(changes), DIGITS, IMAGE)
+        assert (code, err.count("\n")) == (1, 1)
+        assert message in err
+    code, _, err = run(capsys, "apply", str(tmp_path / "none.json"), DIGITS, IMAGE)
+    assert "cannot be read" in err
 
 
 def test_sites_as_tree_data_and_with_shapes(capsys):

@@ -323,7 +323,7 @@ def _edit_text(edit: Edit | None) -> str:
         elif isinstance(value, Edit) and is_dataclass(value):
             text = _edit_text(value)
         else:
-            text = getattr(value, "__name__", None) or f"{value!r:.40}"
+            text = getattr(value, "__name__", None) or f"{value!r:.40}".partition("\n")[0]
         if value is not None:
             parts.append(f"{name}={text}")
     return f"{type(edit).__name__.lower()}({', '.join(parts)})"

@@ -17,8 +17,9 @@ from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model, load_name
 from gaff.cli.take import save_tensors
 from gaff.cli.trace import mean_of_first, terminal_width
-from gaff.errors import PlanError
+from gaff.errors import NeverFiredError, PlanError
 from gaff.plan import Plan
+from gaff.receipt import Receipt
 from gaff.text import table
 from gaff.tools.trace_sink import shape_text
 from gaff.tools.untouched import untouched
@@ -45,27 +46,36 @@ def run(options: Namespace) -> int:
         bare = _flat(output())
     except TypeError as error:
         raise need_input(options.input, error) from error
-    with edit(loaded.model, plan) as changed:
-        edited = _flat(output())
+    try:
+        with edit(loaded.model, plan) as changed:
+            edited = _flat(output())
+    except NeverFiredError as error:
+        if backward is None and any(":grad" in row.site for row in error.receipt.rows if not row.hits):
+            raise PlanError(f"{error}; the plan edits gradients: add --backward or --loss") from error
+        raise
     if options.out is not None:
         save_tensors(edited, options.out, options.model)
     rows = [(name, shape_text(edited[name]), *_difference(edited[name], bare.get(name))) for name in edited]
+    _tell(options, plan, changed.receipt, rows)
+    return 0
+
+
+def _tell(options: Namespace, plan: Plan, receipt: Receipt, rows: list[tuple[str, str, str, str]]) -> None:
+    head = ("output", "shape", "changed", "delta")
     if options.json:
-        head = ("output", "shape", "changed", "delta")
         told = {
             "digest": plan.digest,
-            "receipt": [asdict(row) for row in changed.receipt.rows],
+            "receipt": [asdict(row) for row in receipt.rows],
             "outputs": [dict(zip(head, row, strict=True)) for row in rows],
         }
         print(json.dumps(told, indent=1))
     elif options.plain:
         print("\n".join("\t".join(row) for row in rows))
     else:
-        print(f"plan {plan.digest[:12]}\n{changed.receipt}\n")
-        print(table(("output", "shape", "changed", "delta"), rows, width=terminal_width(), right=("changed", "delta")))
+        print(f"plan {plan.digest[:12]}\n{receipt}\n")
+        print(table(head, rows, width=terminal_width(), right=("changed", "delta")))
         if options.out is not None:
             print(f"written to {options.out}")
-    return 0
 
 
 def _flat(output: Any) -> dict[str, Tensor]:

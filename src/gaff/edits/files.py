@@ -28,9 +28,7 @@ def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """JSON-ready form; tensors are put into ``tensors`` and named. Raises PlanError for functions and captures."""
     kind = type(edit).__name__.lower()
     if _KINDS.get(kind) is not type(edit):
-        raise PlanError(
-            f"edit {edit!r} is a function or a module: a plan that holds one cannot be saved; use gaff.edits"
-        )
+        raise PlanError(f"edit {kind} is a function or a module: a plan that holds one cannot be saved; use gaff.edits")
     named = {field.name: getattr(edit, field.name) for field in fields(edit) if field.init}
     return {"kind": kind, **{name: _plain(value, name, tensors) for name, value in named.items()}}
 

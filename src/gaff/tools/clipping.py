@@ -85,7 +85,10 @@ class Clipping:
     def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None, views: Sequence[str]) -> None:
         real = unwrap_optimizer(optimizer)
         if not isinstance(real, torch.optim.Optimizer):
-            raise PlanError(f"expected a torch optimizer, got a {type(optimizer).__name__}")
+            raise PlanError(
+                f"expected a torch optimizer, got a {type(optimizer).__name__}; gradients of single layers are edited: "
+                "gaff.edit(model, {'conv1.*:grad': gaff.edits.clamp(-1, 1)})"
+            )
         if isinstance(real, torch.optim.LBFGS) and "skip" in (limits.nonfinite, limits.spike):
             raise PlanError("LBFGS evaluates several times within a step and keeps state of each: it cannot be skipped")
         if model is not None:
