@@ -21,7 +21,7 @@ from gaff.engine.session import Session, Tap
 from gaff.engine.stream import Stream
 from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
 from gaff.select import Found, find_site, iter_modules, join, need_module, resolve
-from gaff.tools.terms import Terms, find_rule, is_batched, meeting, reach_of, squares_of
+from gaff.tools.terms import Terms, find_rule, is_batched, measure
 
 
 class _Use:
@@ -155,9 +155,10 @@ class SampleNorms:
                 before, new = self._terms_of(index, name)
                 if new:
                     reached.append(index)
-                    explained += float(sum(meeting(terms, value) for terms in new))
-                    reach += reach_of(new)
-                    self._squares.setdefault(index, {})[name] = squares_of(before + new)
+                    found = measure(before, new, value)
+                    explained += found.explained
+                    reach += found.reach
+                    self._squares.setdefault(index, {})[name] = found.squares
         self._check(name, value, float(explained), reach, reached or [run.index])
 
     def _terms_of(self, index: int, name: str) -> tuple[list[Terms], list[Terms]]:

@@ -6,7 +6,7 @@ of two such sums, need only the products of the factors: ``sum over t, s of (out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,22 +33,42 @@ class Terms(NamedTuple):
 Rule = Callable[[Any, str, Tensor, Tensor], Terms]
 
 
-def squares_of(terms: list[Terms]) -> Tensor:
+class Measured(NamedTuple):
+    """``squares`` [batch]: squared norms of the examples' gradients. ``explained``: inner product of their sum with the
+    gradient that came. ``reach``: how large that could be if nothing cancelled; rounding errors go with it."""
+
+    squares: Tensor
+    explained: float
+    reach: float
+
+
+def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> Measured:
+    """What ``new`` terms, after those ``before``, make of a parameter whose ``gradient`` has come."""
+    terms = before + new
+    reach = float(sum((_bound(one) * one.inner.shape[2] ** 0.5).sum() for one in new))
+    [only] = terms if len(terms) == 1 else [None]
+    if only is not None and only.outer is not None and only.outer.is_floating_point() and _is_cheaper_whole(only, only):
+        weight = _wide(gradient).reshape(only.outer.shape[1], only.outer.shape[3], only.inner.shape[3])
+        squares, explained = [], 0.0
+        for mine in _iter_whole(only):
+            squares.append(mine.square().sum((1, 2, 3)))
+            explained += float((mine.sum(0) * weight).sum())
+        return Measured(torch.cat(squares), explained, reach)
+    return Measured(_squares_of(terms), float(sum(_meeting(one, gradient) for one in new)), reach)
+
+
+def _squares_of(terms: list[Terms]) -> Tensor:
     """Squared norm, for each example, of the sum of all terms: every pair meets once."""
-    total, most = _pairs(terms)
+    total = _pairs(terms)
+    most = torch.stack([_bound(one).square() for one in terms]).sum(0)
     is_lost = total < _LOST * most  # what is left of large numbers that cancel: the products cannot tell
     if bool(is_lost.any()) and all(one.outer is None or one.outer.is_floating_point() for one in terms):
         wide = [Terms(one.inner.double(), None if one.outer is None else one.outer.double()) for one in terms]
-        total = torch.where(is_lost, _pairs(wide)[0].to(total.dtype), total)
+        total = torch.where(is_lost, _pairs(wide).to(total.dtype), total)
     return total
 
 
-def reach_of(terms: list[Terms]) -> float:
-    """How large the gradient could be if nothing cancelled; rounding errors go with it."""
-    return float(sum((_bound(one) * one.inner.shape[2]).sqrt().sum() for one in terms))
-
-
-def meeting(terms: Terms, gradient: Tensor) -> Tensor:
+def _meeting(terms: Terms, gradient: Tensor) -> Tensor:
     """Inner product of all examples' terms together with a gradient of the whole parameter."""
     gradient = _wide(gradient.to_dense() if gradient.is_sparse else gradient)
     if terms.outer is None:
@@ -88,22 +108,21 @@ def is_batched(layer: nn.Module, given: Tensor) -> bool:
     return given.dim() >= 2 + max(spatial, instance)
 
 
-def _pairs(terms: list[Terms]) -> tuple[Tensor, Tensor]:
-    """The squared norms, and how large they could be if nothing cancelled."""
-    total = most = torch.zeros((), device=terms[0].inner.device)
+def _pairs(terms: list[Terms]) -> Tensor:
+    total = torch.zeros((), device=terms[0].inner.device)
     for number, one in enumerate(terms):
-        square = _product(one, one)
-        total, most = total + square, most + _bound(one)
+        total = total + _product(one, one)
         for other in terms[number + 1 :]:
             total = total + 2 * _product(one, other)
-    return total, most
+    return total
 
 
 def _bound(one: Terms) -> Tensor:
-    inner = one.inner.square().sum((1, 2, 3))
-    return (
-        inner if one.outer is None or not one.outer.is_floating_point() else inner * one.outer.square().sum((1, 2, 3))
-    )
+    """For each example, the norm that its part would have if nothing cancelled, but for the number of positions."""
+    norm: Tensor = torch.linalg.vector_norm(one.inner, dim=(1, 2, 3))
+    if one.outer is not None and one.outer.is_floating_point():
+        norm = norm * torch.linalg.vector_norm(one.outer, dim=(1, 2, 3))
+    return norm
 
 
 def _product(one: Terms, other: Terms) -> Tensor:
@@ -142,16 +161,19 @@ def _is_cheaper_whole(one: Terms, other: Terms) -> bool:
 
 def _whole(one: Terms, other: Terms) -> Tensor:
     """By making the examples' gradients after all, some at a time: for many positions and a small weight."""
-    assert one.outer is not None  # as the only caller has seen
-    assert other.outer is not None
+    if one is other:
+        return torch.cat([mine.square().sum((1, 2, 3)) for mine in _iter_whole(one)])
+    pairs = zip(_iter_whole(one), _iter_whole(other), strict=True)
+    return torch.cat([(mine * theirs).sum((1, 2, 3)) for mine, theirs in pairs])
+
+
+def _iter_whole(one: Terms) -> Iterator[Tensor]:
+    """The examples' gradients themselves, ``[block, groups, outer, inner]``."""
+    assert one.outer is not None  # as the callers have seen
     size = one.inner.shape[1] * one.inner.shape[3] * one.outer.shape[3]
     block = max(1, _MOST // max(1, size))
-    parts = []
     for at in range(0, len(one.inner), block):
-        mine = one.outer[at : at + block].mT @ one.inner[at : at + block]
-        theirs = mine if other is one else other.outer[at : at + block].mT @ other.inner[at : at + block]
-        parts.append((mine * theirs).sum((1, 2, 3)))
-    return torch.cat(parts)
+        yield one.outer[at : at + block].mT @ one.inner[at : at + block]
 
 
 def _wide(tensor: Tensor) -> Tensor:
