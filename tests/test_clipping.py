@@ -648,3 +648,36 @@ def test_views_are_those_of_the_last_step():
         assert handle.views(name)["scaled"] is None
     with pytest.raises(gaff.PlanError, match="were removed"), handle:
         pass
+
+
+@pytest.mark.parametrize("how", ["step", "remove"])
+def test_a_new_gradient_is_not_replaced_by_one_that_was_kept_from_a_step(how):
+    def fail(*args):
+        if fails:
+            fails.clear()
+            raise KeyboardInterrupt
+
+    fails = [True]
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip")
+    optimizer.register_step_pre_hook(fail)
+    model(torch.full((1, 2), math.nan)).sum().backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    if how == "remove":
+        handle.remove()
+    optimizer.step()
+    assert model.weight.grad.isfinite().all()
+    assert handle.audit.skipped == 1
+    handle.remove()
+
+
+def test_a_norm_that_overflows_float64_is_an_error():
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameter.grad = torch.full((3,), 1e300, dtype=torch.float64)
+    optimizer = torch.optim.SGD([parameter])
+    with pytest.raises(gaff.NonFiniteError, match="overflows float64"), gaff.clip_gradients(optimizer, norm=1.0):
+        optimizer.step()

@@ -621,3 +621,38 @@ def test_files_that_no_plan_wrote_are_refused_when_they_are_read(edit):
 def test_texts_that_are_no_plans(text):
     with pytest.raises(gaff.RecordError, match="plan cannot be read"):
         gaff.Plan.from_json(text)
+
+
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    small, two_ = numpy.float32(0.5), numpy.int64(2)
+    for edit in (
+        edits.clip(small),
+        edits.fill(small),
+        edits.noise(small, two_),
+        edits.clamp(small),
+        edits.reverse(two_),
+    ):
+        assert edit.change(torch.ones(3), edits.Event()).shape == (3,)
+        assert gaff.Plan.edit({"a": edit}).to_json()
+    assert edits.patch(torch.zeros(3), rows=numpy.array([1])).rows == ((1, 1),)
+    for wrong in (lambda: edits.fill(torch.ones(4)), lambda: edits.patch(torch.ones(2), rows=True)):
+        with pytest.raises(gaff.PlanError):
+            wrong()
+
+
+def test_tensors_of_any_make_are_saved_or_refused(tmp_path):
+    tensors = [
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.ones(1).expand(4),
+        torch.ones(2, 3).T,
+        torch.tensor(2.0),
+    ]
+    for number, tensor in enumerate([*tensors, torch.ones(2).bfloat16(), nn.Parameter(torch.ones(2))]):
+        plan = gaff.Plan.edit({"a": edits.add(tensor)})
+        plan.save(tmp_path / f"{number}.json")
+        assert gaff.Plan.load(tmp_path / f"{number}.json").digest == plan.digest
+    for tensor in (torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(gaff.PlanError, match="expected a plain one to save"):
+            gaff.Plan.edit({"a": edits.add(tensor)}).save(tmp_path / "x.json")
+    assert not (tmp_path / "x.json.safetensors").exists()

@@ -316,3 +316,15 @@ def test_long_sequences_of_an_embedding_are_compared_in_blocks():
     for row, example in zip(norms["weight"], x, strict=True):
         [gradient] = torch.autograd.grad(model(example[None]).pow(2).sum(), model.weight)
         assert row.item() == pytest.approx(gradient.norm().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_autocast_is_no_other_use(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 1))
+    x = torch.randn(64, 16)
+    with gaff.sample_norms(model) as norms:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        (y.float() - 1).square().mean().backward()
+    assert norms.total.isfinite().all()

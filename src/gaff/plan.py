@@ -151,8 +151,9 @@ class Plan:
         tensors: dict[str, Tensor] = {}
         digest = hashlib.sha256(self.to_json(tensors).encode())
         for name, tensor in tensors.items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            whole = _whole(name, tensor)
+            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+            digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def __str__(self) -> str:
@@ -232,9 +233,9 @@ class Plan:
         tensors: dict[str, Tensor] = {}
         text = self.to_json(tensors)
         if tensors:
-            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-            _safetensors().save_file(whole, f"{path}{_TENSORS}")
             text = json.dumps({**json.loads(text), "digest": self.digest}, indent=1)
+            whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
+            _safetensors().save_file(whole, f"{path}{_TENSORS}")
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -301,6 +302,15 @@ def parse_bytes(size: int | str) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdigit() and float(number) > 0:
             return int(float(number) * factor)
     raise PlanError(f"budget={size!r} is no size: expected bytes as a number, or text such as '500MB' or '4GiB'")
+
+
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    """A copy of a plan's tensor that can be written. Raises PlanError for one that has no plain memory."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        raise PlanError(
+            f"tensor {name!r} of the plan is {tensor.layout} on {tensor.device}: expected a plain one to save"
+        )
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
 
 
 def _safetensors() -> Any:

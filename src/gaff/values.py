@@ -151,8 +151,8 @@ def put(value: Any, key: Key, new: Tensor) -> Any:
     if inside is not None:
         names = [name for name, _ in inside]
         head: Any = key[0]
-        if isinstance(head, int) and head < 0 and isinstance(value, (tuple, list)):
-            head += len(names)
+        if isinstance(head, int) and isinstance(value, (tuple, list)) and -len(names) <= head < len(names):
+            head = names[head]  # of a named tuple: the field
         elif isinstance(head, str) and head not in names:  # a key that is no text, or a field of torch.return_types
             fields_ = getattr(type(value), "__match_args__", ()) if isinstance(value, tuple) else ()
             head = fields_.index(head) if head in fields_ else next((name for name in names if str(name) == head), head)

@@ -84,11 +84,40 @@ def test_sparse_gradients(edit, change):
     torch.testing.assert_close(sparse.weight.grad.to_dense(), change(dense.weight.grad))
 
 
-def test_a_zeroed_last_layer_can_still_be_trained_through():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with gaff.edit(model, {"1": edits.zero()}):
-        model(torch.ones(1, 2)).sum().backward()
-    assert not model[0].weight.grad.any()
+def test_a_broken_branch_that_is_zeroed_sends_no_nan_back():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branch, self.weight = nn.Identity(), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return self.branch((x * self.weight).sqrt()).sum() + self.weight.sum()
+
+    model = Broken()
+    with gaff.edit(model, {"branch": edits.zero()}):
+        model(torch.zeros(1, 2)).backward()
+    assert torch.equal(model.weight.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("factor", [torch.arange(5.0)[:, None], torch.arange(15.0).reshape(5, 3)])
+def test_a_factor_for_each_row_of_a_sparse_gradient(factor):
+    sparse, tokens = nn.Embedding(5, 3, sparse=True), torch.tensor([1, 1, 4])
+    with gaff.edit(sparse, {"weight:grad": edits.scale(factor)}):
+        sparse(tokens).sum().backward()
+    counts = torch.zeros(5, 3).index_add(0, tokens, torch.ones(3, 3))
+    assert torch.equal(sparse.weight.grad.to_dense(), counts * factor)
+    with (
+        pytest.raises(gaff.PlanError, match="does not fit"),
+        gaff.edit(sparse, {"weight:grad": edits.scale(torch.ones(2, 1))}),
+    ):
+        sparse(tokens).sum().backward()
+
+
+def test_several_edits_of_a_sparse_gradient():
+    sparse = nn.Embedding(5, 3, sparse=True)
+    with gaff.edit(sparse, {"weight:grad": [edits.scale(100.0), edits.clip(1.0)]}):
+        sparse(torch.tensor([1, 1, 4])).sum().backward()
+    assert sparse.weight.grad.to_dense().norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
 def test_an_attached_plan_is_a_context_too_and_tells_the_error_of_the_edit_only():

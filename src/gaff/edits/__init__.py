@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -47,16 +48,16 @@ __all__ = [
 
 def scale(factor: float | Tensor) -> Scale:
     """Multiply by ``factor``: a number, or a tensor that broadcasts to what passes."""
-    return Scale(_need_number(factor, "factor"))
+    return Scale(_need_factor(factor, "factor"))
 
 
 def add(direction: float | Tensor, strength: float = 1.0) -> Add:
     """Add ``strength * direction`` (steering); ``direction`` broadcasts to what passes, ``[width]`` say."""
-    return Add(_need_number(direction, "direction"), _need_number(strength, "strength"))
+    return Add(_need_factor(direction, "direction"), _need_number(strength, "strength"))
 
 
 def fill(value: float) -> Fill:
-    """``value`` everywhere; it stays in the graph, with a gradient of zero."""
+    """``value`` everywhere; cut off from the graph (``scale(0.0)`` keeps it, and passes on infinities as NaN)."""
     return Fill(_need_number(value, "value"))
 
 
@@ -67,9 +68,8 @@ def zero() -> Fill:
 
 def clamp(low: float | None = None, high: float | None = None) -> Clamp:
     """Keep every element between ``low`` and ``high``."""
-    for bound in (low, high):
-        if bound is not None:
-            _need_number(bound, "bound")
+    low = None if low is None else _need_number(low, "low")
+    high = None if high is None else _need_number(high, "high")
     if (low is None and high is None) or (low is not None and high is not None and low > high):
         raise PlanError(f"clamp({low!r}, {high!r}) keeps nothing apart: expected bounds, the lower first")
     return Clamp(low, high)
@@ -83,7 +83,8 @@ def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
     """
     if per not in ("tensor", "row", "unit"):
         raise PlanError(f"per={per!r} is not known: expected 'tensor', 'row' or 'unit'")
-    if not _need_number(norm, "norm") > 0 or not isinstance(dim, int):
+    norm = _need_number(norm, "norm")
+    if not norm > 0 or not isinstance(dim, int):
         raise PlanError(f"norm={norm!r} is no limit: expected a positive number")
     return Clip(norm, per, dim)
 
@@ -94,9 +95,10 @@ def noise(std: float, seed: int = 0) -> Noise:
     Drawn anew for each site, run, call and step from ``seed`` alone: the same in a recomputation and in a second
     session, and the global random state is not touched.
     """
-    if not isinstance(seed, int):
+    if not isinstance(seed, Integral):
         raise PlanError(f"seed={seed!r} is no number: expected an integer")
-    if not _need_number(std, "std") >= 0 or math.isinf(std):
+    seed, std = int(seed), _need_number(std, "std")
+    if not std >= 0 or math.isinf(std):
         raise PlanError(f"std={std!r} is no standard deviation: expected a finite number, 0 or more")
     return Noise(std, seed)
 
@@ -206,6 +208,13 @@ def skip(value: Any = None) -> Skip:
 
 
 def _need_number(value: Any, name: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-        raise PlanError(f"{name}={value!r} is a {type(value).__name__}: expected a number or a tensor")
-    return value
+    """A number of Python's; those of NumPy are made one."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise PlanError(f"{name}={value!r:.60} is a {type(value).__name__}: expected a number")
+
+
+def _need_factor(value: Any, name: str) -> Any:
+    return value if isinstance(value, Tensor) else _need_number(value, name)

@@ -22,9 +22,12 @@ class Scale:
 
     factor: float | Tensor
     is_pure = True
-    keeps_zero = True
     uses_event = False  # of which run or call
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def keeps_zero(self) -> bool:
+        return not isinstance(self.factor, Tensor) or self.factor.dim() == 0
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         return tensor * (like(self.factor, tensor, self._known) if isinstance(self.factor, Tensor) else self.factor)
@@ -48,7 +51,7 @@ class Add:
 
 @dataclass(frozen=True, eq=False)
 class Fill:
-    """``value`` everywhere; the gradient of what was there is zero."""
+    """``value`` everywhere; no gradient flows to what was there."""
 
     value: float
     is_pure = True
@@ -59,10 +62,8 @@ class Fill:
         return self.value == 0
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        if not tensor.is_floating_point() and not tensor.is_complex() and self.value != int(self.value):
+        if not tensor.is_floating_point() and not tensor.is_complex() and not float(self.value).is_integer():
             raise PlanError(f"fill with {self.value!r} would lose its fraction in a tensor of {tensor.dtype}")
-        if tensor.requires_grad:  # stays in the graph: what goes back is zero, as with a factor of zero
-            return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), self.value)
         return torch.full_like(tensor, self.value)
 
 

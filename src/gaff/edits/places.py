@@ -74,6 +74,10 @@ class Chain:
     def uses_event(self) -> bool:
         return any(uses_event(edit) for edit in self.edits)
 
+    @property
+    def keeps_zero(self) -> bool:
+        return all(getattr(edit, "keeps_zero", False) for edit in self.edits)
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         for edit in self.edits:
             tensor = edit.change(tensor, event)

@@ -94,6 +94,9 @@ def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
     """``{here: there}`` as a value; a number, or a list of them, stands for the same places. Raises PlanError."""
     if mapping is None:
         return None
+    mapping = mapping.tolist() if hasattr(mapping, "tolist") else mapping  # of NumPy
+    if isinstance(mapping, bool):
+        raise PlanError(f"{name}={mapping!r} is no place: expected a number, a list or {{here: there}}")
     if isinstance(mapping, int) or (isinstance(mapping, Sequence) and all(isinstance(one, int) for one in mapping)):
         numbers = [mapping] if isinstance(mapping, int) else mapping
         mapping = {number: number for number in numbers}

@@ -77,7 +77,7 @@ class StepGuard:
 
         A fused optimizer makes its state also in a skipped step, of SGD's momentum without ever writing to it.
         """
-        if not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+        if not getattr(self._optimizer, "_step_supports_amp_scaling", False) or torch.compiler.is_compiling():
             return False
         state, groups = self._optimizer.state, self._optimizer.param_groups
         is_plain = isinstance(self._optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups)
@@ -129,7 +129,8 @@ class StepGuard:
             elif hasattr(self._optimizer, "found_inf"):
                 del self._optimizer.found_inf
         for parameter, gradient in self._dropped:
-            parameter.grad = gradient
+            if parameter.grad is None:  # else a new one has come, after an exception kept this from being called
+                parameter.grad = gradient
         self._dropped.clear()
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -190,6 +190,8 @@ class Clipping:
             norms, total = compat.norms_of(gradients, self._limits.norm_type)
             if not bool(total.isfinite()):  # of finite numbers whose squares are too large
                 norms, total = compat.norms_of([one.double() for one in gradients], self._limits.norm_type)
+                if not bool(total.isfinite()):
+                    raise NonFiniteError("the norm of finite gradients overflows float64; nothing was stepped")
         skip = self._clip(gradients, numbers, norms, total, bad, is_told)
         self._views.note("clipped")
         return skip

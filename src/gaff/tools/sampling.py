@@ -33,6 +33,11 @@ class _Use:
         self.gradient: Tensor | None = None
         self.told: set[tuple[str, str]] = set()  # parameters whose gradient has come with it
 
+    def is_narrow(self) -> bool:
+        """Whether half precision took part, as it does under autocast."""
+        given = self.given.is_floating_point() and self.given.element_size() < 4
+        return given or (self.gradient is not None and self.gradient.element_size() < 4)
+
 
 class SampleNorms:
     """Collects while open; read by parameter, inside the block after ``backward()`` or after it.
@@ -159,7 +164,7 @@ class SampleNorms:
                     explained += found.explained
                     reach += found.reach
                     self._squares.setdefault(index, {})[name] = found.squares
-        self._check(name, value, float(explained), reach, reached or [run.index])
+        self._check(name, value, explained, reach, reached or [run.index])
 
     def _terms_of(self, index: int, name: str) -> tuple[list[Terms], list[Terms]]:
         """What the layers add to a parameter in one run: what an earlier gradient has told, and what is new."""
@@ -181,15 +186,18 @@ class SampleNorms:
     def _check(self, name: str, total: Tensor, explained: float, reach: float, runs: Iterable[int]) -> None:
         """The layers must account for the gradient that came: part of it may be of another use of the parameter."""
         total = total.to_dense() if total.is_sparse else total
+        paths = {path for path, _ in self._names[name]}
+        narrow = (use for index in runs for (path, _), use in self._uses.get(index, {}).items() if path in paths)
+        is_wide = total.element_size() >= 4 and not any(use.is_narrow() for use in narrow)
         square = float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
-        is_wide = total.dtype in (torch.float32, torch.float64)
         lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
         if abs(explained - square) > (1e-3 if is_wide else 5e-2) * square + lost:
             for index in runs:
                 self._refuse(
                     index,
                     f"{name}: the layers that are followed account for a part of its gradient only: it is also used in "
-                    "another way (F.linear, a tied layer that is not followed, a recomputation)",
+                    "another way (F.linear, a tied layer that is not followed), a hook, penalty or edit set before "
+                    "changed its gradient, or its square is out of float32's range",
                 )
 
     def _refuse(self, index: int, reason: str) -> None:
