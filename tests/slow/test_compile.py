@@ -125,3 +125,17 @@ def test_a_compiled_region_is_recomputed_eagerly_with_its_edits_after_the_sessio
         gc.collect()
     assert torch.equal(*norms)
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_compiled_step_is_skipped_too(fused):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    with gaff.clip_gradients(optimizer, norm=1.0, nonfinite="skip") as handle:
+        for number in range(4):
+            optimizer.zero_grad()
+            (model(torch.ones(3, 4)).square().sum() * (float("nan") if number == 2 else 1.0)).backward()
+            step()
+    assert model.weight.isfinite().all()
+    assert handle.audit.skipped == 1
