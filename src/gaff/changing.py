@@ -70,11 +70,7 @@ class EditStream:
 
     def change(self, value: Tensor, passage: Any, is_again: bool) -> Tensor:
         """A value passes; what the model goes on with. In a recomputation: what the first pass decided."""
-        memo = passage.memo
-        is_direct = self._is_direct and memo is None and self.switch.is_plain and not is_again
-        if is_direct and (new := self._direct(value)) is not None:
-            return new
-        run, call = passage.run, passage.call
+        run, call, memo = passage.run, passage.call, passage.memo
         if is_again:
             decided = None if memo is None else memo.get(self)
             return value if decided is None else self._repeat(value, run, call, *decided)
@@ -146,8 +142,10 @@ class EditStream:
         return ReceiptRow(self.pattern, str(self.site), self.hits + self.none, self.none,
                           reason=merge_reasons(reasons), hits=self.hits, **numbers)  # fmt: skip
 
-    def _direct(self, value: Tensor) -> Tensor | None:
+    def direct(self, value: Tensor) -> Tensor | None:
         """The common case, an edit of our own, at the price of a raw hook; None where it is not that case."""
+        if not (self._is_direct and self.hits and self.switch.is_plain):
+            return None
         try:
             new = self._edit.change(value, self._any_event)
         except (RuntimeError, GaffError):

@@ -154,13 +154,14 @@ class Checkpoint(NamedTuple):
     pass_: Any
 
 
-_saved_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+# The hooks for saved tensors on top on this thread, or None; its argument: also while something is traced.
+saved_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _chains: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # pack hook -> what lies below and with it
 
 
 def has_saved_hooks() -> bool:
     """Whether anything, such as a checkpoint, changes how tensors are saved for backward on this thread."""
-    return _saved_hooks(True) is not None
+    return saved_hooks(True) is not None
 
 
 def checkpoints() -> list[Checkpoint]:
@@ -169,7 +170,7 @@ def checkpoints() -> list[Checkpoint]:
     torch tells neither in forward nor in recomputation which checkpoint is at work, but both put their own hooks for
     saved tensors in place, and these hold the one frame object of that checkpoint.
     """
-    top = _saved_hooks(True)
+    top = saved_hooks(True)
     if top is None:
         return []
     chain = _chains.get(top[0])
@@ -186,7 +187,7 @@ def _all_pack_hooks() -> list[Any]:
     taken = []
     found = []
     try:
-        while (top := _saved_hooks(True)) is not None:
+        while (top := saved_hooks(True)) is not None:
             found.append(top[0])
             if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
                 break  # torch would not let us put them back

@@ -7,13 +7,14 @@ from torch import nn
 import gaff
 from traps.tools import Gaff, same
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")  # torch, once a process
+
 
 class Quantizes(nn.Module):
     def forward(self, x):
         return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_quantized_value_can_be_read():
     model, x = Quantizes(), torch.randn(2, 3)
     with gaff.capture(model, ":output") as got:

@@ -29,6 +29,7 @@ class OutputChange(ExitChange):
     def __init__(self, site: Site, stream: EditStream) -> None:
         self._site = site
         self._stream = stream
+        self.direct = stream.direct if site.call is None and not site.key else None
 
     def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
         site = self._site

@@ -51,6 +51,9 @@ class EditStream(Stream, Protocol):
     def change(self, value: Tensor, passage: Passage, is_again: bool) -> Tensor:
         """The tensor that the model goes on with. ``is_again``: a recomputation, which must get what the first got."""
 
+    def direct(self, value: Tensor) -> Tensor | None:
+        """The same without questions, for an edit that needs none and has acted before; else None."""
+
     def wants(self, run: Run, call: int) -> bool:
         """Whether the edit acts at this event."""
 
