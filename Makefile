@@ -10,9 +10,11 @@ SETUP := pyproject.toml constraints.txt
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	$(VENV)/bin/gaff trace examples/digits.py:model examples/digits.py:image --backward
 	$(VENV)/bin/gaff take examples/digits.py:model features head.hidden --input examples/digits.py:image --out demo-out/digits.safetensors
+	$(VENV)/bin/gaff apply examples/half.json examples/digits.py:model examples/digits.py:image
 	@echo
 	@echo "Next: $(VENV)/bin/gaff sites examples/digits.py:model shows what can be addressed; add --json for data."
-	@echo "      $(RUN) examples/minilm.py (real sentence embeddings) and $(RUN) examples/resnet50.py (a photo) show more."
+	@echo "      $(RUN) examples/minilm.py (real sentence embeddings), $(RUN) examples/resnet50.py (a photo) show more;"
+	@echo "      $(RUN) examples/heads.py silences every attention head of MiniLM, all in one forward."
 
 test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 	$(RUN) -m pytest -m "not slow" -n 2
