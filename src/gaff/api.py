@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -12,14 +12,14 @@ from gaff.editing import Editing
 from gaff.editing import edit as make_edit
 from gaff.errors import PlanError
 from gaff.plan import Options, Plan
-from gaff.tools.clipping import Clipping, Limits
-from gaff.tools.listing import Sites, list_sites
-from gaff.tools.record import Trace
-from gaff.tools.sampling import SampleNorms
-from gaff.tools.sampling import sample_norms as make_sample_norms
-from gaff.tools.taking import Take
-from gaff.tools.taking import take as make_take
-from gaff.tools.tracing import Backward, trace_run
+
+if TYPE_CHECKING:  # tools are loaded when they are called
+    from gaff.tools.clipping import Clipping
+    from gaff.tools.listing import Sites
+    from gaff.tools.record import Trace
+    from gaff.tools.sampling import SampleNorms
+    from gaff.tools.taking import Take
+    from gaff.tools.tracing import Backward
 
 
 def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
@@ -87,6 +87,8 @@ def clip_gradients(
 
     Raises PlanError for limits that do not go together, before anything is installed.
     """
+    from gaff.tools.clipping import Clipping, Limits
+
     unknown = [name for name in limits if name not in Limits.__dataclass_fields__]
     if unknown:
         known = ", ".join(Limits.__dataclass_fields__)
@@ -133,6 +135,8 @@ def sample_norms(model: nn.Module, /, *patterns: Any, reduction: str = "mean") -
         PlanError: before anything runs, for layers without a rule. ExactnessError: on reading, where examples cannot
             be told apart (batch norm in training, flattened batches, position embeddings that are shared).
     """
+    from gaff.tools.sampling import sample_norms as make_sample_norms
+
     return make_sample_norms(model, patterns, reduction)
 
 
@@ -147,6 +151,8 @@ def take(model: nn.Module, /, *patterns: Any, **options: Any) -> Take:
     Raises:
         SiteError, PlanError: before anything runs. NeverFiredError: from a call in which a pattern stayed silent.
     """
+    from gaff.tools.taking import take as make_take
+
     return make_take(model, patterns, options)
 
 
@@ -163,6 +169,8 @@ def trace(
     Times are of this watched run, statistics included; on a GPU every call is waited for. Statistics are of the
     first output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
     """
+    from gaff.tools.tracing import trace_run
+
     return trace_run(model, args, kwargs, backward, flops)
 
 
@@ -177,4 +185,6 @@ def sites(model: nn.Module, /, *what: Any, **inputs: Any) -> Sites:
 
     Raises SiteError for a pattern that matches nothing.
     """
+    from gaff.tools.listing import list_sites
+
     return list_sites(model, what, inputs)
