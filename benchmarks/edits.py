@@ -47,56 +47,37 @@ def clip():
     """The gradients of GPT-2 small: 148 tensors, 124 million numbers."""
     from transformers import GPT2Config, GPT2Model
 
-    model = GPT2Model(GPT2Config())
-    parameters = list(model.parameters())
+    parameters = list(GPT2Model(GPT2Config()).parameters())
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 0.01
-    optimizer = _Still(parameters)
-    guarded = _Still(parameters)
-    skipping = _Still(parameters)
-    handles = [
-        gaff.clip_gradients(guarded, norm=1e9),
-        gaff.clip_gradients(skipping, norm=1e9, nonfinite="skip"),
-    ]
+    _clipped(parameters, 1e9, 1.0, "nothing to clip")
+    _clipped(parameters, 0.5, 1.01, "always clipped")
+
+
+def _clipped(parameters, limit, growth, title):
+    """``growth``: gradients are multiplied with it after every step, so that there is something to clip again."""
+    plain, guarded, skipping = (_Still(parameters) for _ in range(3))
+
+    def after(step):
+        step()
+        if growth != 1.0:
+            torch._foreach_mul_([parameter.grad for parameter in parameters], growth)
 
     def by_torch():
-        torch.nn.utils.clip_grad_norm_(parameters, 1e9, foreach=True)
-        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+        plain.step()
 
-    ways = {
-        "clip_grad_norm_ (foreach) before the step": by_torch,
-        "gaff.clip_gradients": guarded.step,
-        'gaff.clip_gradients, nonfinite="skip"': skipping.step,
-    }
-    table(
-        "Clipping by global norm, nothing to clip",
-        measure(ways, 15, 2),
-        base="clip_grad_norm_ (foreach) before the step",
-    )
-    for handle in handles:
-        handle.remove()
-    handles = [gaff.clip_gradients(guarded, norm=0.5), gaff.clip_gradients(skipping, norm=0.5, nonfinite="skip")]
-
-    def spoil():
-        torch._foreach_mul_([parameter.grad for parameter in parameters], 1.01)
-
-    def by_torch_tight():
-        torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True)
-        optimizer.step()
-        spoil()
-
-    ways = {
-        "clip_grad_norm_ (foreach) before the step": by_torch_tight,
-        "gaff.clip_gradients": lambda: (guarded.step(), spoil()),
-        'gaff.clip_gradients, nonfinite="skip"': lambda: (skipping.step(), spoil()),
-    }
-    table(
-        "Clipping by global norm, always clipped",
-        measure(ways, 15, 2),
-        base="clip_grad_norm_ (foreach) before the step",
-    )
-    for handle in handles:
-        handle.remove()
+    base = "clip_grad_norm_ (foreach) before the step"
+    with (
+        gaff.clip_gradients(guarded, norm=limit),
+        gaff.clip_gradients(skipping, norm=limit, nonfinite="skip"),
+    ):
+        ways = {
+            base: lambda: after(by_torch),
+            "gaff.clip_gradients": lambda: after(guarded.step),
+            'gaff.clip_gradients, nonfinite="skip"': lambda: after(skipping.step),
+        }
+        table(f"Clipping by global norm, {title}", measure(ways, 15, 2), base=base)
 
 
 class _Still(torch.optim.Optimizer):

@@ -681,3 +681,19 @@ def test_a_norm_that_overflows_float64_is_an_error():
     optimizer = torch.optim.SGD([parameter])
     with pytest.raises(gaff.NonFiniteError, match="overflows float64"), gaff.clip_gradients(optimizer, norm=1.0):
         optimizer.step()
+
+
+def test_steps_count_again_after_a_skipped_one_and_the_end_of_the_limits():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    with gaff.edit(model, {":output": gaff.edits.with_event(lambda t, event: steps.append(event.step) or t * 1)}):
+        handles = [gaff.clip_gradients(optimizer, nonfinite="skip", norm=limit) for limit in (1.0, 2.0)]
+        for is_bad in (False, True, False, False):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).sum() * (math.nan if is_bad else 1.0)).backward()
+            optimizer.step()
+            if is_bad:
+                for handle in handles:
+                    handle.remove()
+    assert steps == [0, 1, 1, 2]

@@ -23,7 +23,7 @@ from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
 from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
-from gaff.engine.steps import SKIPPED, is_nested_step
+from gaff.engine.steps import is_nested_step, is_skipped
 from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
 from gaff.engine.swaps import Swap
 from gaff.errors import ExactnessError, GaffError, PlanError
@@ -333,7 +333,7 @@ class _count_steps:
         self._handle.remove()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        is_counted = optimizer not in SKIPPED and not is_nested_step(optimizer)
+        is_counted = not is_skipped(optimizer) and not is_nested_step(optimizer)
         if is_counted and self._owns(optimizer):
             self._session.clock.step += 1
 

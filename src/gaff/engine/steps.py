@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -15,9 +15,14 @@ from torch.optim import Optimizer
 
 from gaff import compat
 
-SKIPPED: WeakSet[Any] = WeakSet()  # optimizers whose last step was kept from happening
+_GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
 _TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step
 Before = Callable[[], "bool | Tensor"]  # whether the step shall be skipped; a tensor where the optimizer reads one
+
+
+def is_skipped(optimizer: Any) -> bool:
+    """Whether a guard kept the step that has just run from changing anything, as far as the host knows."""
+    return any(guard.has_skipped for guard in _GUARDS.get(optimizer, ()))
 
 
 def is_nested_step(optimizer: Any) -> bool:
@@ -63,14 +68,17 @@ class StepGuard:
         self._handles = ExitStack()
         self._dropped: list[tuple[Tensor, Tensor]] = []  # parameters and gradients kept from a skipped step
         self._found: Any = None  # the optimizer's own ``found_inf``, while ours is in its place
+        self.has_skipped = False  # the last step
 
     def open(self) -> None:
+        _GUARDS.setdefault(self._optimizer, WeakSet()).add(self)
         self._handles.callback(self._restore)  # whatever an exception left
         self._handles.callback(self._optimizer.register_step_pre_hook(self._pre).remove)
         self._handles.callback(self._optimizer.register_step_post_hook(self._post).remove)
 
     def close(self) -> None:
         self._handles.close()
+        _GUARDS.get(self._optimizer, WeakSet()).discard(self)
 
     def can_tell(self) -> bool:
         """Whether the next step can be skipped by a flag on the device: it is read, and there is no state to be made.
@@ -97,7 +105,7 @@ class StepGuard:
         if is_nested_step(optimizer):
             return None
         self._restore()
-        SKIPPED.discard(optimizer)
+        self.has_skipped = False
         self._began()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
@@ -144,7 +152,7 @@ class StepGuard:
 
     def _drop(self) -> None:
         """No gradient, no step: also for what an optimizer keeps beside its parameter groups."""
-        SKIPPED.add(self._optimizer)
+        self.has_skipped = True
         for one in self.parameters():
             if one.grad is not None:
                 self._dropped.append((one, one.grad))
