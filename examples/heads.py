@@ -47,4 +47,4 @@ if __name__ == "__main__":
         print(f"{layer:>5} " + "".join(f"{1000 * value:>6.1f}" for value in row.tolist()))
     best = moved.argmax().item()
     print(f"\nthe head that matters most: layer {best // HEADS}, head {best % HEADS}")
-    print(f"{sum(row.hits for row in receipt.rows)} edits in {receipt.runs} forward")
+    print(f"{moved.numel()} experiments at {len(receipt.rows)} sites, in {receipt.runs} forward")

@@ -77,8 +77,9 @@ def clip_gradients(
             their floor of 1e-3 for the latter); needs ``model``, whose modules tell what a unit is.
         deviations: limit the global norm to mean + this many standard deviations of the last ``window`` (128) norms,
             as clipped; none before ``warmup`` (25) of them. ``spike`` "clip", or "skip" the step.
-        nonfinite: a NaN or inf, or a norm that overflows: "raise" NonFiniteError, which names the parameters, before
-            anything is stepped; "skip" the step, parameters and optimizer state untouched; "zero" such elements.
+        nonfinite: a NaN or inf: "raise" NonFiniteError, which names the parameters, before anything is stepped;
+            "skip" the step, parameters and optimizer state untouched; "zero" such elements. A norm that overflows is
+            computed again in float64.
         when: "step", or "backward": each tensor as its gradient comes, still scaled and not yet accumulated.
         model: for names in the audit. views: parameters whose gradients are kept at the stations of a step.
 
