@@ -87,7 +87,7 @@ def test_names_with_any_character():
         ("**<Conv3d>", gaff.SiteError, "matches nothing in Net of 3 modules; classes here: Conv2d"),
         ("cnv*", gaff.SiteError, "pattern 'cnv\\*' matches nothing in Net of 3 modules; nearest: conv"),
         ("<Conv2d>", gaff.SiteError, "names no path: expected names before <Conv2d>; say '\\*\\*<Conv2d>'"),
-        ("relu/add", gaff.PlanError, "relu/add: op sites cannot be used yet.*such as 'relu'"),
+        ("relu/add:param", gaff.PlanError, "relu/add:param: an op has no :param: expected output, input, grad_output"),
     ],
 )
 def test_what_a_miss_says(address, error, message):

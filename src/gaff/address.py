@@ -19,7 +19,8 @@ OUTPUT = "output"
 VALUE_PORTS = ("output", "input")
 GRADIENT_PORTS = ("grad_output", "grad_input", "input_grad")
 STATE_PORTS = ("param", "grad", "buffer")  # of a parameter or a buffer; the others belong to a module
-PORTS = VALUE_PORTS + GRADIENT_PORTS + STATE_PORTS
+OP_PORTS = VALUE_PORTS + GRADIENT_PORTS
+PORTS = OP_PORTS + STATE_PORTS
 
 Key = tuple[int | str, ...]
 
@@ -122,6 +123,11 @@ def parse_site(text: str) -> Site:
     if isinstance(address, Pattern):
         raise SiteError(f"address {text!r} is a pattern: expected one exact site, without *, ? or <Class>")
     return address
+
+
+def fits_op(wanted: str, name: str) -> bool:
+    """Whether an op's ``name`` is the one wanted, which may be a glob."""
+    return _glob(wanted).fullmatch(name) is not None
 
 
 def every_call(site: Site) -> Site:

@@ -121,7 +121,10 @@ class Capture:
     @property
     def receipt(self) -> Receipt:
         """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""
-        rows = [row for stream in self._iter_streams() if stream.fired or not stream.inner for row in stream.rows()]
+        streams = [stream for stream in self._iter_streams() if stream.fired or not stream.inner]
+        acted = {pattern for stream in streams if stream.fired for pattern in stream.patterns}
+        rows = [row for stream in streams for row in stream.rows()]
+        rows = [row for row in rows if row.fired or row.pattern not in acted or "/" not in row.pattern]
         rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
         needed = {str(request) for request in self._plan.requests if not request.optional}
         optional = frozenset(str(request) for request in self._plan.requests) - needed
@@ -203,9 +206,17 @@ class Capture:
         return None
 
     def _iter_streams(self) -> Iterator[Any]:
+        seen: set[int] = set()
         for stream in (*self._by_object.values(), *self._by_name.values()):
-            yield stream
-            yield from stream.inner.values()
+            yield from _with_inner(stream, seen)
+
+
+def _with_inner(stream: Stream, seen: set[int]) -> Iterator[Stream]:
+    if id(stream) not in seen:
+        seen.add(id(stream))
+        yield stream
+        for inner in stream.inner.values():
+            yield from _with_inner(inner, seen)
 
 
 def raise_if_silent(receipt: Receipt, runs: int) -> None:

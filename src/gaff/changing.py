@@ -39,14 +39,25 @@ class Switch:
         self.is_plain = self.is_on and self.strength == 1.0
 
 
+class Family:
+    """All streams of one session."""
+
+    def __init__(self, *, check_finite: bool) -> None:
+        self.check_finite = check_finite
+        self.streams: list[EditStream] = []
+
+
 class EditStream:
     """One edit at one site. ``place`` is equal for edits at the same site."""
 
-    def __init__(self, pattern: str, site: Site, place: object, edit: Edit, *, check_finite: bool) -> None:
+    def __init__(self, pattern: str, site: Site, place: object, edit: Edit, family: Family) -> None:
+        check_finite = family.check_finite
         self.pattern = pattern
+        self.family = family
         self.site = site
         self.place = place
         self.switch = Switch()
+        self.spawned: list[EditStream] = []  # of single ops, where the site names several
         self.hits = 0
         self.none = 0
         self.is_open = True
@@ -79,7 +90,11 @@ class EditStream:
             return value
         new = self._apply(value, run, call, strength)
         if memo is not None:
-            memo[self] = strength, None if self._is_pure else (_checksum(value), _checksum(new)), self._versions()
+            memo[self] = (
+                strength,
+                None if self._is_pure else (_checksum(value), _checksum(new)),
+                _versions(self._constants),
+            )
         return new
 
     def absent(self, run: Any, call: int, reason: str) -> None:
@@ -100,6 +115,13 @@ class EditStream:
     def at(self, key: Key) -> EditStream:
         return self
 
+    def spawn(self, site: Site, known: Any) -> EditStream:
+        new = EditStream(self.pattern, site, (self.place, site), self._edit, self.family)
+        new.switch = self.switch
+        self.spawned.append(new)
+        self.family.streams.append(new)
+        return new
+
     @property
     def is_skip(self) -> bool:
         """Whether the edit takes the place of a whole module."""
@@ -108,7 +130,7 @@ class EditStream:
     @property
     def is_overdue(self) -> bool:
         """Whether the edit could have acted by now, and has not."""
-        return not self.hits and not self._passed
+        return not self.hits and not self._passed and all(one.is_overdue for one in self.spawned)
 
     def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_again: bool) -> Any:
         """The output of a module that is not run: its first input, a constant, or what a function makes."""
@@ -176,13 +198,10 @@ class EditStream:
                 raise PlanError(f"{self.site}: the edit made {added.item()} non-finite elements, in run {run.index}")
         return new
 
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(compat.version_of(constant) for constant in self._constants)
-
     def _repeat(
         self, value: Tensor, run: Any, call: int, strength: float, checksums: Any, versions: tuple[int, ...]
     ) -> Tensor:
-        if versions != self._versions():
+        if versions != _versions(self._constants):
             raise ExactnessError(
                 f"{self.site}: a tensor of the edit was written to between the forward and the recomputation of a "
                 "checkpoint: expected it unchanged until backward() is done"
@@ -324,6 +343,10 @@ def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
     value = value.coalesce()
     new = edit.change(value.values(), event)
     return torch.sparse_coo_tensor(value.indices(), new, value.shape, is_coalesced=True, check_invariants=False)
+
+
+def _versions(constants: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(compat.version_of(constant) for constant in constants)
 
 
 def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:

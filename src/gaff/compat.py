@@ -6,13 +6,14 @@ version switches to the safe alternative described beside it, never to a guess.
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -122,11 +123,15 @@ def recomputing_function() -> Any:
     return None
 
 
-def refuse_recomputation(region: Any, refuse: Callable[..., Any]) -> None:
-    """Let the checkpoint of ``region`` (its frame, or its node) call ``refuse`` where it would recompute."""
-    for name in ("recompute_fn", "run_function"):
-        if hasattr(region, name):
-            setattr(region, name, refuse)
+def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Let the checkpoint of ``region`` (its frame, or its node) recompute by ``wrap`` of what it would call.
+
+    Returns whether there was something to wrap: a custom Function that is no checkpoint has nothing.
+    """
+    names = [name for name in ("recompute_fn", "run_function") if hasattr(region, name)]
+    for name in names:
+        setattr(region, name, wrap(getattr(region, name)))
+    return bool(names)
 
 
 def is_autograd_thread() -> bool:
@@ -230,10 +235,9 @@ def sees_checkpoints() -> bool:
     with plain, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         x = torch.zeros(1, device="cpu", requires_grad=True)
         checkpoint(region, x, use_reentrant=False, preserve_rng_state=False).backward()
-    if len(seen) != 2 or not all(seen):
-        return False
-    first, again = seen[0][0], seen[1][0]
-    return first.frame is again.frame and again.is_again and not first.is_again
+    chains = [chain[0] for chain in seen if chain]
+    seen.clear()  # or what is around this call would live until a collector comes
+    return len(chains) == 2 and chains[0].frame is chains[1].frame and chains[1].is_again and not chains[0].is_again
 
 
 def is_python_node(node: Node) -> bool:
@@ -330,3 +334,51 @@ def _is_copy_on_write(function: Callable[[Tensor], Tensor]) -> bool:
             and base.tolist() == [100, 111, 112, 103]
             and view.tolist() == [111, 112]
         )
+
+
+# The stack of function modes of this thread: the lowest pushed first.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+
+def remove_mode(mode: Any) -> None:
+    """Take ``mode`` from the stack wherever it is; what lies above it stays."""
+    above = []
+    while torch._C._len_torch_function_stack():
+        top = pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        push_mode(other)
+
+
+def has_mode(mode: Any) -> bool:
+    """Whether ``mode`` is somewhere on the stack."""
+    return any(torch._C._get_function_stack_at(at) is mode for at in range(torch._C._len_torch_function_stack()))
+
+
+class CallFrames(NamedTuple):
+    """How a module's call looks on the Python stack.
+
+    ``codes``: of torch's functions below a forward. ``position``: the instruction of the one with hooks at which it
+    runs the forward, and not a hook; None where that cannot be told.
+    """
+
+    codes: frozenset[CodeType]
+    position: int | None
+
+
+@cache
+def call_frames() -> CallFrames:
+    """Read from the code of torch itself: calling a module to see it would call other people's global hooks."""
+    outer = torch.nn.Module._call_impl.__code__
+    inner = next((one for one in outer.co_consts if isinstance(one, CodeType) and one.co_name == "inner"), outer)
+    is_next = False
+    found = []
+    for instruction in dis.get_instructions(inner):
+        is_next = is_next or instruction.argval == "forward_call"
+        if is_next and instruction.opname.startswith("CALL"):
+            found.append(instruction.offset)
+            is_next = False
+    return CallFrames(frozenset((outer, inner)), found[0] if len(found) == 1 and inner is not outer else None)

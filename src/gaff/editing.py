@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gaff.address import GRADIENT_PORTS, Site, parse
 from gaff.capturing import raise_if_silent
-from gaff.changing import EditStream
+from gaff.changing import EditStream, Family
 from gaff.edits.places import Skip, When
 from gaff.engine.session import EditTap, Session, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
@@ -38,7 +38,8 @@ class Editing:
             raise PlanError("the plan captures: expected one of edits, Plan.edit({'layer3': gaff.edits.scale(0.5)})")
         self._plan = plan
         self._model = model
-        self._streams: list[EditStream] = []
+        self._family = Family(check_finite=plan.options.check_finite)
+        self._streams = self._family.streams  # one for each edited site, then those of single ops as they come
         self._missing: list[str] = []
         self._taps = self._make_taps(model) if model is not None else []
         tensors = [self._make_tensor_tap(request) for request in plan.requests if isinstance(request.target, Tensor)]
@@ -69,7 +70,7 @@ class Editing:
     @property
     def receipt(self) -> Receipt:
         """What happened so far, site by site. Reads the numbers from their device."""
-        rows = [stream.row() for stream in self._streams]
+        rows = [stream.row() for stream in self._streams if not stream.spawned]
         rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
         needed = {str(request) for request in self._plan.requests if not request.optional}
         optional = frozenset(str(request) for request in self._plan.requests) - needed
@@ -176,7 +177,7 @@ class Editing:
         return taps
 
     def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditStream:
-        stream = EditStream(pattern, site, place, edit, check_finite=self._plan.options.check_finite)
+        stream = EditStream(pattern, site, place, edit, self._family)
         self._streams.append(stream)
         return stream
 
@@ -213,7 +214,7 @@ def _check_port(site: Site, inner: Any, threads: str) -> None:
         raise PlanError(
             f"{site}: buffers cannot be edited, modules write into them: set the buffer, or edit the output"
         )
-    if isinstance(inner, Skip) and (site.port != "output" or site.key):
+    if isinstance(inner, Skip) and (site.port != "output" or site.key or site.op is not None):
         raise PlanError(f"{site}: skip takes the place of a whole module: expected it at {Site(site.path)}")
     if site.port == "param" and threads == "all":
         raise PlanError(f"{site}: a parameter is edited for one thread's run: expected threads='own'")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from gaff.address import ANY_DEPTH, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
+from gaff.address import ANY_DEPTH, OP_PORTS, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
 from gaff.errors import PlanError, SiteError
 
 if TYPE_CHECKING:
@@ -27,7 +26,10 @@ _WRAPPERS = {
 
 
 class Found(NamedTuple):
-    """One exact site in one model. ``chain``: the modules that lead to ``module``, root first, without itself."""
+    """One exact site in one model; the name of an op may be a glob.
+
+    ``chain``: the modules that lead to ``module``, root first, without itself.
+    """
 
     site: Site
     module: nn.Module  # for a parameter or buffer: the module that owns it
@@ -78,8 +80,8 @@ def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site
 
 def find_site(model: nn.Module, site: Site) -> list[Found]:
     """The one place that an exact address names, as a list of one."""
-    refuse_op(site)
     if site.port in STATE_PORTS:
+        _refuse_op_state(site)
         return [_find_state(model, site)]
     found = _descend(model, site.path)
     if found is None:
@@ -97,7 +99,7 @@ def find_site(model: nn.Module, site: Site) -> list[Found]:
 def identity(module: nn.Module, name: str, site: Site) -> tuple[object, ...]:
     """Equal for two addresses of the same stream: a shared module or tied parameter has several names."""
     owned = module._buffers if site.port == "buffer" else module._parameters
-    return id(owned.get(name) if name else module), site.port, site.key, site.call
+    return id(owned.get(name) if name else module), site.port, site.key, site.call, site.op, site.op_index
 
 
 def is_there(found: Found) -> bool:
@@ -109,12 +111,9 @@ def is_there(found: Found) -> bool:
     return child is not None and unwrap(child) is found.module
 
 
-def refuse_op(address: Address) -> None:
+def _refuse_op_state(address: Address) -> None:
     if address.op is not None:
-        raise PlanError(
-            f"{address}: op sites cannot be used yet, only read and printed: "
-            f"expected a module, parameter or buffer, such as {str(replace(address, op=None, op_index=None))!r}"
-        )
+        raise PlanError(f"{address}: an op has no :{address.port}: expected {', '.join(OP_PORTS)}")
 
 
 def is_container(module: nn.Module) -> bool:
@@ -175,9 +174,11 @@ def _find_state(model: nn.Module, site: Site) -> Found:
 
 
 def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
-    refuse_op(pattern)
     if pattern.port in STATE_PORTS:
+        _refuse_op_state(pattern)
         found = _match_states(model, pattern)
+    elif pattern.op is not None and not pattern.names and pattern.cls is None:
+        found = [Found(_site(pattern, ""), unwrap(model))]  # the ops of the root itself
     else:
         found = [
             Found(_site(pattern, path), module, chain)
@@ -226,7 +227,7 @@ def _match_states(model: nn.Module, pattern: Pattern) -> list[Found]:
 
 @lru_cache(maxsize=16384)
 def _site(pattern: Pattern, path: str) -> Site:
-    return Site(path, None, None, pattern.call, pattern.port, pattern.key)
+    return Site(path, pattern.op, pattern.op_index, pattern.call, pattern.port, pattern.key)
 
 
 def _without_aliases(found: Sequence[Found]) -> list[Found]:

@@ -135,12 +135,7 @@ class Clock:
         """A hooked module is entered in an ordinary forward: its run, opened if this call is the outermost."""
         thread = get_ident()
         run = self.open.get(thread)
-        if (
-            run is not None
-            and run.frames
-            and run.frames[-1].owner not in owner.above
-            and not _is_running(run.outermost)
-        ):
+        if run is not None and run.frames and run.frames[-1].owner not in owner.above and not is_running(run.outermost):
             run = None  # an exception such as Ctrl-C went past every hook: that run is over
         if run is None:
             run = self.begin(args, kwargs)
@@ -198,7 +193,8 @@ class Clock:
         self._replays.clear()
 
 
-def _is_running(frame: FrameType | None) -> bool:
+def is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is one of the calls in progress on this thread."""
     current: FrameType | None = sys._getframe(1)
     while current is not None:
         if current is frame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -156,5 +157,5 @@ def report_missing(site: Site, stream: Stream, is_exact: bool, error: KeyError) 
 
 def ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteError:
     """The error of an address that means one tensor and names several."""
-    names = ", ".join(f"{Site(site.path, port=site.port, key=(*key, *inner))}" for inner, _ in found[:8])
+    names = ", ".join(f"{replace(site, call=None, key=(*key, *inner))}" for inner, _ in found[:8])
     return SiteError(f"{site}: its value holds {len(found)} tensors, a gradient belongs to one; say which: {names}")

@@ -38,7 +38,7 @@ class Lingering:
         if is_forced:  # compiled code would be recomputed without its hooks
             self._eager.enter_context(forced_eager)
         for node in self._hooks:
-            for region in (*node.replay.regions(), *node.exit_replay.regions()):
+            for region in node.regions():
                 weakref.finalize(region, self._look, node).atexit = False
 
     def __len__(self) -> int:
@@ -51,8 +51,8 @@ class Lingering:
     def release(self) -> None:
         """Remove the hooks now."""
         for node in list(self._hooks):
-            for region in (*node.replay.regions(), *node.exit_replay.regions()):
-                compat.refuse_recomputation(region, _refuse)
+            for region in node.regions():
+                compat.wrap_recomputation(region, lambda recompute: _refuse)
             self._remove(node)
 
     def _look(self, node: Node) -> None:
@@ -60,10 +60,8 @@ class Lingering:
             self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        node.replay.forget()
-        node.exit_replay.forget()
         remove_all(self._hooks.pop(node))
-        node.entry_changes = node.exit_changes = ()  # they know their node
+        node.drop_changes()
         if not self._hooks:
             self._eager.close()
 

@@ -5,7 +5,7 @@ A module that is only watched gets the short functions; one that is edited gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cached_property, partial
 from threading import get_ident
@@ -50,6 +50,10 @@ class Node:
     arms: tuple[ExitArm, ...] = ()
     entry_changes: tuple[EntryChange, ...] = ()
     exit_changes: tuple[ExitChange, ...] = ()
+    ops: tuple[Node, ...] = ()  # what is asked of single ops in the module's own forward
+    scope: Any = None  # sees to them
+    place: tuple[int, Any, int] | None = None  # of an op: frames up to the code that called it first, and where in it
+    streams: tuple[Any, ...] = ()  # of an op: who asked
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
@@ -69,6 +73,8 @@ class Node:
 
     def give_up(self, *, is_final: bool) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
+        for op in self.ops:
+            op.give_up(is_final=is_final)
         if not (self.entry_arms or self.arms or self.entry_changes or self.exit_changes):
             return
         for passage in self.replay.give_up(is_final=is_final):
@@ -82,8 +88,31 @@ class Node:
 
     def repeats(self) -> bool:
         """Whether a graph is alive whose recomputation needs the edits of this module."""
+        return any(True for _ in self.regions())
+
+    def regions(self) -> Iterator[Any]:
+        """The checkpoints whose graphs are alive, with calls of this module or its ops."""
         made = vars(self)
-        return any(name in made and made[name].is_alive() for name in ("replay", "exit_replay"))
+        for name in ("replay", "exit_replay"):
+            if name in made:
+                yield from made[name].regions()
+        for op in self.ops:
+            yield from op.regions()
+
+    def drop_arms(self) -> None:
+        """Let go of the gradient streams: they know their node."""
+        self.arms = self.entry_arms = ()
+        for op in self.ops:
+            op.drop_arms()
+
+    def drop_changes(self) -> None:
+        """Let go of the edits, which know their node; nothing is repeated any more."""
+        self.entry_changes = self.exit_changes = ()
+        for name in ("replay", "exit_replay"):
+            if name in vars(self):
+                vars(self)[name].forget()
+        for op in self.ops:
+            op.drop_changes()
 
     def install(self, handles: list[Any]) -> None:
         """Put the hooks on the module; ``handles`` takes what removes them."""
@@ -102,6 +131,8 @@ class Node:
                 is_last=False,
             )
             _order(module._forward_pre_hooks, lambda hook: hook.func is _before, is_last=True)
+            # ops are looked at in a run, which the hooks of nodes begin
+            _order(module._forward_pre_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
         if len(self.exit_changes) == 1:
             self.direct = getattr(self.exit_changes[0], "direct", None)
         if self.exits or self.arms or self.exit_changes:
@@ -110,6 +141,8 @@ class Node:
             _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
         if self.has_entry:
             handles.append(module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True))
+        if self.scope is not None:
+            self.scope.install(handles)
 
 
 def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> None:
@@ -132,9 +165,12 @@ def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         _before_again(node, args, kwargs)
         return
     run = _enter(node, module, args, kwargs)
-    if run is None or not node.entry_arms:
-        return
-    call = run.entered[node.index] - 1
+    if run is not None and node.entry_arms:
+        arm_before(node, args, kwargs, run, run.entered[node.index] - 1)
+
+
+def arm_before(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+    """Set the gradient hooks of what is entered, in an ordinary forward."""
     if is_grad_enabled():
         for arm in node.entry_arms:
             arm(args, kwargs, run, call)
@@ -170,7 +206,7 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     for tap in node.exits:
         tap(output, run, call)
     if node.arms:
-        _arm_after(node, output, (args, kwargs), run, call)
+        arm_after(node, output, (args, kwargs), run, call)
 
 
 def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -178,7 +214,7 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     if output is MISSING:
         return
     if backward_task() != -1:
-        _after_again(node, output, (args, kwargs))
+        arm_after_again(node, output, (args, kwargs))
         return
     run = _begin_at_exit(node, module, args, kwargs)
     if run is None:
@@ -186,7 +222,7 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     for tap in node.exits:
         tap(output, run, 0)
     if node.arms:
-        _arm_after(node, output, (args, kwargs), run, 0)
+        arm_after(node, output, (args, kwargs), run, 0)
     node.clock.end(run, output)
 
 
@@ -202,7 +238,8 @@ def _begin_at_exit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     return run
 
 
-def _arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
+def arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
+    """Set the gradient hooks of what returned, in an ordinary forward."""
     if is_grad_enabled():
         for arm in node.arms:
             arm(output, given, run, call)
@@ -227,15 +264,19 @@ def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 def _before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     node.clock.replay_frames().append(Frame(node))
-    if not node.entry_arms:
-        return
-    found = node.replay.match()
+    arm_before_again(node, args, kwargs)
+
+
+def arm_before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Set them in a recomputation, if the first pass had no graph."""
+    found = node.replay.match() if node.entry_arms else None
     if found is not None and found.is_first_graph and is_grad_enabled():
         for arm in node.entry_arms:
             arm(args, kwargs, found.passage.run, found.passage.call)
 
 
-def _after_again(node: Node, output: Any, given: tuple[Any, Any]) -> None:
+def arm_after_again(node: Node, output: Any, given: tuple[Any, Any]) -> None:
+    """Set them in a recomputation, if the first pass had no graph."""
     if not node.arms or node.clock.closed:
         return
     found = node.exit_replay.match()
@@ -249,10 +290,10 @@ def _before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: d
         return None
     if backward_task() != -1:
         node.clock.replay_frames().append(Frame(node))
-        found = _match(node, module, node.replay)
+        found = find_match(node, module, node.replay)
         if found is None:
             return None
-        return _change_entry(node, args, kwargs, found.passage, found.is_first_graph, is_again=True)
+        return change_entry(node, args, kwargs, found.passage, found.is_first_graph, is_again=True)
     if node.clock.closed:
         return None
     run = _enter(node, module, args, kwargs)
@@ -265,12 +306,13 @@ def _before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: d
     passage = Passage(run, run.entered[node.index] - 1)
     if not is_grad_enabled() or has_saved_hooks():
         node.replay.remember(passage)
-    return _change_entry(node, args, kwargs, passage, True, is_again=False)
+    return change_entry(node, args, kwargs, passage, True, is_again=False)
 
 
-def _change_entry(
+def change_entry(
     node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, has_graph: bool, *, is_again: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the call is made with. ``has_graph``: gradient hooks are due now."""
     has_graph = has_graph and is_grad_enabled() and not node.clock.closed
     for change in node.entry_changes:
         if not change.is_gradient or has_graph:
@@ -304,7 +346,7 @@ def _after_edit(
     if not has_graph or has_saved_hooks():
         node.exit_replay.remember(passage)
     if not has_graph:
-        return _change_exit(node, output, (args, kwargs), passage, True, is_again=False)
+        return change_exit(node, output, (args, kwargs), passage, True, is_again=False)
     given = (args, kwargs)
     for change in node.exit_changes:
         output = change(output, given, passage, False)
@@ -319,26 +361,34 @@ def _after_edit_unusual(
         return None
     given = (args, kwargs)
     if backward_task() != -1:
-        found = _match(node, module, node.exit_replay)
+        found = find_match(node, module, node.exit_replay)
         if found is None:
             return output
-        return _change_exit(node, output, given, found.passage, found.is_first_graph, is_again=True)
+        return change_exit(node, output, given, found.passage, found.is_first_graph, is_again=True)
     run = _begin_at_exit(node, module, args, kwargs)
     if run is None:
         return output
     passage = Passage(run, 0)
     if not is_grad_enabled() or has_saved_hooks():
         node.exit_replay.remember(passage)
-    output = _change_exit(node, output, given, passage, True, is_again=False)
+    output = change_exit(node, output, given, passage, True, is_again=False)
     node.clock.end(run, output)
     return output
 
 
-def _change_exit(
-    node: Node, output: Any, given: tuple[Any, Any], passage: Passage, has_graph: bool, *, is_again: bool
+def change_exit(
+    node: Node,
+    output: Any,
+    given: tuple[Any, Any],
+    passage: Passage,
+    has_graph: bool,
+    *,
+    is_again: bool,
+    changes: Iterable[ExitChange] | None = None,
 ) -> Any:
+    """What the caller gets. ``has_graph``: gradient hooks are due now; ``changes``: only these of the node's."""
     has_graph = has_graph and is_grad_enabled() and not node.clock.closed
-    for change in node.exit_changes:
+    for change in node.exit_changes if changes is None else changes:
         if not change.is_gradient or has_graph:
             output = change(output, given, passage, is_again)
         elif not is_again and passage not in node.exit_replay:
@@ -346,7 +396,7 @@ def _change_exit(
     return output
 
 
-def _match(node: Node, module: nn.Module, replay: Replay) -> Match | None:
+def find_match(node: Node, module: nn.Module, replay: Replay) -> Match | None:
     """The call that is recomputed; None for one of a forward that was not edited."""
     found = replay.match()
     if found is None and not node.clock.closed and node.clock.is_own_backward() and not _is_of_others(node):

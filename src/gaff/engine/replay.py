@@ -101,10 +101,6 @@ class Replay:
         """Whether something may run this call without a graph again, with one."""
         return passage in self._waiting
 
-    def is_alive(self) -> bool:
-        """Whether some graph can still ask for a recomputation."""
-        return any(True for _ in self._regions)
-
     def regions(self) -> Iterator[Any]:
         """The checkpoints with calls of this module; they die with their graphs."""
         return iter(list(self._regions))

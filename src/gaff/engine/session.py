@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients import InputGradient, OutputGradient, find_input, report_missing
 from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
+from gaff.engine.opcalls import OpCall
+from gaff.engine.ops import Listener, Scope, Want, forget
 from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
 from gaff.engine.standing import original_of
@@ -55,6 +57,14 @@ class CallTap(NamedTuple):
     leave: ExitTap
 
 
+class OpTap(NamedTuple):
+    """Every op in the own forward of one module, from both sides, whatever its values are."""
+
+    found: Found
+    enter: Callable[[OpCall], Any]
+    leave: Callable[[OpCall, Any], Any]
+
+
 class TensorTap(NamedTuple):
     """A plain tensor whose gradient a stream hears of."""
 
@@ -70,7 +80,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module | None,
-        taps: Sequence[Tap | EditTap | CallTap],
+        taps: Sequence[Tap | EditTap | CallTap | OpTap],
         tensors: Sequence[TensorTap] = (),
         threads: str = "own",
     ) -> None:
@@ -89,6 +99,7 @@ class Session:
         self._nodes: dict[int, Node] = {}
         self._leaves: list[LeafGradient] = []
         self._swaps: list[Swap] = []
+        self._scopes: list[Scope] = []  # modules whose ops are asked for
         self.released = Release()
         self._fused: list[nn.Module] = []
         self._is_waiting = False
@@ -109,6 +120,7 @@ class Session:
         self._is_used = True
         self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self._threads)
         with ExitStack() as opening:
+            opening.callback(forget)
             opening.callback(self._let_go)
             self._prepare()
             for swap in self._swaps:
@@ -136,13 +148,15 @@ class Session:
 
     def _let_go(self) -> None:
         self.clock.closed = True
+        for scope in self._scopes:
+            scope.settle()
         for node in self._nodes.values() if self._has_arms else ():
             node.give_up(is_final=True)
-            node.arms = node.entry_arms = ()  # they know their node
+            node.drop_arms()
         lingering = self.lingering.nodes() if self.lingering is not None else ()
         for node in self._nodes.values() if self._has_edits else ():
             if node not in lingering:
-                node.entry_changes = node.exit_changes = ()
+                node.drop_changes()
         for leaf in self._leaves:
             leaf.close()
         self._gradients.close()
@@ -150,6 +164,7 @@ class Session:
         self._nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
         self._leaves.clear()
         self._swaps.clear()
+        self._scopes.clear()
         self._taps = self._tensors = ()
 
     def _prepare(self) -> None:
@@ -179,7 +194,12 @@ class Session:
         if kept:
             self.lingering = Lingering(kept, is_forced=self._is_forced)
 
-    def _prepare_tap(self, model: nn.Module, tap: Tap | EditTap | CallTap) -> None:
+    def _prepare_tap(self, model: nn.Module, tap: Tap | EditTap | CallTap | OpTap) -> None:
+        if isinstance(tap, OpTap):
+            scope = self._scope(tap.found)
+            scope.is_plain = False
+            scope.listeners.append(Listener(tap.enter, tap.leave))
+            return
         if isinstance(tap, CallTap):
             node = self._node(tap.found.module)
             node.entries += (tap.enter,)
@@ -199,6 +219,9 @@ class Session:
                 node.has_entry = True
                 node.entries += (value,)
             self.clock.at_end.append(value.finish)
+        elif site.op is not None:
+            self._has_arms = self._has_arms or site.port in GRADIENT_PORTS
+            self._prepare_op(tap)
         else:
             node = self._node(module)
             self._has_arms = self._has_arms or site.port in GRADIENT_PORTS
@@ -208,6 +231,32 @@ class Session:
                 _connect_edit(node, site, tap.stream, self._gradients)
             else:
                 _connect(node, site, stream, tap.is_exact, self._gradients)
+
+    def _prepare_op(self, tap: Tap | EditTap) -> None:
+        scope = self._scope(tap.found)
+        site, is_edit = tap.found.site, isinstance(tap, EditTap)
+        scope.is_edit = scope.is_edit or is_edit
+        scope.repeats = scope.repeats or is_edit or site.port in GRADIENT_PORTS
+        scope.is_plain = scope.is_plain and not is_edit and site.port == "output"
+
+        def connect(node: Node, site: Site, stream: Any) -> None:
+            if isinstance(tap, Tap):
+                _connect(node, site, stream, tap.is_exact, self._gradients)
+            else:
+                _connect_edit(node, site, stream, self._gradients)
+
+        scope.wants.append(Want(site, tap.stream, connect))
+        if site.op_index is None and (end := getattr(tap.stream, "end", None)) is not None:  # only ``take`` asks
+            scope.at_end.append(end)
+
+    def _scope(self, found: Found) -> Scope:
+        node = self._node(found.module)
+        if node.scope is None:
+            node.scope = Scope(node, found.site.path)
+            node.has_entry = True
+            self._scopes.append(node.scope)
+        scope: Scope = node.scope
+        return scope
 
     def _prepare_swap(self, model: nn.Module, tap: EditTap) -> None:
         """The value stands in from the beginning of a run; a recomputation repeats it in every module around it."""
@@ -270,8 +319,15 @@ class Session:
     def _prepare_callbacks(self) -> None:
         if self._around is not None and self._around.fused:
             ours = {node.module for node in self._nodes.values()}
-            self._fused = [block for block in self._around.fused if not ours.isdisjoint(block.modules())]
+            asked = {inner for scope in self._scopes for inner in scope.owner.module.modules()}
+            self._fused = [
+                block
+                for block in self._around.fused
+                if block in asked or not (isinstance(block, nn.MultiheadAttention) or ours.isdisjoint(block.modules()))
+            ]
             self.clock.at_begin.append(self._note_slow_path)
+        if self._scopes:
+            self.clock.at_begin.append(forget)
         if self._has_arms or self._has_edits:
             self.clock.at_end.append(self._stop_waiting)
         if self._has_edits:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gaff.address import Key
+from gaff.address import Key, Site
 from gaff.engine.clock import Run
 from gaff.engine.replay import Passage
 
@@ -37,6 +37,10 @@ class Stream(Protocol):
 
     def at(self, key: Key) -> Stream:
         """The stream of one tensor inside this site's value."""
+        return self
+
+    def spawn(self, site: Site, known: Any) -> Any:
+        """The stream of one op, where this one's site names several; ``known``: that of another pattern for it."""
         return self
 
 

@@ -17,7 +17,7 @@ from gaff.compat import memory_of
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
-_PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+_PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 _KINDS = {"OptimizedModule": "compiled", "FullyShardedDataParallel": "sharded", "DataParallel": "replicated"}
 _OWN = "own"  # a class of the user's, which may keep tensors as plain attributes
 SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the modules inside"

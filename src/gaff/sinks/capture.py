@@ -36,7 +36,7 @@ class Stream:
         self.patterns = [pattern]  # all that asked for this site
         self.site = site
         self.records: deque[tuple[Moment, int, Any]] = deque()
-        self.inner: dict[Key, Stream] = {}  # streams of single tensors inside this site's value
+        self.inner: dict[Key | Site, Stream] = {}  # of single tensors inside this site's value, of single ops
         self.reasons: dict[str, int] = {}
         self._keeper = keeper
         self._ledger = ledger
@@ -44,7 +44,8 @@ class Stream:
         self._lazy = compat.lazy_clone() if keeper.is_plain else None
 
     def add(self, value: Any, run: Any, call: int) -> None:
-        if type(value) is Tensor and self._lazy is not None and (held := self._hold(value, run)) is not None:
+        held = self._hold(value, run) if type(value) is Tensor and self._lazy is not None else None
+        if held is not None:
             self.records.append((run, call, held))
             size = held.nbytes
         elif value is None:
@@ -85,6 +86,17 @@ class Stream:
             found = self.inner[key] = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
             found.patterns = self.patterns
         return found
+
+    def spawn(self, site: Site, known: Any) -> Stream:
+        if known is None:
+            new = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
+            new.patterns = list(self.patterns)
+        else:
+            new = known
+            for pattern in self.patterns:
+                new.serves(pattern, self._keeper.reduce)
+        self.inner[site] = new
+        return new
 
     def _trim(self) -> None:
         if self._last is not None and len(self.records) > self._last:
@@ -194,6 +206,10 @@ class Reading:
             return events[0][2]()
         if not events:
             raise SiteError(self._nothing(address, site))
+        ops = self._find_all(site) if site is not None and site.op is not None else []
+        if len(ops) > 1:
+            names = ", ".join(str(replace(op.site, call=None)) for op in ops[:6])
+            raise SiteError(f"{address!r} names {len(ops)} ops: say which, {names}; or got.all({address!r}) for all")
         raise SiteError(_several(address, site, events))
 
     def all(self, address: str) -> list[Any]:
@@ -205,15 +221,24 @@ class Reading:
         if address in self._by_name:
             return None, list(self._select(self._by_name[address], None, ()))
         site = parse_site(address)
-        exact = self._find(site)
-        if exact is not None:
-            return site, list(self._select(exact, site.call, ()))
-        for depth in range(len(site.key) - 1, -1, -1):
-            outer = self._find(replace(site, key=site.key[:depth]))
-            if outer is not None:
-                return site, list(self._select(outer, site.call, site.key[depth:]))
+        for depth in range(len(site.key), -1, -1):
+            found = self._find_all(replace(site, key=site.key[:depth]))
+            if found:
+                rest = site.key[depth:]
+                return site, [event for stream in found for event in self._select(stream, site.call, rest)]
         near = ", ".join(self._near(address)) or "nothing"
         raise SiteError(f"{address!r} was not captured: expected one of {near}")
+
+    def _find_all(self, site: Site) -> list[Stream]:
+        """The stream of an address; of an op without a number, those of all ops with its name."""
+        if site.op is not None and site.op_index is None:
+            wanted = {replace(site, call=None), site}
+            ops = [one for one in self._streams if one.site.op_index is not None]
+            found = [one for one in ops if replace(one.site, op_index=None) in wanted]
+            if found:
+                return found
+        exact = self._find(site)
+        return [] if exact is None else [exact]
 
     def _select(self, stream: Stream, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:
         for run, number, kept in stream.records:
@@ -233,7 +258,7 @@ class Reading:
         elif stream is not None and stream.evicted:
             why = f"; {stream.evicted} older events were let go (last=, evict=)"
         elif stream is not None and stream.inner:
-            why = f"; its tensors are at {', '.join(str(inner.site) for inner in stream.inner.values())}"
+            why = f"; what there is: {', '.join(str(inner.site) for inner in stream.inner.values())}"
         elif site is not None and site.port in (*GRADIENT_PORTS, "grad"):
             why = "; a gradient needs backward() inside the session, None is known once it closes"
         elif stream is not None and stream.fired:

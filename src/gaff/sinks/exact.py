@@ -97,18 +97,18 @@ class Keeper:
     """
 
     def __init__(self, options: Options, reduce: Callable[[Tensor], Tensor] | None, is_state: bool) -> None:
-        self._reduce = reduce
+        self.reduce = reduce
         self._dtype = options.dtype
         self._device = torch.device(options.to) if options.to is not None else None
         self._graph = options.graph
         self._clone = options.clone or is_state
         self.is_loose = self._graph or options.reference
         self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
-        self.is_plain = not (self._reduce or self._dtype or self._device or self._graph or self._clone)
+        self.is_plain = not (self.reduce or self._dtype or self._device or self._graph or self._clone)
 
     def reduces_by(self, reduce: Any) -> bool:
         """Whether ``reduce`` is how this keeper reduces."""
-        return reduce is self._reduce or (is_pure(reduce) and reduce == self._reduce)
+        return reduce is self.reduce or (is_pure(reduce) and reduce == self.reduce)
 
     def keep(self, value: Any, run: Any) -> Any:
         """``value``: a tensor or a nested value. Never synchronises with a device."""
@@ -124,9 +124,9 @@ class Keeper:
         self, tensor: Tensor, checks: list[Callable[[Site], None]], is_foreign: Callable[[Tensor], bool]
     ) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
-            if self._reduce is not None:
+            if self.reduce is not None:
                 exact = self._safe(tensor, is_foreign)
-                part = self._reduce(exact)
+                part = self.reduce(exact)
                 is_part = shares_memory(part, exact)
                 tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
             moved = self._move(tensor, checks)
@@ -140,7 +140,7 @@ class Keeper:
         """``tensor`` for a function of the user: what it writes into it must not reach the model or the caller."""
         checks: list[Callable[[Site], None]] = []
         held = hold(tensor, self._graph, is_foreign, checks)
-        return held.clone() if checks and not is_pure(self._reduce) else held
+        return held.clone() if checks and not is_pure(self.reduce) else held
 
     def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype

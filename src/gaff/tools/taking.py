@@ -34,12 +34,19 @@ class Feature:
         self.fired = 0
         self.reasons: dict[str, int] = {}
         self.keeper = keeper
+        self.op: Site | None = None  # of several: the first
         self._done = done
 
     def add(self, value: Any, run: Any, call: int) -> None:
         self.fired += 1
         if self.fired == 1:
             self.kept = None if value is None else self.keeper.keep(value, run)
+            if self.op is None:
+                self._done()
+
+    def end(self) -> None:
+        """The call in which the op is looked for has ended."""
+        if self.op is not None and self.fired:
             self._done()
 
     def absent(self, run: Any, call: int, reason: str) -> None:
@@ -53,6 +60,16 @@ class Feature:
 
     def remark(self, text: str) -> None:
         self.skip(text)
+
+    def spawn(self, site: Site, known: Any) -> Feature:
+        """Of an op without a number: only the end of its module's call tells that there is one."""
+        if self.op is not None:
+            raise SiteError(
+                f"{self.site}: is 2 ops or more: say which, "
+                f"{replace(self.op, call=None)}, {replace(site, call=None)} ..."
+            )
+        self.op = site
+        return self
 
     def at(self, key: Key) -> Feature:
         raise PlanError(f"{self.site}: holds several tensors: expected the address of one")

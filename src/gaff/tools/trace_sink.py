@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gaff.address import Key
+from gaff.engine.stream import Stream
 from gaff.tools.record import Gradient, Statistics
 from gaff.values import iter_tensors, size_bytes
 
@@ -72,7 +73,7 @@ class CallLog:
             torch.cuda.synchronize(self._device)
 
 
-class GradientLog:
+class GradientLog(Stream):
     """The gradients at one port of one module: written into the notes of the call they belong to."""
 
     def __init__(self, log: CallLog, path: str, port: str, key: Key = ()) -> None:
@@ -90,12 +91,6 @@ class GradientLog:
     def refuse(self, run: Any, call: int, reason: str) -> None:
         self._note(run, call, Gradient(reason=reason))
 
-    def skip(self, reason: str) -> None:
-        return  # the row shows no gradient, and its input or output shows why
-
-    def remark(self, text: str) -> None:
-        return
-
     def at(self, key: Key) -> GradientLog:
         return GradientLog(self._log, self._path, self._port, key)
 
@@ -107,7 +102,7 @@ class GradientLog:
                     notes.gradients[self._port] = gradient
 
 
-class ParameterLog:
+class ParameterLog(Stream):
     """The gradient of one parameter."""
 
     def __init__(self) -> None:
@@ -120,15 +115,6 @@ class ParameterLog:
         self.grad = Gradient(reason=reason)
 
     refuse = absent
-
-    def skip(self, reason: str) -> None:
-        return
-
-    def remark(self, text: str) -> None:
-        return
-
-    def at(self, key: Key) -> ParameterLog:
-        return self
 
 
 def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:

@@ -1,0 +1,365 @@
+"""Ops as sites: a function mode around the own forward of the modules that are asked, and of nothing else.
+
+One mode a thread, for all sessions; it is on torch's stack only while such a module runs. Which call an op belongs to
+is read from the Python stack: the nearest call of a module below it. So ops of modules inside, asked or not, and of
+anybody's hooks are not mistaken for its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gaff import compat
+from gaff.address import Site, fits_op
+from gaff.compat import backward_task, call_frames, transform_level
+from gaff.engine.clock import Run, is_running
+from gaff.engine.modules import Hook, Node
+from gaff.engine.opcalls import OpCall, OpEvent, Part, check_place, written_argument
+from gaff.engine.opnames import COMPOSITES, NAMES, is_tensors, name_of, opened
+
+_LOOKS = 4  # at how many ops of a name that nobody asked for it is found out whether the module itself runs it
+
+
+class Want(NamedTuple):
+    """An op site that somebody asked for. ``connect`` hangs its stream on the node of one op."""
+
+    site: Site  # the op may be a glob, its index None
+    stream: Any
+    connect: Callable[[Node, Site, Any], None]
+
+
+class Listener(NamedTuple):
+    """Hears of every op of a module, whatever its values are; not in a recomputation."""
+
+    enter: Callable[[OpCall], Any]
+    leave: Callable[[OpCall, Any], Any]
+
+
+class Row:
+    """The ops of one name in one module, by their number within a call; ``wants`` may be empty."""
+
+    __slots__ = ("is_wanted", "looks", "name", "nodes", "scope", "wants")
+
+    def __init__(self, scope: Scope, name: str, wants: list[Want], *, is_wanted: bool) -> None:
+        self.scope = scope
+        self.name = name
+        self.wants = wants
+        self.is_wanted = is_wanted
+        self.nodes: list[Node | None] = []
+        self.looks = _LOOKS
+
+
+class Scope:
+    """What is asked of the ops of one module, in one session."""
+
+    def __init__(self, owner: Node, path: str) -> None:
+        self.owner = owner
+        self.path = path
+        self.wants: list[Want] = []
+        self.listeners: list[Listener] = []
+        self.at_end: list[Callable[[], None]] = []  # of its calls
+        self.rows: dict[str, Row] = {}
+        self.plain: dict[Any, Row] = {}  # by function, where nothing but outputs is asked for
+        self.ran: set[str] = set()  # names of ops that the module itself ran
+        self.repeats = False  # something must happen again in a recomputation
+        self.is_edit = False
+        self.is_plain = True  # nothing but outputs is looked at
+
+    def row(self, name: str) -> Row:
+        """What is asked of the ops with this name."""
+        wants = [want for want in self.wants if fits_op(want.site.op or "", name)]
+        row = self.rows[name] = Row(self, name, wants, is_wanted=bool(wants or self.listeners))
+        return row
+
+    def node(self, row: Row, index: int) -> Node | None:
+        """What is asked of the op with this number; made when it is first met."""
+        while len(row.nodes) <= index:
+            row.nodes.append(self._make(row, len(row.nodes)))
+        return row.nodes[index]
+
+    def _make(self, row: Row, index: int) -> Node | None:
+        self.ran.add(row.name)
+        wants = [want for want in row.wants if want.site.op_index in (None, index)]
+        if not wants:
+            return None
+        node = Node(self.owner.module, self.owner.clock, -1)
+        made: dict[tuple[Any, ...], Any] = {}
+        for want in wants:
+            site = replace(want.site, op=row.name, op_index=index)
+            known = made.get((site.call, site.port, site.key))
+            stream = want.stream if want.site == site and known is None else want.stream.spawn(site, known)
+            if stream is not known:
+                made[site.call, site.port, site.key] = stream
+                want.connect(node, site, stream)
+        node.streams = tuple(made.values())
+        self.owner.ops += (node,)
+        return node
+
+    def install(self, handles: list[Any]) -> None:
+        """Put the two hooks on the module."""
+        module = self.owner.module
+        handles.append(module.register_forward_pre_hook(Hook(_enter, self), with_kwargs=True))
+        handles.append(module.register_forward_hook(Hook(_leave, self), always_call=True))
+
+    def follow(self, counts: dict[Any, int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """How a checkpoint recomputes that began in the middle of the module's forward, after ``counts`` ops."""
+
+        def wrap(recompute: Callable[..., Any]) -> Callable[..., Any]:
+            def again(*args: Any, **kwargs: Any) -> Any:
+                if not self.is_edit and self.owner.clock.closed:
+                    return recompute(*args, **kwargs)
+                with _modes.mode.region(Part(self, None, -1, dict(counts)), sys._getframe(0)):
+                    return recompute(*args, **kwargs)
+
+            return again
+
+        return wrap
+
+    def settle(self) -> None:
+        """The session closes: of every op that never came, say what the module ran instead."""
+        if not self.ran:
+            return
+        where = f"the own forward of {self.path or 'the model'} <{type(self.owner.module).__name__}>"
+        for want in self.wants:
+            nodes = [node for row in self.rows.values() if want in row.wants for node in row.nodes]
+            if not any(node is not None for node in nodes):
+                want.stream.skip(f"there is no such op in {where}, which ran {', '.join(sorted(self.ran))}")
+
+
+class Call:
+    """One call of a module in progress, whose ops somebody asks for.
+
+    ``frame`` of torch's function that runs the forward, at its instruction ``position`` (None: at any); ``outer`` of
+    the function around it, which calls hooks after an exception.
+    """
+
+    __slots__ = ("above", "frame", "has_pushed", "outer", "parts", "plain", "position")
+
+    def __init__(self, frame: FrameType, position: int | None, above: Call | None) -> None:
+        self.frame = frame
+        self.outer = frame.f_back
+        self.position = position
+        self.above = above
+        self.parts: list[Part] = []
+        self.plain: dict[Any, Row] = {}  # by function: ops of which only outputs are asked for, by one session
+        self.has_pushed = False
+
+    def owns(self, frame: FrameType) -> bool:
+        """Whether what runs in ``frame`` belongs to this very call: to no module inside it, and to no hook."""
+        codes, own = call_frames().codes, self.frame
+        here: FrameType | None = frame
+        while here is not None:
+            back = here.f_back
+            if back is own:
+                return self.position is None or own.f_lasti == self.position
+            if here.f_code in codes:
+                return False
+            here = back
+        return False
+
+
+class OpMode(TorchFunctionMode):
+    """Calls back at the ops of the modules that were asked, on one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top: Call | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        call = self.top
+        row = call.plain.get(func) if call is not None else None
+        if call is None or row is None:
+            return self._look_up(call, func, args, kwargs or {}, sys._getframe(1))
+        frame, own = sys._getframe(1), call.frame
+        is_own = own.f_lasti == call.position if frame.f_back is own else call.owns(frame)
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        value = args[0] if output is None and row.name == "setitem" else output
+        if is_own and transform_level() is None and (type(value) is Tensor or is_tensors(value)):
+            part: Any = call.parts[0]
+            index = part.counts.get(row, 0)
+            part.counts[row] = index + 1
+            node = row.nodes[index] if index < len(row.nodes) else row.scope.node(row, index)
+            if node is not None:
+                check_place(node, frame)
+                for tap in node.exits:
+                    tap(value, part.run, part.call)
+        return output
+
+    def _look_up(self, call: Call | None, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        name = NAMES.get(func)
+        if name is None:
+            name = name_of(func)
+        if not name or call is None or transform_level() is not None:
+            return func(*args, **kwargs)
+        rows = [part.scope.rows.get(name) or part.scope.row(name) for part in call.parts]
+        if not any(row.is_wanted for row in rows):
+            return self._pass(call, rows, frame, func, args, kwargs)
+        if len(rows) == 1 and call.parts[0].run is not None and rows[0].scope.is_plain and name not in COMPOSITES:
+            rows[0].scope.plain[func] = rows[0]  # from now on the short way
+        if not call.owns(frame):
+            return func(*args, **kwargs)
+        events = [OpEvent(part, row, frame) for part, row in zip(call.parts, rows, strict=True) if row.is_wanted]
+        return self._run(events, func, args, kwargs)
+
+    def enter(self, part: Part, frame: FrameType, position: int | None) -> None:
+        """A module begins its forward."""
+        call = self.top
+        if call is None or call.frame is not frame:
+            call = self._push(Call(frame, position, call))
+        call.parts.append(part)
+        call.plain = part.scope.plain if len(call.parts) == 1 and part.run is not None else {}
+
+    def leave(self, scope: Scope, caller: FrameType) -> bool:
+        """A module is done: whether it returned (``caller`` is what ran it), or raised (what is around that)."""
+        call = self.top
+        while call is not None and call.frame is not caller and call.outer is not caller:
+            call = call.above
+        if call is None:
+            return False
+        while self.top is not None and self.top is not call:
+            self._pop(self.top)  # left without a word
+        call.parts = [part for part in call.parts if part.scope is not scope]
+        if not call.parts:
+            self._pop(call)
+        elif len(call.parts) == 1 and call.parts[0].run is not None:
+            call.plain = call.parts[0].scope.plain
+        return call.frame is caller
+
+    def forget(self) -> None:
+        """Drop calls that are over: an exception such as Ctrl-C went past their hooks."""
+        while self.top is not None and not is_running(self.top.frame):
+            self._pop(self.top)
+
+    @contextmanager
+    def region(self, part: Part, frame: FrameType) -> Iterator[None]:
+        """A checkpoint recomputes a part of a forward, in ``frame``, without calling the module again."""
+        above = self.top
+        call = Call(frame, None, above)
+        if above is not None and frame.f_back is above.frame and above.position is None:
+            call.parts += above.parts  # another session's share in the same recomputation
+        call.parts.append(part)
+        self._push(call)
+        try:
+            yield
+        finally:
+            while self.top is not None and self.top is not call:
+                self._pop(self.top)
+            self._pop(call)
+
+    def _push(self, call: Call) -> Call:
+        self.top = call
+        if not compat.has_mode(self):
+            compat.push_mode(self)
+            call.has_pushed = True
+        return call
+
+    def _pop(self, call: Call) -> None:
+        self.top = call.above
+        if call.has_pushed:
+            compat.remove_mode(self)
+
+    def _pass(self, call: Call, rows: list[Row], frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op of a name that nobody asked for."""
+        inside = opened(func) if rows[0].name in COMPOSITES else None
+        if inside is not None and call.owns(frame):
+            return self._open(inside, args, kwargs)
+        for part, row in zip(call.parts, rows, strict=True):
+            if row.looks:
+                row.looks -= 1
+                if call.owns(frame):
+                    part.scope.ran.add(row.name)
+                    row.looks = 0
+        return func(*args, **kwargs)
+
+    def _run(self, events: list[OpEvent], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op that is asked for: edits act as if the module had done it, before anybody looks."""
+        name = events[0].name
+        if len(events) > 1:
+            events.sort(key=lambda event: not event.part.scope.is_edit)
+        try:
+            for event in events:
+                args, kwargs = event.before(args, kwargs)
+            heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
+            for listener, call in heard:
+                listener.enter(call)
+            target = written_argument(name, args, kwargs) if any(event.has_values for event in events) else None
+            if target is not None:  # backward may keep what the op itself made: the edit must not write over it
+                args = (target.clone(), *args[1:])
+            inside = opened(func) if name in COMPOSITES else None
+            output = func(*args, **kwargs) if inside is None else self._open(inside, args, kwargs)
+            if (output is None and name == "setitem") or is_tensors(output):
+                output = self._leave_op(events, output, target, args, kwargs)
+                for listener, call in heard:
+                    listener.leave(call, args[0] if output is None else output)
+            return output
+        finally:
+            for event in events:
+                event.close()
+
+    def _leave_op(self, events: list[OpEvent], output: Any, target: Tensor | None, args: Any, kwargs: Any) -> Any:
+        """Edits of the value first, then gradients and whoever looks. ``target``: what an edited op is to write to."""
+        value = args[0] if output is None else output
+        if target is None:
+            for event in events:
+                value = event.change(value, args, kwargs)
+            output = output if output is None else value
+        else:
+            new = args[0]
+            for event in events:
+                new = event.change(new, args, kwargs)
+            value = target.copy_(new)
+            output = output if output is None else value
+            args = (target, *args[1:])
+        for event in events:
+            event.after(value, args, kwargs)
+        return output
+
+    def _open(self, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        compat.push_mode(self)
+        try:
+            return inside(*args, **kwargs)
+        finally:
+            compat.remove_mode(self)
+
+
+class _Modes(threading.local):
+    """The mode of each thread."""
+
+    def __init__(self) -> None:
+        self.mode = OpMode()
+
+
+_modes = _Modes()
+
+
+def forget(run: Run | None = None) -> None:
+    """Take the mode of this thread away where an exception such as Ctrl-C left it behind."""
+    if _modes.mode.top is not None:
+        _modes.mode.forget()
+
+
+def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    if backward_task() != -1:
+        if scope.repeats and (scope.is_edit or not scope.owner.clock.closed):
+            _modes.mode.enter(Part(scope, None, -1, {}), sys._getframe(1), call_frames().position)
+        return
+    run = scope.owner.open.get(get_ident())
+    if run is not None and kwargs is not None and transform_level() is None:
+        part = Part(scope, run, run.entered[scope.owner.index] - 1, {})
+        _modes.mode.enter(part, sys._getframe(1), call_frames().position)
+
+
+def _leave(scope: Scope, module: Any, args: Any, output: Any = None) -> None:
+    if _modes.mode.top is not None and _modes.mode.leave(scope, sys._getframe(1)):
+        for ended in scope.at_end:
+            ended()
