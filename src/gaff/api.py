@@ -158,7 +158,13 @@ def take(model: nn.Module, /, *patterns: Any, **options: Any) -> Take:
 
 
 def trace(
-    model: nn.Module, /, *args: Any, backward: Backward | None = None, flops: bool = True, **kwargs: Any
+    model: nn.Module,
+    /,
+    *args: Any,
+    backward: Backward | None = None,
+    flops: bool = True,
+    ops: bool = False,
+    **kwargs: Any,
 ) -> Trace:
     """Run ``model(*args, **kwargs)`` once and tell every call: shapes, parameters, time, FLOPs, statistics.
 
@@ -166,26 +172,28 @@ def trace(
         model: any module. It is left as it was: weights, buffers, ``.grad``, training flags, random state.
         backward: gets the output and returns a scalar loss; then gradients are told as well, None ones with the reason.
         flops: count operations by torch's formulas; without it times are closer to those of a bare run.
+        ops: also every op in the modules' own forwards, with its place in the code in the column of the class.
 
     Times are of this watched run, statistics included; on a GPU every call is waited for. Statistics are of the
     first output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
     """
     from gaff.tools.tracing import trace_run
 
-    return trace_run(model, args, kwargs, backward, flops)
+    return trace_run(model, args, kwargs, backward, has_flops=flops, has_ops=ops)
 
 
-def sites(model: nn.Module, /, *what: Any, **inputs: Any) -> Sites:
+def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> Sites:
     """What can be addressed in ``model``: a tree to print, rows to use.
 
     Args:
         model: any module.
         what: patterns (texts, predicates, modules) limit the list; every other value is an example input, with
             which the model is run once, and left as it was, to tell shapes, types and calls.
+        ops: also the ops in every module's own forward, with line, shapes, and what made each input; needs an input.
         inputs: keyword inputs of that run.
 
-    Raises SiteError for a pattern that matches nothing.
+    Raises SiteError for a pattern that matches nothing, PlanError for ``ops`` without an input.
     """
     from gaff.tools.listing import list_sites
 
-    return list_sites(model, what, inputs)
+    return list_sites(model, what, inputs, ops=ops)

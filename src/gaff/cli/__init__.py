@@ -65,6 +65,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--loss", metavar="FILE:NAME", help="a function from the output to a scalar loss; runs backward"
     )
+    parser.add_argument("--ops", action="store_true", help="also every op in the modules' own forwards")
     parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
     parser.add_argument(
         "--no-flops", action="store_true", help="do not count operations; times are closer to bare ones"
@@ -82,6 +83,7 @@ def _add_take(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_sites(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _command(commands, "sites", "list what can be addressed in a model")
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="only these, such as '**<Conv2d>'")
+    parser.add_argument("--ops", action="store_true", help="also the ops in the modules' own forwards; needs --input")
     parser.add_argument(
         "--input", action="append", default=[], metavar="INPUT", help=f"tell shapes as well: {_INPUT_HELP}"
     )

@@ -13,12 +13,12 @@ from gaff.cli.models import load_model
 def run(options: Namespace) -> int:
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded) if options.input else ((), {})
-    found = sites(loaded.model, *options.patterns, *args, **kwargs)
+    found = sites(loaded.model, *options.patterns, *args, ops=options.ops, **kwargs)
     if options.json:
         print(json.dumps(found.to_dict(), indent=1))
     elif options.plain:
         for row in found:
-            print("\t".join((row.site, row.cls, str(row.elements), row.input, row.output, row.dtype)))
+            print("\t".join(row.cells))
     else:
         print(found)
     return 0

@@ -25,7 +25,7 @@ def run(options: Namespace) -> int:
     elif options.backward:
         backward = mean_of_first
     try:
-        told = trace(loaded.model, *args, backward=backward, flops=not options.no_flops, **kwargs)
+        told = trace(loaded.model, *args, backward=backward, flops=not options.no_flops, ops=options.ops, **kwargs)
     except TypeError as error:
         raise need_input(options.input, error) from error
     if options.save:

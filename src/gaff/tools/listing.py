@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from gaff.address import Site
-from gaff.errors import SiteError
+from gaff.address import Site, fits_op, parse_site
+from gaff.errors import PlanError, SiteError
 from gaff.plan import Plan
 from gaff.select import is_container, iter_modules, need_module
 from gaff.text import count_text, fold
+from gaff.tools.op_log import OpRow, list_ops
 from gaff.tools.trace_sink import shape_text
 from gaff.tools.tracing import trace_run
 
@@ -34,13 +35,24 @@ class ModuleRow:
     dtype: str = ""
     calls: int | None = None
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Site, class, parameters, input, output and dtype, as texts."""
+        return self.site, self.cls, str(self.elements), self.input, self.output, self.dtype
 
-class Sites(Sequence[ModuleRow]):
-    """A sequence of rows; ``str`` is the tree, with repeated blocks told once, ``rows`` the data."""
 
-    def __init__(self, model: str, rows: Sequence[ModuleRow], is_whole: bool) -> None:
+class Sites(Sequence[ModuleRow | OpRow]):
+    """A sequence of rows, of modules and (where asked for) of their ops, each followed by what is inside it.
+
+    ``str`` is the tree, with repeated blocks told once, ``rows`` the data.
+    """
+
+    def __init__(
+        self, model: str, rows: Sequence[ModuleRow | OpRow], is_whole: bool, notes: Sequence[str] = ()
+    ) -> None:
         self.model = model
         self.rows = tuple(rows)
+        self.notes = tuple(notes)
         self._is_whole = is_whole
 
     def __len__(self) -> int:
@@ -53,29 +65,69 @@ class Sites(Sequence[ModuleRow]):
         return item in self.rows or any(item in (row.site, row.path) for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"model": self.model, "modules": [asdict(row) for row in self.rows]}
+        parts = {
+            "modules": [asdict(row) for row in self.rows if isinstance(row, ModuleRow)],
+            "ops": [asdict(row) for row in self.rows if isinstance(row, OpRow)],
+        }
+        return {"model": self.model, **parts, "notes": list(self.notes)}
 
     def __str__(self) -> str:
-        if not self._is_whole:
-            return "\n".join(_line(row, row.site) for row in self.rows)
-        return "\n".join(fold(self.rows, _is_inside, _likeness, _tree_line))
+        if self._is_whole:
+            lines = fold(self.rows, _is_inside, _likeness, _tree_line)
+        else:
+            lines = [_line(row, row.site) for row in self.rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
 
-def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any]) -> Sites:
+def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *, ops: bool = False) -> Sites:
     """See ``gaff.sites``."""
     need_module(model)
     patterns, args = _split(what)
     rows = list(_iter_rows(model))
     if args or inputs:
         rows = _with_shapes(model, rows, tuple(args), inputs)
+    elif ops:
+        raise PlanError("ops are known only from a run: expected an example input, gaff.sites(model, x, ops=True)")
+    by_module, notes = _ops_by_module(model, tuple(args), inputs) if ops else ({}, [])
     if patterns:
         found = Plan.of(*patterns).check(model)
+        if any(item.found.site.op is not None for item in found) and not ops:
+            raise PlanError("an op is known only from a run: expected an example input and ops=True")
         by_path = {row.path: row for row in rows}
-        wanted = [(str(item.found.site), by_path[_module_path(item.found.site, item.found.name)]) for item in found]
-        rows = [_renamed(row, site) for site, row in wanted]
-    return Sites(type(model).__name__, rows, is_whole=not patterns)
+        listed: list[ModuleRow | OpRow] = []
+        for item in found:
+            site = item.found.site
+            inside = by_module.get(_module_path(site, item.found.name), [])
+            if site.op is not None:
+                listed += [row for row in inside if _names_op(site, row)]
+            else:
+                listed += [_renamed(by_path[_module_path(site, item.found.name)], str(site)), *inside]
+        if not listed:
+            raise SiteError(
+                f"no op that {', '.join(map(repr, patterns))} names ran; see gaff.sites(model, x, ops=True)"
+            )
+    else:
+        listed = []
+        for row in rows:
+            listed += [row, *by_module.get(row.path, [])]
+    return Sites(type(model).__name__, listed, is_whole=not patterns, notes=notes)
+
+
+def _ops_by_module(
+    model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+) -> tuple[dict[str, list[OpRow]], list[str]]:
+    rows, notes = list_ops(model, args, inputs)
+    by_module: dict[str, list[OpRow]] = {}
+    for row in rows:
+        by_module.setdefault(row.path, []).append(row)
+    return by_module, notes
+
+
+def _names_op(site: Site, row: OpRow) -> bool:
+    index = parse_site(row.site).op_index
+    return fits_op(site.op or "", row.op) and site.op_index in (None, index)
 
 
 def _split(what: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -131,14 +183,20 @@ def _renamed(row: ModuleRow, site: str) -> ModuleRow:
     return ModuleRow(**{**asdict(row), "site": site})
 
 
-def _is_inside(row: ModuleRow, head: ModuleRow) -> bool:
-    return not head.path or row.path.startswith(head.path + ".")
+def _is_inside(row: ModuleRow | OpRow, head: ModuleRow | OpRow) -> bool:
+    if isinstance(head, OpRow):
+        return False
+    return not head.path or (isinstance(row, OpRow) and row.path == head.path) or row.path.startswith(head.path + ".")
 
 
-def _likeness(block: Sequence[ModuleRow]) -> tuple[Any, ...]:
+def _likeness(block: Sequence[ModuleRow | OpRow]) -> tuple[Any, ...]:
     base = block[0].path
+    if isinstance(block[0], OpRow):
+        return (block[0].site,)  # each op has its own line
     return tuple(
-        (
+        (row.path.removeprefix(base), row.op, row.place, row.inputs and row.inputs[0][0], row.output)
+        if isinstance(row, OpRow)
+        else (
             row.path.removeprefix(base),
             row.cls,
             tuple(row.parameters.items()),
@@ -151,13 +209,15 @@ def _likeness(block: Sequence[ModuleRow]) -> tuple[Any, ...]:
     )
 
 
-def _tree_line(head: ModuleRow, last: ModuleRow | None, count: int) -> str:
-    depth = head.path.count(".") + 1 if head.path else 0
+def _tree_line(head: ModuleRow | OpRow, last: ModuleRow | OpRow | None, count: int) -> str:
+    depth = (head.path.count(".") + 1 if head.path else 0) + isinstance(head, OpRow)
     name = head.site if last is None else f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"
     return "  " * depth + _line(head, name)
 
 
-def _line(row: ModuleRow, name: str) -> str:
+def _line(row: ModuleRow | OpRow, name: str) -> str:
+    if isinstance(row, OpRow):
+        return _op_line(row, name)
     parts = [name, f"<{row.cls}>"]
     if row.same_as:
         return f"{name}  same module as {row.same_as}"
@@ -172,4 +232,14 @@ def _line(row: ModuleRow, name: str) -> str:
         parts.append("buffers: " + ", ".join(f".{key} {shape}" for key, shape in row.buffers.items()))
     if row.elements and not row.parameters:
         parts.append(f"({count_text(row.elements)} params)")
+    return "  ".join(parts)
+
+
+def _op_line(row: OpRow, name: str) -> str:
+    parts = [
+        name,
+        f"{row.cells[2] or 'nothing'} -> {row.output}" + (f" {row.dtype}" if row.dtype not in ("", "float32") else ""),
+    ]
+    parts += [f"({row.calls} calls)"] if row.calls > 1 else []
+    parts += [row.place] + ([f"[{row.note}]"] if row.note else [])
     return "  ".join(parts)

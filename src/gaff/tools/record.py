@@ -45,7 +45,10 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """One call of one module. Shapes are texts such as ``1x3x8x8``; ``dtype`` is that of the first output tensor."""
+    """One call of one module, or of an op, whose ``cls`` is its place in the code.
+
+    Shapes are texts such as ``1x3x8x8``; ``dtype`` is that of the first output tensor.
+    """
 
     site: str
     path: str

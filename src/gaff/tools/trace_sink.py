@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address import Key
+from gaff.address import Key, Site
 from gaff.engine.stream import Stream
 from gaff.tools.record import Gradient, Statistics
 from gaff.values import iter_tensors, size_bytes
@@ -20,7 +20,8 @@ from gaff.values import iter_tensors, size_bytes
 class CallNotes:
     """One call while it is traced, and after it."""
 
-    path: str
+    site: Site  # of the module or op, without call
+    cls: str
     depth: int
     call: int
     run: Any
@@ -45,17 +46,18 @@ class CallLog:
         self._flops = flops
         self._device = device
 
-    def enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+    def enter(self, site: Site, cls: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        """A module, or an op (``cls``: its place in the code), is called."""
         shapes = shapes_text((*args, kwargs) if kwargs else args)
         self._settle()
-        notes = CallNotes(path, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
+        notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
         self.calls.append(notes)
         self._open.append(notes)
 
-    def leave(self, path: str, output: Any) -> None:
+    def leave(self, site: Site, output: Any) -> None:
         self._settle()
         ended = time.perf_counter()
-        while self._open and self._open[-1].path != path:
+        while self._open and self._open[-1].site != site:
             self._open.pop()  # left by an exception
         notes = self._open.pop()
         notes.time_s = ended - notes.started
@@ -76,11 +78,10 @@ class CallLog:
 class GradientLog(Stream):
     """The gradients at one port of one module: written into the notes of the call they belong to."""
 
-    def __init__(self, log: CallLog, path: str, port: str, key: Key = ()) -> None:
+    def __init__(self, log: CallLog, site: Site, port: str) -> None:
         self._log = log
-        self._path = path
+        self._site = site
         self._port = port
-        self._key = key
 
     def add(self, value: Any, run: Any, call: int) -> None:
         self._note(run, call, gradient_of(value))
@@ -92,11 +93,14 @@ class GradientLog(Stream):
         self._note(run, call, Gradient(reason=reason))
 
     def at(self, key: Key) -> GradientLog:
-        return GradientLog(self._log, self._path, self._port, key)
+        return self
+
+    def spawn(self, site: Site, known: Any) -> GradientLog:
+        return GradientLog(self._log, Site(site.path, site.op, site.op_index), self._port)
 
     def _note(self, run: Any, call: int, gradient: Gradient) -> None:
         for notes in self._log.calls:
-            if notes.path == self._path and notes.call == call and notes.run is run:
+            if notes.site == self._site and notes.call == call and notes.run is run:
                 known = notes.gradients.get(self._port)
                 if known is None or known.norm is None:  # of several tensors the first that has one is shown
                     notes.gradients[self._port] = gradient

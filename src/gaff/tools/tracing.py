@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,11 @@ from gaff.address import Site
 from gaff.compat import version_of
 from gaff.engine.flops import FlopCount
 from gaff.engine.graph import used_leaves
-from gaff.engine.session import CallTap, Session, Tap
+from gaff.engine.opcalls import OpCall
+from gaff.engine.session import CallTap, OpTap, Session, Tap
 from gaff.errors import PlanError
 from gaff.select import Found, is_container, iter_modules, join, need_module, unwrap
+from gaff.tools.op_log import place_of, place_text
 from gaff.tools.record import CallRow, ParameterRow, Trace
 from gaff.tools.trace_sink import CallLog, CallNotes, GradientLog, ParameterLog, shape_text, statistics_of
 from gaff.tools.untouched import untouched
@@ -26,7 +29,13 @@ Backward = Callable[[Any], Any]
 
 
 def trace_run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backward: Backward | None, has_flops: bool
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: Backward | None,
+    *,
+    has_flops: bool,
+    has_ops: bool = False,
 ) -> Trace:
     """See ``gaff.trace``."""
     need_module(model)
@@ -37,7 +46,7 @@ def trace_run(
     log = CallLog(lambda: counter.total if counter is not None else 0, device)
     modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
     parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
-    taps = _taps(model, modules, log, parameters if backward is not None else {})
+    taps = _taps(model, modules, log, parameters if backward is not None else {}, has_ops=has_ops)
     session = Session(model, taps)
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
     versions = {path: version_of(parameter) for path, parameter in _iter_parameters(model)}
@@ -77,20 +86,23 @@ def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]
 
 
 def _taps(
-    model: nn.Module, modules: list[Any], log: CallLog, parameters: dict[str, ParameterLog]
-) -> list[Tap | CallTap]:
-    taps: list[Tap | CallTap] = []
+    model: nn.Module, modules: list[Any], log: CallLog, parameters: dict[str, ParameterLog], *, has_ops: bool
+) -> list[Tap | CallTap | OpTap]:
+    taps: list[Tap | CallTap | OpTap] = []
     seen: set[int] = set()
     for path, module, chain in modules:
         if id(module) in seen or is_container(module):
             continue
         seen.add(id(module))
         found = Found(Site(path), module, chain)
-        taps.append(CallTap(found, partial(log.enter, path), _leave(log, path)))
-        if parameters:
-            for port in ("grad_output", "grad_input"):
-                site = Site(path, port=port)
-                taps.append(Tap(Found(site, module, chain), GradientLog(log, path, port), is_exact=False))
+        taps.append(CallTap(found, partial(log.enter, found.site, type(module).__name__), _leave(log, found.site)))
+        for port in ("grad_output", "grad_input") if parameters else ():
+            log_gradient = GradientLog(log, found.site, port)
+            taps.append(Tap(Found(Site(path, port=port), module, chain), log_gradient, is_exact=False))
+            if has_ops:
+                taps.append(Tap(Found(Site(path, "*", port=port), module, chain), log_gradient, is_exact=False))
+        if has_ops:
+            taps.append(OpTap(found, partial(_enter_op, log), partial(_leave_op, log)))
     for path, _ in _iter_parameters(model):
         if path in parameters:
             owner, chain, name = _owner(modules, path)
@@ -98,8 +110,17 @@ def _taps(
     return taps
 
 
-def _leave(log: CallLog, path: str) -> Callable[[Any, Any, int], None]:
-    return lambda output, run, call: log.leave(path, output)
+def _leave(log: CallLog, site: Site) -> Callable[[Any, Any, int], None]:
+    return lambda output, run, call: log.leave(site, output)
+
+
+def _enter_op(log: CallLog, call: OpCall) -> None:
+    site = replace(call.site, call=None)
+    log.enter(site, place_text(place_of(call.place)), call.args, call.kwargs, call.run, call.site.call or 0)
+
+
+def _leave_op(log: CallLog, call: OpCall, output: Any) -> None:
+    log.leave(replace(call.site, call=None), output)
 
 
 def _owner(modules: list[Any], path: str) -> tuple[nn.Module, tuple[nn.Module, ...], str]:
@@ -159,11 +180,12 @@ def _build(
     facts: dict[str, Any],
 ) -> Trace:
     classes = {path: module for path, module, _ in modules}
-    counts: dict[str, int] = {}
+    counts: dict[Site, int] = {}
     for call in log.calls:
-        counts[call.path] = counts.get(call.path, 0) + 1
-    rows = tuple(_row(call, classes[call.path], counts[call.path]) for call in log.calls)
-    called = {id(classes[path]) for path in counts}
+        counts[call.site] = counts.get(call.site, 0) + 1
+    shown = [call for call in log.calls if call.is_complete or call.site.op is None]
+    rows = tuple(_row(call, classes[call.site.path], counts[call.site]) for call in shown)
+    called = {id(classes[site.path]) for site in counts}
     unused = [path for path, module, _ in modules if path and not is_container(module) and id(module) not in called]
     states = []
     without: list[str] = []
@@ -179,12 +201,13 @@ def _build(
 
 
 def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
-    own = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
-    site = Site(call.path, call=call.call if count > 1 else None)
+    owned = [] if call.site.op is not None else list(module._parameters.values())
+    own = sum(parameter.numel() for parameter in owned if parameter is not None)
+    site = replace(call.site, call=call.call if count > 1 else None)
     return CallRow(
         site=str(site),
-        path=call.path,
-        cls=type(module).__name__,
+        path=call.site.path,
+        cls=call.cls,
         call=call.call,
         depth=call.depth,
         input=call.input,

@@ -114,7 +114,8 @@ def _is_inside(row: CallRow, head: CallRow) -> bool:
 def _likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
     base = block[0].path
     return tuple(
-        (row.path.removeprefix(base), row.cls, row.input, row.output, row.parameters, row.call == 0) for row in block
+        (row.site.removeprefix(base).partition("@")[0], row.cls, row.input, row.output, row.parameters, row.call == 0)
+        for row in block
     )
 
 
