@@ -13,6 +13,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "capture": "gaff.api",
     "edit": "gaff.api",
+    "anatomy": "gaff.api",
+    "find_nonfinite": "gaff.api",
+    "guard": "gaff.api",
     "clip_gradients": "gaff.api",
     "sample_norms": "gaff.api",
     "sites": "gaff.api",
@@ -36,11 +39,14 @@ __all__ = [
     "GaffError",
     "Plan",
     "Site",
+    "anatomy",
     "capture",
     "clip_gradients",
     "edit",
     "edits",
     "errors",
+    "find_nonfinite",
+    "guard",
     "keep",
     "maybe",
     "sample_norms",
@@ -52,7 +58,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gaff import edits, errors, keep
     from gaff.address import Site
-    from gaff.api import capture, clip_gradients, edit, sample_norms, sites, take, trace
+    from gaff.api import anatomy, capture, clip_gradients, edit, find_nonfinite, guard, sample_norms, sites, take, trace
     from gaff.errors import GaffError
     from gaff.plan import Plan, maybe
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from gaff.errors import PlanError
 from gaff.plan import Options, Plan
 
 if TYPE_CHECKING:  # tools are loaded when they are called
+    from gaff.health.guard import Guard
+    from gaff.health.report import Report
+    from gaff.tools.anatomy import Anatomy
     from gaff.tools.clipping import Clipping
     from gaff.tools.listing import Sites
     from gaff.tools.record import Trace
@@ -118,6 +121,63 @@ def edit(model: Any, changes: Any = None, /, **options: Any) -> Editing:
         NeverFiredError: at closing, for a pattern that never acted. ExactnessError: where an edit cannot be true.
     """
     return make_edit(model, changes, options)
+
+
+def anatomy(module: nn.Module, /, *inputs: Any, **keywords: Any) -> Anatomy:
+    """Run ``module`` once, forward and backward, and explain its backward pass: the autograd nodes behind it.
+
+    Each node with the op and line that made it, whose gradient comes and whose it hands on, shapes and norms; and what
+    the legacy ``register_backward_hook`` would have shown beside the truth. ``print`` it for tables and words;
+    ``tree()``, ``to_svg()``, ``to_dict()``.
+
+    Args:
+        module: any module; left as it was: weights, buffers, ``.grad``, random state.
+        inputs, keywords: of the call. Floating inputs are treated as if they required grad.
+
+    Backward starts from the sum of the outputs' floating elements. Raises PlanError where there is no graph.
+    """
+    from gaff.tools.anatomy import explain
+
+    return explain(module, inputs, keywords)
+
+
+def find_nonfinite(step: Callable[[], Any], *, model: nn.Module | None = None, allow: Sequence[str] = ()) -> Report:
+    """Run ``step`` once and tell where the first NaN or inf of it began: op, line, ranges, likely cause.
+
+    ``gaff.find_nonfinite(lambda: criterion(model(x), y).backward(), model=model)``. Every op and every autograd node
+    is looked at, which takes several times as long as the step; the step itself computes the bits of a bare one, and
+    does to weights and optimizers what it does.
+
+    Args:
+        step: forward, loss, backward, an optimizer's step: any part of it.
+        model: its modules give the addresses; without it every op is outside the model, and only lines tell.
+        allow: patterns of ops or modules whose non-finite values are meant, such as ``"**.attn/masked_fill"``.
+
+    Returns a ``Report``, which is False where nothing is wrong: an infinite value that is put in by a constant and
+    masked again, or overflow under a GradScaler that skips the step, is no finding. Waits for the device at every op.
+    """
+    from gaff.health.origin import find_nonfinite as find
+
+    return find(step, model, allow)
+
+
+def guard(model: nn.Module, *, action: str = "raise", allow: Sequence[str] = ()) -> Guard:
+    """Stop at the first NaN or inf, with its origin: ``with gaff.guard(model): train()``.
+
+    Adds up one number a module output, and reads one flag a step: when the optimizer is about to use the gradients
+    (which are looked at, too), when the next run begins, or at the end of a run without grad. On a hit the same batch is
+    run again with every op looked at, with the random state, autocast and parameters that it had.
+
+    Args:
+        model: whose forward and gradients are guarded.
+        action: "raise" NonFiniteError, with ``report``, before the optimizer changes anything; or "warn" once.
+        allow: as in ``find_nonfinite``.
+
+    A step that a GradScaler skips is no alarm. ``reports`` holds what was found.
+    """
+    from gaff.health.guard import Guard as MakeGuard
+
+    return MakeGuard(model, action, allow)
 
 
 def sample_norms(model: nn.Module, /, *patterns: Any, reduction: str = "mean") -> SampleNorms:

@@ -33,7 +33,9 @@ class ExactnessError(GaffError):
 
 
 class NonFiniteError(GaffError):
-    """A gradient that is NaN or inf, where that was not allowed."""
+    """A NaN or inf where that was not allowed; ``report`` tells its origin where that was looked for."""
+
+    report: Any = None
 
 
 class RecordError(GaffError):

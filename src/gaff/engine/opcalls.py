@@ -37,7 +37,7 @@ class OpCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     place: FrameType
-    run: Run
+    run: Run | None  # None in a recomputation
 
 
 class Part:
@@ -133,9 +133,8 @@ class OpEvent:
 
     @property
     def listeners(self) -> list[Any]:
-        """Who hears of every op of this module; nobody does in a recomputation."""
-        found: list[Any] = self.part.scope.listeners if self.part.run is not None else []
-        return found
+        """Who hears of this op."""
+        return [one for one in self.part.scope.listeners if one.is_again or self.part.run is not None]
 
     def heard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
         """What listeners are told."""

@@ -39,10 +39,11 @@ class Want(NamedTuple):
 
 
 class Listener(NamedTuple):
-    """Hears of every op of a module, whatever its values are; not in a recomputation."""
+    """Hears of every op of a module, whatever its values are; of recomputed ones only where ``is_again``."""
 
     enter: Callable[[OpCall], Any]
     leave: Callable[[OpCall, Any], Any]
+    is_again: bool = False
 
 
 class Row:
@@ -74,6 +75,7 @@ class Scope:
         self.repeats = False  # something must happen again in a recomputation
         self.is_edit = False
         self.is_plain = True  # nothing but outputs is looked at
+        self.known: set[int] | None = None  # modules whose ops are their own; those of all others are taken for ours
 
     def row(self, name: str) -> Row:
         """What is asked of the ops with this name."""
@@ -143,7 +145,7 @@ class Call:
     the function around it, which calls hooks after an exception.
     """
 
-    __slots__ = ("above", "frame", "has_pushed", "outer", "parts", "plain", "position")
+    __slots__ = ("above", "frame", "has_pushed", "known", "outer", "parts", "plain", "position")
 
     def __init__(self, frame: FrameType, position: int | None, above: Call | None) -> None:
         self.frame = frame
@@ -153,6 +155,7 @@ class Call:
         self.parts: list[Part] = []
         self.plain: dict[Any, Row] = {}  # by function: ops of which only outputs are asked for, by one session
         self.has_pushed = False
+        self.known: set[int] | None = None
 
     def owns(self, frame: FrameType) -> bool:
         """Whether what runs in ``frame`` belongs to this very call: to no module inside it, and to no hook."""
@@ -162,7 +165,7 @@ class Call:
             back = here.f_back
             if back is own:
                 return self.position is None or own.f_lasti == self.position
-            if here.f_code in codes:
+            if here.f_code in codes and (self.known is None or id(here.f_locals.get("self")) in self.known):
                 return False
             here = back
         return False
@@ -217,6 +220,7 @@ class OpMode(TorchFunctionMode):
         if call is None or call.frame is not frame:
             call = self._push(Call(frame, position, call))
         call.parts.append(part)
+        call.known = part.scope.known
         call.plain = part.scope.plain if len(call.parts) == 1 and part.run is not None else {}
 
     def leave(self, scope: Scope, caller: FrameType) -> bool:

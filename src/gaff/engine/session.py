@@ -58,11 +58,16 @@ class CallTap(NamedTuple):
 
 
 class OpTap(NamedTuple):
-    """Every op in the own forward of one module, from both sides, whatever its values are."""
+    """Every op in the own forward of one module, from both sides, whatever its values are.
+
+    ``is_again``: in recomputations, too. ``takes_strangers``: with the ops of modules that are no part of the model.
+    """
 
     found: Found
     enter: Callable[[OpCall], Any]
     leave: Callable[[OpCall, Any], Any]
+    is_again: bool = False
+    takes_strangers: bool = False
 
 
 class TensorTap(NamedTuple):
@@ -196,9 +201,7 @@ class Session:
 
     def _prepare_tap(self, model: nn.Module, tap: Tap | EditTap | CallTap | OpTap) -> None:
         if isinstance(tap, OpTap):
-            scope = self._scope(tap.found)
-            scope.is_plain = False
-            scope.listeners.append(Listener(tap.enter, tap.leave))
+            self._prepare_listener(model, tap)
             return
         if isinstance(tap, CallTap):
             node = self._node(tap.found.module)
@@ -231,6 +234,14 @@ class Session:
                 _connect_edit(node, site, tap.stream, self._gradients)
             else:
                 _connect(node, site, stream, tap.is_exact, self._gradients)
+
+    def _prepare_listener(self, model: nn.Module, tap: OpTap) -> None:
+        scope = self._scope(tap.found)
+        scope.is_plain = False
+        scope.repeats = scope.repeats or tap.is_again
+        scope.listeners.append(Listener(tap.enter, tap.leave, tap.is_again))
+        if tap.takes_strangers:
+            scope.known = {id(module) for module in model.modules()}
 
     def _prepare_op(self, tap: Tap | EditTap) -> None:
         scope = self._scope(tap.found)

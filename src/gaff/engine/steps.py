@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gaff import compat
 
@@ -220,3 +221,33 @@ def _stand_in(optimizer: Any) -> Any:
     stand_in.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     stand_in.state = defaultdict(dict)
     return stand_in
+
+
+class StepWatch:
+    """Calls ``before(optimizer)`` ahead of each step of any optimizer that owns some of ``parameters()``."""
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]], before: Callable[[Any], None]) -> None:
+        self._parameters = parameters
+        self._before = before
+        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._handle: Any = None
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._stepping)
+
+    def __exit__(self, *exc: object) -> None:
+        self._handle.remove()
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        found = getattr(optimizer, "found_inf", None)
+        is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
+        if not is_nested_step(optimizer) and not is_overflow and self._owns(optimizer):
+            self._before(optimizer)
+
+    def _owns(self, optimizer: Any) -> bool:
+        known = self._known.get(optimizer)
+        if known is None:
+            mine = {id(parameter) for parameter in self._parameters()}
+            groups = [group["params"] for group in optimizer.param_groups]
+            known = self._known[optimizer] = any(id(parameter) in mine for group in groups for parameter in group)
+        return known

@@ -1,0 +1,276 @@
+"""``gaff.guard``: a cheap look at every module of every step; the origin is looked for only on a hit."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff import compat
+from gaff.address import Site
+from gaff.engine.session import CallTap, Session, Tap
+from gaff.engine.steps import StepWatch
+from gaff.engine.stream import Stream
+from gaff.errors import NonFiniteError, PlanError
+from gaff.health.origin import Examination
+from gaff.health.ranges import can_hold, has_nonfinite, probe
+from gaff.health.report import Report
+from gaff.select import Found, is_container, iter_modules, need_module, unwrap
+from gaff.tools.untouched import untouched
+from gaff.values import iter_tensors
+
+_KEPT = 16  # runs of one step whose inputs are kept, for gradients that come from several micro-batches
+
+
+_UNSEEN_GRADIENT = (
+    "a gradient is not finite, and running the model again on the same batches does not show it: it began outside the "
+    "model (a loss, a penalty, a hook), or something has changed since"
+)
+_UNSEEN_OUTPUT = (
+    "the model returned NaN, and running it again on the same batch does not: something it depends on has changed since"
+)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one run was given, to run it again. Holds the inputs by reference, and what autograd brought back."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: list[Tensor]
+    autocast: list[tuple[str, torch.dtype]]
+    has_grad: bool
+    versions: list[tuple[Tensor, int]]
+    sums: list[tuple[Probe, Tensor]] = field(default_factory=list)  # one number a module output
+    gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # of the outputs, by position
+
+
+class Probe(Stream):
+    """Adds up what one module returns. ``has_meant``: infinite values there are meant, only NaN is looked for."""
+
+    has_meant = False
+
+    def __init__(self, guard: Guard, path: str) -> None:
+        self.path = path
+        self._guard = guard
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        batch = self._guard.current
+        if batch is None:
+            return
+        if type(value) is Tensor:
+            self._add(value, batch)
+        else:
+            for _, tensor in iter_tensors(value):
+                self._add(tensor, batch)
+
+    def _add(self, tensor: Tensor, batch: Batch) -> None:
+        if tensor is not self._guard.latest and can_hold(tensor):
+            self._guard.latest = tensor  # a container often returns what its last module did
+            had_grad = compat.is_grad_enabled()
+            compat.set_grad_enabled(False)
+            batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(tensor.detach())))
+            compat.set_grad_enabled(had_grad)
+
+
+class Guard:
+    """See ``gaff.guard``. A context; opens once."""
+
+    def __init__(self, model: nn.Module, action: str, allow: Iterable[str]) -> None:
+        need_module(model)
+        if action not in ("raise", "warn"):
+            raise PlanError(f"action={action!r}: expected 'raise' or 'warn'")
+        self.reports: list[Report] = []
+        self.steps = 0  # looked at
+        self.current: Batch | None = None
+        self.latest: Tensor | None = None
+        self._model = model
+        self._action = action
+        self._allow = tuple(allow)
+        self._batches: deque[Batch] = deque(maxlen=_KEPT)
+        self.notes: list[str] = []
+        self._is_examining = False
+        taps: list[Tap | CallTap] = []
+        seen: set[int] = set()
+        for path, module, chain in iter_modules(model):
+            if id(module) not in seen and not is_container(module):
+                seen.add(id(module))
+                taps.append(Tap(Found(Site(path), module, chain), Probe(self, path), is_exact=False))
+        root = unwrap(model)
+        taps.insert(0, CallTap(Found(Site(), root), self._begin, self._end))
+        self._session = Session(model, taps, threads="own")
+        self._watch = StepWatch(lambda: list(model.parameters()), self._before_step)
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Guard:
+        with ExitStack() as opening:
+            opening.callback(self._session.close)
+            self._session.open()
+            opening.enter_context(self._watch)
+            self._closing = opening.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._check_forward()
+        finally:
+            self._closing.close()
+            self._forget()
+
+    def __repr__(self) -> str:
+        return (
+            f"<gaff guard of {type(self._model).__name__}: {self.steps} steps looked at, {len(self.reports)} reports>"
+        )
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        if self._is_examining or len(run.frames) > 1:
+            return
+        if len(self._batches) == _KEPT:  # no step for long: a GradScaler may be skipping every one of them
+            self._check_forward()
+        self.current = Batch(
+            args,
+            kwargs,
+            _random_states(),
+            _autocasts(),
+            torch.is_grad_enabled(),
+            [(tensor, compat.version_of(tensor)) for _, tensor in iter_tensors((args, kwargs))],
+        )
+        self._batches.append(self.current)
+
+    def _end(self, output: Any, run: Any, call: int) -> None:
+        batch = self.current
+        if self._is_examining or batch is None or len(run.frames) > 1:
+            return
+        self.current = self.latest = None
+        if not batch.has_grad:
+            self._check_forward()
+            return
+        for at, (_, tensor) in enumerate(iter_tensors(output)):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(_keep_gradient(batch.gradients, at))
+
+    def _before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to use the gradients: the one place where the device is waited for."""
+        self.steps += 1
+        gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        gradients = [one for one in gradients if can_hold(one)]
+        sums = [one for batch in self._batches for _, one in batch.sums]
+        if gradients:
+            sums.append(compat.norms_of([one.detach() for one in gradients], 2.0)[1])
+        if not _are_finite(sums):
+            self._alarm(has_gradients=any(has_nonfinite(one) for one in gradients))
+        self._batches.clear()
+
+    def _check_forward(self) -> None:
+        """Read what the runs since the last step have added up."""
+        if not _are_finite([one for batch in self._batches for _, one in batch.sums]):
+            self._alarm(has_gradients=False)
+        self._batches.clear()
+
+    def _alarm(self, *, has_gradients: bool) -> None:
+        """Something is not finite: run the batches again until one tells where it began."""
+        batches = list(self._batches)
+        hits = {one: value for batch in batches for one, value in batch.sums if not math.isfinite(value.item())}
+        self._forget()
+        report = Report(False)
+        for batch in batches:
+            report = self._examine(batch)
+            if report:
+                break
+        if not report and has_gradients:
+            report = Report(True, site="(step)", direction="backward", cause=_UNSEEN_GRADIENT)
+        outputs = [one for one, value in hits.items() if not one.path and value.isnan().item()]
+        if not report and outputs:
+            report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
+        if not report:
+            for one in hits:
+                one.has_meant = True
+                self.notes.append(f"{one.path or 'the model'} returns infinite values that are meant: only NaN is told")
+            return
+        self.reports.append(report)
+        if self._action == "raise":
+            error = NonFiniteError(f"{report}")
+            error.report = report
+            raise error
+        if len(self.reports) == 1:
+            warnings.warn(f"gaff: {report}", stacklevel=2)
+
+    def _examine(self, batch: Batch) -> Report:
+        changed = any(compat.version_of(tensor) != version for tensor, version in batch.versions)
+        inputs = [tensor for tensor, _ in batch.versions]
+        self._is_examining = True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(untouched(self._model, inputs))
+                for device, dtype in batch.autocast:
+                    stack.enter_context(torch.autocast(device, dtype))
+                stack.enter_context(torch.set_grad_enabled(batch.has_grad))
+                _set_random_states(batch.random)
+                examination = Examination(self._model, self._allow)
+                if changed:
+                    examination.notes.append("the batch was written to after the run: this is of what it is now")
+                return examination.run(lambda: self._again(batch))
+        finally:
+            self._is_examining = False
+
+    def _again(self, batch: Batch) -> Any:
+        output = self._model(*batch.args, **batch.kwargs)
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        pairs = [(tensors[at], gradient) for at, gradient in batch.gradients if at < len(tensors)]
+        if pairs:
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        return output
+
+    def _forget(self) -> None:
+        self._batches.clear()
+        self.current = self.latest = None
+
+
+def _keep_gradient(gradients: list[tuple[int, Tensor]], at: int) -> Any:
+    def keep(gradient: Tensor) -> None:
+        gradients.append((at, gradient))
+
+    return keep
+
+
+def _are_finite(sums: list[Tensor]) -> bool:
+    """One wait for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in sums:
+        by_device.setdefault(one.device, []).append(one.to(torch.float32) if one.dtype != torch.float32 else one)
+    return all(math.isfinite(torch.stack(row).sum().item()) for row in by_device.values())
+
+
+def _is_nan(tensor: Tensor) -> Tensor:
+    """0 where no element is NaN, else -inf."""
+    return (~tensor.detach().isnan().any()).float().log()
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _autocasts() -> list[tuple[str, torch.dtype]]:
+    """The kinds of device for which autocast is on, with its type."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]

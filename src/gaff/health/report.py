@@ -1,0 +1,97 @@
+"""Where a NaN or inf began: plain values that print without torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What is in one tensor. ``min``, ``max``: of the finite elements, None where there are none."""
+
+    name: str  # what it is to the op, and what made it
+    shape: str
+    dtype: str
+    elements: int
+    min: float | None
+    max: float | None
+    nan: int = 0
+    positive_inf: int = 0
+    negative_inf: int = 0
+    zeros: int = 0
+    first: tuple[int, ...] | None = None  # index of the first element that is not finite
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a finite element."""
+        return max(abs(self.min or 0.0), abs(self.max or 0.0))
+
+    @property
+    def is_finite(self) -> bool:
+        return not (self.nan or self.positive_inf or self.negative_inf)
+
+    @property
+    def kinds(self) -> str:
+        """``3 nan, 1 +inf``; empty where all is finite."""
+        counts = ((self.nan, "nan"), (self.positive_inf, "+inf"), (self.negative_inf, "-inf"))
+        return ", ".join(f"{count} {name}" for count, name in counts if count)
+
+    def __str__(self) -> str:
+        text = f"{self.shape} {self.dtype}"
+        if self.min is not None and self.max is not None:
+            text += f", {self.min:.4g} to {self.max:.4g}"
+        if self.zeros:
+            text += f", {self.zeros} zero"
+        if not self.is_finite:
+            text += f", {self.kinds} of {self.elements}"
+        return text + (f", first at {list(self.first)}" if self.first is not None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The origin of a NaN or inf, as ``gaff.find_nonfinite`` and ``gaff.guard`` tell it. False where there is none.
+
+    ``direction``: ``forward``, ``backward``, or ``before`` for what was there before the step: a parameter, a buffer,
+    an input. ``site``: the address of the op (in parentheses: outside the model), ``line`` its place in the code.
+    """
+
+    found: bool
+    site: str = ""
+    op: str = ""
+    module: str = ""  # path of the module in whose forward it is; empty for the model itself
+    direction: str = ""
+    line: str = ""
+    code: str = ""
+    cause: str = ""
+    output: Range | None = None  # in backward: the gradient that was handed on
+    inputs: tuple[Range, ...] = ()  # in backward: the gradient that came, and the op's inputs in forward
+    passed: tuple[str, ...] = ()  # modules that only passed it on
+    notes: tuple[str, ...] = ()
+    ops: int = 0  # looked at, forward and backward
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        if not self.found:
+            return "\n".join([f"no NaN or inf in {self.ops} ops", *(f"note: {note}" for note in self.notes)])
+        what = "inf" if self.output is not None and not self.output.nan else "NaN"
+        lines = [f"{what} {_BEGAN[self.direction]} {self.site}" + (f", {self.line}" if self.line else "")]
+        lines += [f"    {self.code}"] if self.code else []
+        lines.append(f"  cause: {self.cause}")
+        if self.output is not None:
+            lines.append(f"  {self.output.name}: {self.output}")
+        lines += [f"  {one.name}: {one}" for one in self.inputs]
+        if self.passed:
+            more = f" and {len(self.passed) - 8} more" if len(self.passed) > 8 else ""
+            lines.append(f"  passed on by: {', '.join(self.passed[:8])}{more}")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_BEGAN = {"forward": "made by", "backward": "made in the backward pass of", "before": "was there before the step, in"}

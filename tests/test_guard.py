@@ -1,0 +1,169 @@
+"""``gaff.guard``: the first NaN or inf of a training run stops it, with its origin."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+from gaff.errors import NonFiniteError, PlanError
+from tests.clean import CLEAN, steady_scaler
+from tests.faults import Apply, Function
+
+
+def make(function):
+    torch.manual_seed(0)
+    model = Apply(function)
+    return model, torch.optim.SGD(model.parameters(), 0.1), [torch.randn(3, 4) for _ in range(6)]
+
+
+def train(model, optimizer, batches, loss=lambda y: y.square().mean()):
+    for x in batches:
+        optimizer.zero_grad()
+        loss(model(x)).backward()
+        optimizer.step()
+
+
+def test_a_forward_fault_stops_before_the_optimizer_changes_anything():
+    model, optimizer, batches = make(lambda x: torch.log(x.abs() + 1e-3))
+    batches[3][1] = 0
+    with torch.no_grad():
+        model.first.bias.zero_()
+        model.first.bias.requires_grad_(False)
+    model.middle.function = lambda x: torch.log(x.abs())
+    with (
+        pytest.raises(NonFiniteError, match=r"middle/log#0.*\n.*\n.*log of 0: 4 of 12") as caught,
+        gaff.guard(model) as guard,
+    ):
+        train(model, optimizer, batches)
+    assert guard.steps == 4
+    assert caught.value.report.direction == "forward"
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_backward_fault_is_told_with_its_op():
+    model, optimizer, batches = make(lambda x: torch.sqrt(x * (x > 0)))
+    with pytest.raises(NonFiniteError) as caught, gaff.guard(model):
+        train(model, optimizer, batches)
+    report = caught.value.report
+    assert (report.site, report.direction) == ("middle/sqrt#0", "backward")
+
+
+def test_a_fault_of_the_loss_is_outside_the_model():
+    model, optimizer, batches = make(lambda x: x)
+    with pytest.raises(NonFiniteError, match="outside the model") as caught, gaff.guard(model):
+        train(model, optimizer, batches, loss=lambda y: torch.sqrt(y * (y > 9)).sum())
+    assert caught.value.report.site == "(step)"
+
+
+def test_the_replay_draws_the_same_random_numbers():
+    model, optimizer, batches = make(lambda x: torch.log(F.dropout(x.abs() + 1, 0.02)))
+    torch.manual_seed(3)
+    with pytest.raises(NonFiniteError, match="middle/log#0"), gaff.guard(model):
+        train(model, optimizer, batches * 20)
+
+
+def test_the_state_is_as_it_was_after_an_examination():
+    model, optimizer, batches = make(lambda x: torch.sqrt(x * (x > 0)))
+    bare, other, _ = make(lambda x: torch.sqrt(x * (x > 0)))
+    for one, its in ((model, optimizer), (bare, other)):
+        torch.manual_seed(7)
+        if one is model:
+            with pytest.warns(UserWarning, match="middle/sqrt#0"), gaff.guard(one, action="warn") as guard:
+                train(one, its, batches[:1])
+        else:
+            train(one, its, batches[:1])
+        drawn = torch.rand(3)
+        if one is model:
+            first = drawn
+    assert torch.equal(first, drawn)
+    assert guard.reports
+    for own, its in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(own.grad.nan_to_num(), its.grad.nan_to_num())
+
+
+def test_without_grad_every_run_is_looked_at():
+    model, _, batches = make(lambda x: torch.log(x - 9))
+    with pytest.raises(NonFiniteError, match="middle/log#0"), torch.no_grad(), gaff.guard(model):
+        model(batches[0])
+
+
+def test_of_several_micro_batches_the_bad_one_is_found():
+    model, optimizer, batches = make(lambda x: torch.log(x.abs()))
+    with torch.no_grad():
+        model.first.bias.zero_()
+    batches[2][0] = 0
+    with pytest.raises(NonFiniteError, match=r"log of 0: 4 of 12"), gaff.guard(model):
+        for x in batches[:4]:
+            model(x).sum().backward()
+        optimizer.step()
+
+
+def test_infinite_values_that_are_meant_are_no_alarm_and_NaN_beside_them_is():
+    class Masks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = Function(lambda x: x.masked_fill(torch.eye(3, dtype=torch.bool), float("-inf")))
+            self.inner = nn.Linear(4, 4)
+            self.breaks = False
+
+        def forward(self, x):
+            x = self.inner(x)
+            scores = self.mask(x @ x.T)
+            if self.breaks:
+                scores = self.mask(scores * 0)
+            return F.softmax(scores, -1) @ x
+
+    torch.manual_seed(0)
+    model = Masks()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.guard(model) as guard:
+        train(model, optimizer, [torch.randn(3, 4) for _ in range(3)])
+    assert guard.steps == 3
+    assert not guard.reports
+    assert guard.notes == ["mask returns infinite values that are meant: only NaN is told"]
+    with pytest.raises(NonFiniteError, match="/mul#0"), gaff.guard(model):
+        train(model, optimizer, [torch.randn(3, 4)])
+        model.breaks = True
+        train(model, optimizer, [torch.randn(3, 4)])
+
+
+def test_a_step_that_a_scaler_skips_is_no_alarm():
+    torch.manual_seed(0)
+    model, step = next(build for build in CLEAN if build.__name__ == "overflow_that_the_scaler_skips")()
+    with gaff.guard(model) as guard:
+        step()
+    assert not guard.reports
+    model, step = steady_scaler()
+    with gaff.guard(model) as guard:
+        for _ in range(20):
+            step()
+    assert not guard.reports
+
+
+@pytest.mark.parametrize("build", CLEAN, ids=lambda build: build.__name__)
+def test_no_alarm_on_a_clean_step_and_no_bit_changed(build):
+    results = []
+    for is_guarded in (False, True):
+        torch.manual_seed(0)
+        model, step = build()
+        torch.manual_seed(1)
+        if is_guarded:
+            with gaff.guard(model) as guard:
+                step()
+                step()
+            assert not guard.reports
+        else:
+            step()
+            step()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for bare, guarded in zip(*results, strict=True):
+        assert bare is guarded is None or torch.equal(bare, guarded)
+
+
+def test_bad_arguments_are_told():
+    with pytest.raises(PlanError, match="action='stop': expected 'raise' or 'warn'"):
+        gaff.guard(nn.Linear(2, 2), action="stop")
+    with pytest.raises(PlanError, match="cannot be called: expected a function"):
+        gaff.find_nonfinite(torch.zeros(2))
