@@ -112,7 +112,7 @@ def test_infinite_values_that_are_meant_are_no_alarm_and_NaN_beside_them_is():
             x = self.inner(x)
             scores = self.mask(x @ x.T)
             if self.breaks:
-                scores = self.mask(scores * 0)
+                scores = scores * 0
             return F.softmax(scores, -1) @ x
 
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_no_alarm_on_a_clean_step_and_no_bit_changed(build):
             step()
         results.append([parameter.grad for parameter in model.parameters()])
     for bare, guarded in zip(*results, strict=True):
-        assert bare is guarded is None or torch.equal(bare, guarded)
+        assert bare is guarded is None or torch.equal(bare.nan_to_num(7), guarded.nan_to_num(7))
 
 
 def test_bad_arguments_are_told():

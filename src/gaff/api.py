@@ -165,8 +165,8 @@ def guard(model: nn.Module, *, action: str = "raise", allow: Sequence[str] = ())
     """Stop at the first NaN or inf, with its origin: ``with gaff.guard(model): train()``.
 
     Adds up one number a module output, and reads one flag a step: when the optimizer is about to use the gradients
-    (which are looked at, too), when the next run begins, or at the end of a run without grad. On a hit the same batch is
-    run again with every op looked at, with the random state, autocast and parameters that it had.
+    (which are looked at, too), or at the end of a run without grad. On a hit the same batch is run again with every op
+    looked at, with the random state, autocast and parameters that it had.
 
     Args:
         model: whose forward and gradients are guarded.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from types import TracebackType
@@ -17,7 +18,7 @@ from gaff.engine.session import Session, Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow, counted
-from gaff.select import identity, is_there, need_module, resolve
+from gaff.select import first_name, identity, is_there, need_module, resolve
 from gaff.sinks.capture import NO_BACKWARD, NOT_CALLED, Reading, Stream, make_keeper
 from gaff.sinks.exact import Keeper
 from gaff.sinks.ledger import Ledger
@@ -190,6 +191,8 @@ class Capture:
     def _find(self, site: Site) -> Stream | None:
         """The stream of an address: by its text, then by what it names (a shared module has several names)."""
         whole = every_call(site)
+        if site.op is not None and self._model is not None:
+            site, whole = (replace(one, path=first_name(self._model, one.path)) for one in (site, whole))
         for stream in self._iter_streams():
             if stream.site in (site, whole):
                 found: Stream = stream

@@ -102,6 +102,14 @@ def identity(module: nn.Module, name: str, site: Site) -> tuple[object, ...]:
     return id(owned.get(name) if name else module), site.port, site.key, site.call, site.op, site.op_index
 
 
+def first_name(model: nn.Module, path: str) -> str:
+    """The first of the names of the module at ``path``; itself where there is none."""
+    found = _descend(model, path)
+    if found is None:
+        return path
+    return next(name for name, module, _ in iter_modules(model) if module is found[0])
+
+
 def is_there(found: Found) -> bool:
     """Whether the module that was found is still the one at its place."""
     if not found.chain:

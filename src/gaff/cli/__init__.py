@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_take(commands)
     _add_sites(commands)
     _add_apply(commands)
+    _add_anatomy(commands)
+    _add_nan(commands)
     return parser
 
 
@@ -100,6 +102,27 @@ def _add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--loss", metavar="FILE:NAME", help="a function from the output to a scalar loss; runs backward"
     )
     parser.add_argument("--out", metavar="FILE", help="write the edited outputs to this .safetensors file")
+
+
+def _add_anatomy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(commands, "anatomy", "explain the backward pass of a module: which gradient is whose")
+    parser.add_argument("input", metavar="INPUT", help=_INPUT_HELP)
+    parser.add_argument("path", nargs="?", default="", metavar="PATH", help="a module inside, such as layer1.0.conv1")
+    parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
+    parser.add_argument("--svg", metavar="FILE", help="also write the graph as a picture")
+
+
+def _add_nan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "find the op in which the first NaN or inf of a step or of a training script began"
+    parser = commands.add_parser("nan", help=summary, description=f"{summary}; exit code 3 where there is one")
+    parser.add_argument("--loss", metavar="FILE:NAME", help="of a model: a function from the output to a scalar loss")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="SITE", help="an op whose infinite values are meant; repeatable"
+    )
+    _add_common(parser, "nan")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="of a model its INPUT; of a script its arguments"
+    )
 
 
 def _command(

@@ -22,7 +22,7 @@ class Seen:
     def __init__(self, node: Node, owner: Any) -> None:
         self.node = node
         self.owner = owner
-        self.name = node.name()
+        self.name = node.name().rpartition("::")[2]
         self.sequence = sequence_of(node)
         self.variable: Tensor | None = getattr(node, "variable", None)  # of a leaf's accumulator
         self.onward: list[tuple[Seen, int] | None] = []

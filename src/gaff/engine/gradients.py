@@ -114,7 +114,8 @@ class InputGradient(GradientArm):
         """What comes into a reentrant checkpoint is the whole tensor now; the recomputation sees a part of its uses."""
         if self._wants(call):
             tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
-            if tensor is not None and tensor.requires_grad:
+            is_made_inside = tensor is not None and tensor._is_view() and tensor.grad_fn is None  # a view without grad
+            if tensor is not None and tensor.requires_grad and not is_made_inside:
                 self._armed_before.add((run, call))
                 self._gradients.arm(tensor, self._stream, run, call)
 

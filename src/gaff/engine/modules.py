@@ -143,6 +143,8 @@ class Node:
             handles.append(module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True))
         if self.scope is not None:
             self.scope.install(handles)
+            # first of all: a function mode that somebody else's hook takes away must find itself on top
+            _order(module._forward_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=False)
 
 
 def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> None:

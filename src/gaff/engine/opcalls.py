@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gaff import compat
 from gaff.address import Site
-from gaff.compat import has_saved_hooks, is_grad_enabled
+from gaff.compat import has_saved_hooks, is_grad_enabled, version_of
 from gaff.engine.clock import Frame, Run
 from gaff.engine.modules import (
     Node,
@@ -56,7 +56,7 @@ class Part:
 class OpEvent:
     """One op, in one session."""
 
-    __slots__ = ("_found", "_frames", "_place", "index", "name", "node", "part", "row")
+    __slots__ = ("_found", "_frames", "_place", "_versions", "index", "name", "node", "part", "row")
 
     def __init__(self, part: Part, row: Any, place: FrameType) -> None:
         self.part = part
@@ -67,15 +67,16 @@ class OpEvent:
         self._place = place
         self._frames: list[Frame] | None = None
         self._found: tuple[Passage, bool, bool] | None = None
+        self._versions: list[tuple[Tensor, int]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the op is called with."""
         node, run = self.node, self.part.run
+        if self.part.scope.repeats and (not is_grad_enabled() or has_saved_hooks()):
+            self._follow_regions()
         if node is None:
             return args, kwargs
         check_place(node, self._place)
-        if self.part.scope.repeats and (not is_grad_enabled() or has_saved_hooks()):
-            self._follow_regions()
         if node.entry_arms or node.entry_changes:
             self._frames = run.frames if run is not None else node.clock.replay_frames()
             self._frames.append(Frame(node))
@@ -92,6 +93,9 @@ class OpEvent:
             if node.entry_changes:
                 passage = _passage(node.replay, run, self.part.call)
                 args, kwargs = change_entry(node, args, kwargs, passage, True, is_again=False)
+        if self.has_values:
+            given = (*args, *kwargs.values())
+            self._versions = [(one, version_of(one)) for one in given if isinstance(one, Tensor)]
         return args, kwargs
 
     @property
@@ -108,11 +112,17 @@ class OpEvent:
         found = self._passage(node)
         if found is None:
             return value
-        if any(value is one for one in args) and "out" in kwargs:
-            raise PlanError(f"op {self.name!r} writes with out=: its output cannot be edited; edit its input")
         passage, has_graph, is_again = found
         values = [change for change in node.exit_changes if not change.is_gradient]
         return change_exit(node, value, (args, kwargs), passage, has_graph, is_again=is_again, changes=values)
+
+    def is_rewritten(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """A copy for the edit of an op that wrote into the argument that it returned, though nothing says so."""
+        if self._versions and isinstance(value, Tensor):
+            for given, version in self._versions:
+                if given is value and version_of(given) != version:
+                    return value.clone()
+        return None
 
     def after(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The op is done, and this is what the model goes on with."""
@@ -166,10 +176,36 @@ class OpEvent:
                 _follow(region, part)
 
 
-def written_argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The argument into which an op writes: of ``add_``, of ``x[0] = y``, of ``relu(x, inplace=True)``."""
-    writes = name.endswith("_") or name == "setitem" or bool(kwargs.get("inplace"))
-    return args[0] if writes and args and isinstance(args[0], Tensor) else None
+# Ops that change what a tensor is, not what is in it.
+_RESHAPING = ("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_", "resize_as_",
+              "as_strided_", "detach_", "set_", "rename_")  # fmt: skip
+
+
+class Written:
+    """The argument into which an op writes: of ``add_``, of ``x[0] = y``, of ``relu(x, inplace=True)``.
+
+    An edited op works on a copy of it: backward may keep what the op itself made, and the edit must not write over it.
+    """
+
+    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_reshaped = name in _RESHAPING
+        writes = name.endswith("_") or name == "setitem" or bool(kwargs.get("inplace"))
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        self.key: int | str = 0 if args else next(iter(names), 0)
+        found = self.of(args, kwargs) if writes else None
+        self.target = found if isinstance(found, Tensor) else None
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is now at its place among the arguments."""
+        if isinstance(self.key, str):
+            return kwargs.get(self.key)
+        return args[0] if args else None
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with ``new`` in its place."""
+        if isinstance(self.key, str):
+            return args, {**kwargs, self.key: new}
+        return (new, *args[1:]), kwargs
 
 
 def check_place(node: Node, frame: FrameType) -> None:

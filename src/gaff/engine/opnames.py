@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from functools import cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -24,7 +23,7 @@ _TENSOR_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")
 # Functions without a tensor to see, or which only set a mark.
 _NO_OPS = re.compile(
     r"size|dim|ndimension|numel|nelement|stride|storage_offset|storage|untyped_storage|element_size|data_ptr|item|"
-    r"tolist|get_device|type|is_\w+|has_names|_?register_\w*hook|requires_grad_|retain_grad|backward|_backward_\w+|"
+    r"tolist|get_device|is_\w+|has_names|_?register_\w*hook|requires_grad_|retain_grad|backward|_backward_\w+|"
     r"apply_|share_memory_|pin_memory|record_stream|allclose|equal|result_type|can_cast|promote_types|"
     r"broadcast_shapes|__(len|bool|float|int|index|complex|contains|repr|format|hash|iter|reversed|dir|deepcopy|"
     r"reduce\w*|setstate|array\w*|cuda_array_interface|dlpack\w*|set|delete)__"
@@ -51,7 +50,8 @@ def _name(func: Any) -> str:
         return ""
     if name.startswith("__") and name.endswith("__"):
         return _operator(name[2:-2])
-    return re.sub(r"\W.*", "", name)
+    public = name.lstrip("_")  # F.threshold hands over as _threshold
+    return re.sub(r"\W.*", "", public if hasattr(F, public) or hasattr(torch, public) else name)
 
 
 def _operator(name: str) -> str:
@@ -92,14 +92,13 @@ def is_tensors(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and any(is_tensors(one) for one in value)
 
 
-@cache
 def opened(func: Any) -> Callable[..., Any] | None:
     """A copy of a composite function of torch that runs its ops one by one, where they can be seen; bit by bit equal.
 
-    Such a function hands itself over to a mode as a whole; the copy does not ask whether there is one. None for
-    functions that are no composites.
+    Such a function hands itself over to a mode as a whole; the copy, made anew each time with the globals of that
+    moment, does not ask whether there is one. None for functions that are no composites.
     """
-    if func is not F.multi_head_attention_forward:
+    if getattr(func, "__globals__", None) is not vars(F):
         return None
     names = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
     copy = FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__)

@@ -24,10 +24,16 @@ from gaff.address import Site, fits_op
 from gaff.compat import backward_task, call_frames, transform_level
 from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook, Node
-from gaff.engine.opcalls import OpCall, OpEvent, Part, check_place, written_argument
+from gaff.engine.opcalls import OpCall, OpEvent, Part, Written, check_place
 from gaff.engine.opnames import COMPOSITES, NAMES, is_tensors, name_of, opened
+from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
+from gaff.errors import PlanError
 
+LEFT_OUT = "ops inside torch.func transforms (vmap, grad ...) are left out, and not numbered"
 _LOOKS = 4  # at how many ops of a name that nobody asked for it is found out whether the module itself runs it
+
+
+_making = threading.RLock()
 
 
 class Want(NamedTuple):
@@ -49,7 +55,7 @@ class Listener(NamedTuple):
 class Row:
     """The ops of one name in one module, by their number within a call; ``wants`` may be empty."""
 
-    __slots__ = ("is_wanted", "looks", "name", "nodes", "scope", "wants")
+    __slots__ = ("has_left_out", "is_wanted", "looks", "name", "nodes", "scope", "wants")
 
     def __init__(self, scope: Scope, name: str, wants: list[Want], *, is_wanted: bool) -> None:
         self.scope = scope
@@ -58,6 +64,19 @@ class Row:
         self.is_wanted = is_wanted
         self.nodes: list[Node | None] = []
         self.looks = _LOOKS
+        self.has_left_out = False
+
+    def leave_out(self) -> None:
+        """An op inside a torch.func transform: its values are wrappers that mean nothing outside."""
+        for want in self.wants:
+            if self.scope.is_edit and want.site.op_index is None:
+                raise PlanError(f"{want.site}: one of these ops runs inside a torch.func transform (vmap, grad ...), "
+                                "where it cannot be edited; name the others by number, which leave it out")  # fmt: skip
+            want.stream.remark(LEFT_OUT)
+        self.has_left_out = True
+        for node in self.nodes:
+            for stream in node.streams if node is not None else ():
+                stream.remark(LEFT_OUT)
 
 
 class Scope:
@@ -68,6 +87,7 @@ class Scope:
         self.path = path
         self.wants: list[Want] = []
         self.listeners: list[Listener] = []
+        self.notes: list[str] = []  # of the session
         self.at_end: list[Callable[[], None]] = []  # of its calls
         self.rows: dict[str, Row] = {}
         self.plain: dict[Any, Row] = {}  # by function, where nothing but outputs is asked for
@@ -80,13 +100,13 @@ class Scope:
     def row(self, name: str) -> Row:
         """What is asked of the ops with this name."""
         wants = [want for want in self.wants if fits_op(want.site.op or "", name)]
-        row = self.rows[name] = Row(self, name, wants, is_wanted=bool(wants or self.listeners))
-        return row
+        return self.rows.setdefault(name, Row(self, name, wants, is_wanted=bool(wants or self.listeners)))
 
     def node(self, row: Row, index: int) -> Node | None:
         """What is asked of the op with this number; made when it is first met."""
-        while len(row.nodes) <= index:
-            row.nodes.append(self._make(row, len(row.nodes)))
+        with _making:  # of several threads
+            while len(row.nodes) <= index:
+                row.nodes.append(self._make(row, len(row.nodes)))
         return row.nodes[index]
 
     def _make(self, row: Row, index: int) -> Node | None:
@@ -103,6 +123,8 @@ class Scope:
             if stream is not known:
                 made[site.call, site.port, site.key] = stream
                 want.connect(node, site, stream)
+                if row.has_left_out:
+                    stream.remark(LEFT_OUT)
         node.streams = tuple(made.values())
         self.owner.ops += (node,)
         return node
@@ -127,6 +149,14 @@ class Scope:
 
         return wrap
 
+    def let_go(self) -> None:
+        """Of what knows its owner, which would otherwise wait for a collector."""
+        self.owner.scope, self.owner.ops = None, ()
+        self.rows.clear()
+        self.plain.clear()
+        self.wants.clear()
+        self.listeners.clear()
+
     def settle(self) -> None:
         """The session closes: of every op that never came, say what the module ran instead."""
         if not self.ran:
@@ -145,7 +175,7 @@ class Call:
     the function around it, which calls hooks after an exception.
     """
 
-    __slots__ = ("above", "frame", "has_pushed", "known", "outer", "parts", "plain", "position")
+    __slots__ = ("above", "frame", "has_pushed", "is_over", "known", "outer", "parts", "plain", "position")
 
     def __init__(self, frame: FrameType, position: int | None, above: Call | None) -> None:
         self.frame = frame
@@ -155,6 +185,7 @@ class Call:
         self.parts: list[Part] = []
         self.plain: dict[Any, Row] = {}  # by function: ops of which only outputs are asked for, by one session
         self.has_pushed = False
+        self.is_over = False  # an exception that somebody caught went past its hooks
         self.known: set[int] | None = None
 
     def owns(self, frame: FrameType) -> bool:
@@ -163,9 +194,10 @@ class Call:
         here: FrameType | None = frame
         while here is not None:
             back = here.f_back
-            if back is own:
+            if back is own or here is own:  # the latter where the forward is a function of torch itself
                 return self.position is None or own.f_lasti == self.position
             if here.f_code in codes and (self.known is None or id(here.f_locals.get("self")) in self.known):
+                self.is_over = self.above is not None and here is self.above.frame
                 return False
             here = back
         return False
@@ -185,9 +217,13 @@ class OpMode(TorchFunctionMode):
             return self._look_up(call, func, args, kwargs or {}, sys._getframe(1))
         frame, own = sys._getframe(1), call.frame
         is_own = own.f_lasti == call.position if frame.f_back is own else call.owns(frame)
+        if not is_own and call.is_over:
+            return self._look_up(call, func, args, kwargs or {}, frame)
         output = func(*args, **kwargs) if kwargs else func(*args)
         value = args[0] if output is None and row.name == "setitem" else output
-        if is_own and transform_level() is None and (type(value) is Tensor or is_tensors(value)):
+        if is_own and transform_level() is not None:
+            row.leave_out()
+        elif is_own and (type(value) is Tensor or is_tensors(value)):
             part: Any = call.parts[0]
             index = part.counts.get(row, 0)
             part.counts[row] = index + 1
@@ -202,7 +238,10 @@ class OpMode(TorchFunctionMode):
         name = NAMES.get(func)
         if name is None:
             name = name_of(func)
-        if not name or call is None or transform_level() is not None:
+        while call is not None and call.above is not None and not call.owns(frame) and call.is_over:
+            self._pop(call)
+            call = self.top
+        if not name or call is None:
             return func(*args, **kwargs)
         rows = [part.scope.rows.get(name) or part.scope.row(name) for part in call.parts]
         if not any(row.is_wanted for row in rows):
@@ -210,6 +249,12 @@ class OpMode(TorchFunctionMode):
         if len(rows) == 1 and call.parts[0].run is not None and rows[0].scope.is_plain and name not in COMPOSITES:
             rows[0].scope.plain[func] = rows[0]  # from now on the short way
         if not call.owns(frame):
+            if name in COMPOSITES:
+                self._note_slow_path(call, frame)
+            return func(*args, **kwargs)
+        if transform_level() is not None:
+            for row in rows:
+                row.leave_out()
             return func(*args, **kwargs)
         events = [OpEvent(part, row, frame) for part, row in zip(call.parts, rows, strict=True) if row.is_wanted]
         return self._run(events, func, args, kwargs)
@@ -244,14 +289,24 @@ class OpMode(TorchFunctionMode):
         while self.top is not None and not is_running(self.top.frame):
             self._pop(self.top)
 
+    def drop(self, scopes: list[Scope]) -> None:
+        """The same, for the calls in progress on this thread."""
+        call = self.top
+        while call is not None:
+            call.parts = [part for part in call.parts if not any(part.scope is scope for scope in scopes)]
+            call.plain = {}
+            call = call.above
+        while self.top is not None and not self.top.parts:
+            self._pop(self.top)
+
     @contextmanager
     def region(self, part: Part, frame: FrameType) -> Iterator[None]:
         """A checkpoint recomputes a part of a forward, in ``frame``, without calling the module again."""
         above = self.top
         call = Call(frame, None, above)
-        if above is not None and frame.f_back is above.frame and above.position is None:
-            call.parts += above.parts  # another session's share in the same recomputation
         call.parts.append(part)
+        if above is not None and frame.f_back is above.frame and above.position is None:
+            call.parts += above.parts  # of sessions that were opened later: they wrapped the same recomputation
         self._push(call)
         try:
             yield
@@ -277,6 +332,8 @@ class OpMode(TorchFunctionMode):
         inside = opened(func) if rows[0].name in COMPOSITES else None
         if inside is not None and call.owns(frame):
             return self._open(inside, args, kwargs)
+        if inside is not None:
+            self._note_slow_path(call, frame)
         for part, row in zip(call.parts, rows, strict=True):
             if row.looks:
                 row.looks -= 1
@@ -285,24 +342,38 @@ class OpMode(TorchFunctionMode):
                     row.looks = 0
         return func(*args, **kwargs)
 
+    def _note_slow_path(self, call: Call, frame: FrameType) -> None:
+        """Attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
+        here: FrameType | None = frame
+        while here is not None and here.f_code not in call_frames().codes:
+            here = here.f_back
+        block = None if here is None else here.f_locals.get("self")
+        if block is not None and takes_fast_path([block]):
+            for part in call.parts:
+                part.scope.notes.append(SLOW_PATH) if SLOW_PATH not in part.scope.notes else None
+
     def _run(self, events: list[OpEvent], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op that is asked for: edits act as if the module had done it, before anybody looks."""
         name = events[0].name
         if len(events) > 1:
             events.sort(key=lambda event: not event.part.scope.is_edit)
         try:
+            written = Written(name, args, kwargs)
             for event in events:
                 args, kwargs = event.before(args, kwargs)
             heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
             for listener, call in heard:
                 listener.enter(call)
-            target = written_argument(name, args, kwargs) if any(event.has_values for event in events) else None
-            if target is not None:  # backward may keep what the op itself made: the edit must not write over it
-                args = (target.clone(), *args[1:])
+            has_values = any(event.has_values for event in events)
+            target = self._target(written, args, kwargs, has_values=has_values)
+            if target is not None:
+                args, kwargs = written.put(args, kwargs, written.of(args, kwargs).clone())
+            elif has_values and kwargs.get("out") is not None:
+                raise PlanError(f"op {name!r} writes with out=: its output cannot be edited; edit where it is used")
             inside = opened(func) if name in COMPOSITES else None
             output = func(*args, **kwargs) if inside is None else self._open(inside, args, kwargs)
             if (output is None and name == "setitem") or is_tensors(output):
-                output = self._leave_op(events, output, target, args, kwargs)
+                output = self._leave_op(events, output, written if target is not None else None, args, kwargs)
                 for listener, call in heard:
                     listener.leave(call, args[0] if output is None else output)
             return output
@@ -310,20 +381,27 @@ class OpMode(TorchFunctionMode):
             for event in events:
                 event.close()
 
-    def _leave_op(self, events: list[OpEvent], output: Any, target: Tensor | None, args: Any, kwargs: Any) -> Any:
-        """Edits of the value first, then gradients and whoever looks. ``target``: what an edited op is to write to."""
+    def _target(self, written: Written, args: Any, kwargs: Any, *, has_values: bool) -> Tensor | None:
+        """What an edited op must write to in the end; None where it can do so itself."""
+        is_changed = written.target is not None and written.of(args, kwargs) is not written.target
+        if is_changed and written.is_reshaped:
+            raise PlanError("an op that changes the shape of its input itself cannot be given another: edit its output")
+        return written.target if (is_changed or has_values) and not written.is_reshaped else None
+
+    def _leave_op(self, events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any) -> Any:
+        """Edits of the value first, then gradients and whoever looks. ``written``: an op that worked on a copy."""
         value = args[0] if output is None else output
-        if target is None:
-            for event in events:
-                value = event.change(value, args, kwargs)
-            output = output if output is None else value
-        else:
-            new = args[0]
-            for event in events:
-                new = event.change(new, args, kwargs)
-            value = target.copy_(new)
-            output = output if output is None else value
-            args = (target, *args[1:])
+        for event in events:
+            fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
+            new = event.change(value if fresh is None else fresh, args, kwargs)
+            if fresh is None:
+                value = new
+            elif new is not fresh:
+                value.copy_(new)
+        if written is not None and written.target is not None:
+            value = written.target.copy_(value)
+            args, kwargs = written.put(args, kwargs, value)
+        output = output if output is None else value
         for event in events:
             event.after(value, args, kwargs)
         return output
@@ -344,6 +422,12 @@ class _Modes(threading.local):
 
 
 _modes = _Modes()
+
+
+def drop(scopes: list[Scope]) -> None:
+    """Their session closes: leave them alone from now on, also where a forward is in progress."""
+    if scopes:
+        _modes.mode.drop(scopes)
 
 
 def forget(run: Run | None = None) -> None:

@@ -20,7 +20,7 @@ from gaff.engine.gradients import InputGradient, OutputGradient, find_input, rep
 from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.opcalls import OpCall
-from gaff.engine.ops import Listener, Scope, Want, forget
+from gaff.engine.ops import Listener, Scope, Want, drop, forget
 from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
 from gaff.engine.standing import original_of
@@ -153,6 +153,7 @@ class Session:
 
     def _let_go(self) -> None:
         self.clock.closed = True
+        drop(self._scopes)
         for scope in self._scopes:
             scope.settle()
         for node in self._nodes.values() if self._has_arms else ():
@@ -169,6 +170,9 @@ class Session:
         self._nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
         self._leaves.clear()
         self._swaps.clear()
+        for scope in self._scopes:
+            if scope.owner not in lingering:
+                scope.let_go()
         self._scopes.clear()
         self._taps = self._tensors = ()
 
@@ -265,6 +269,7 @@ class Session:
         if node.scope is None:
             node.scope = Scope(node, found.site.path)
             node.has_entry = True
+            node.scope.notes = self.notes
             self._scopes.append(node.scope)
         scope: Scope = node.scope
         return scope

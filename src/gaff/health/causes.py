@@ -57,7 +57,8 @@ def _log(case: Case) -> str:
     if x.min < shift:
         return f"{case.op.strip('_')} of numbers below {shift}, down to {x.min:.4g}: clamp the input first"
     return (
-        f"{case.op.strip('_')} of {shift}: {zeros} of {x.elements} elements are exactly {shift}; add an eps or clamp the input"
+        f"{case.op.strip('_')} of {shift}: {zeros} of {x.elements} elements are exactly {shift}; "
+        "add an eps or clamp the input"
         if zeros
         else ""
     )
@@ -138,7 +139,7 @@ def _std(case: Case) -> str:
         return ""
     ratio = x.numel() // max(case.output.elements, 1)
     if ratio <= 1:
-        return f"{case.op.strip('_')} of a single element: it divides by n - 1 = 0; pass correction=0, or give it more elements"
+        return f"{case.op} of a single element divides by n - 1 = 0: pass correction=0, or give it more elements"
     return ""
 
 

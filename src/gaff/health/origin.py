@@ -351,9 +351,17 @@ class Examination:
             waiting += before if one.is_bad else []
         return min(origins, key=self._passed.index, default=None)
 
+    def _is_fed(self, origin: Passed) -> bool:
+        """Whether any node that ran hands a gradient to this one."""
+        onward = [one for passed in self._passed for one in passed.seen.onward]
+        return any(one is not None and one[0] is origin.seen for one in onward)
+
     def _tell_backward(self, origin: Passed, ops: int) -> Report:
         ran = origin.seen.owner
         name = origin.seen.name
+        if origin.cause is None and not self._is_fed(origin):
+            return Report(True, STEP, "", STEP, "backward", cause=f"the gradient that backward began with, at {name} of "
+                          f"{shown(str(ran.site))}, is not finite: it was made outside the model", ops=ops)  # fmt: skip
         if origin.cause is None:  # what was given to it was finite piece by piece
             cause = f"the gradients that meet at {name} overflow when they are added up"
             came = handed = None

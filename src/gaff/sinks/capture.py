@@ -238,6 +238,8 @@ class Reading:
             if found:
                 return found
         exact = self._find(site)
+        if exact is not None and site.op is not None and exact.inner and exact.site.op_index is None:
+            return list(exact.inner.values())  # under another name of a shared module
         return [] if exact is None else [exact]
 
     def _select(self, stream: Stream, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:

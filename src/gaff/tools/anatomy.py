@@ -1,0 +1,247 @@
+"""``gaff.anatomy``: the backward pass of one module explained, node by node, and the legacy hook beside the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address import Site, print_key
+from gaff.engine.backward_nodes import Gradients, NodeWatch, Seen
+from gaff.engine.opcalls import OpCall
+from gaff.engine.session import CallTap, OpTap, Session
+from gaff.engine.stop import StopForward
+from gaff.errors import PlanError, SiteError
+from gaff.select import Found, find_site, need_module
+from gaff.tools.op_log import OpLog, OpNotes, code_at, place_text
+from gaff.tools.trace_sink import gradient_of, shape_text
+from gaff.tools.untouched import untouched
+from gaff.values import describe, iter_tensors, map_tensors
+from gaff.views import anatomy_svg, anatomy_text
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One gradient at a node. ``whose``: the tensor it is the gradient of; ``to``: number of the node it goes to."""
+
+    whose: str
+    shape: str
+    norm: float | None  # None where there is no gradient
+    to: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One autograd node that ran, in the order of the backward pass. ``incoming`` gradients made ``outgoing`` ones."""
+
+    number: int
+    name: str
+    site: str  # of the op whose forward made the node
+    place: str
+    code: str
+    incoming: tuple[Edge, ...]
+    outgoing: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """The backward pass of one call of a module.
+
+    ``legacy_input`` and ``legacy_output``: what ``register_backward_hook`` would have been given (shapes, and what they
+    really are); ``grad_input``: the gradients of the module's inputs, ``grad_output`` those that came to its outputs.
+    """
+
+    module: str
+    nodes: tuple[NodeRow, ...]
+    grad_input: tuple[Edge, ...]
+    grad_output: tuple[Edge, ...]
+    parameters: tuple[Edge, ...]
+    legacy_input: tuple[Edge, ...]
+    legacy_output: tuple[Edge, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return anatomy_text.render_table(self)
+
+    __repr__ = __str__
+
+    def tree(self) -> str:
+        """The nodes as a tree, from the output to the leaves."""
+        return anatomy_text.render_tree(self)
+
+    def to_svg(self) -> str:
+        """The graph as a picture: nodes as boxes, gradients as arrows."""
+        return anatomy_svg.render(self)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Explanation:
+    """One run of the module and its backward pass, written down."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._log = OpLog(module)
+        self._watch = NodeWatch(self._ran)
+        self._passed: list[tuple[Seen, tuple[Edge, ...], tuple[Edge, ...]]] = []
+        self._names: dict[int, str] = {}  # of nodes: the op that made them
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
+        """``args``: as the module takes them."""
+        leaves: list[Tensor] = []
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: _leaf(tensor, leaves))
+        session = Session(self._module, list(self._taps()))
+        with ExitStack() as stack:
+            stack.enter_context(untouched(self._module))
+            stack.enter_context(torch.enable_grad())
+            stack.callback(self._watch.close)
+            session.open()
+            try:
+                output = self._module(*args, **kwargs)
+            finally:
+                session.close()
+            named = [(key, tensor) for key, tensor in iter_tensors(output) if tensor.requires_grad]
+            if not named:
+                raise PlanError(
+                    f"{type(self._module).__name__} returned {describe(output)} without a graph: nothing in it "
+                    "requires grad, so there is no backward pass to explain"
+                )
+            self._watch.follow([tensor for _, tensor in named], None)
+            last = self._watch.find(named[0][1])
+            torch.autograd.backward([tensor for _, tensor in named], [torch.ones_like(one) for _, one in named])
+            inputs = self._inputs(args, kwargs)
+            outputs = [_edge(f":output{print_key(key)}", torch.ones_like(tensor)) for key, tensor in named]
+            return self._build(inputs, tuple(outputs), last, session.notes)
+
+    def _taps(self) -> Iterator[OpTap | CallTap]:
+        for tap in self._log.taps():
+            yield OpTap(tap.found, self._log.enter, self._leave) if isinstance(tap, OpTap) else tap
+
+    def _leave(self, call: OpCall, output: Any) -> None:
+        notes = self._log.leave(call, output)
+        self._watch.follow([tensor for _, tensor in iter_tensors(output)], notes)
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[Edge, ...]:
+        return tuple(
+            _edge(f":input{print_key(key)}", tensor.grad)
+            for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs})
+            if tensor.requires_grad
+        )
+
+    def _ran(self, seen: Seen, incoming: Gradients, outgoing: Gradients) -> None:
+        came = tuple(_edge("", gradient) for gradient in incoming)
+        if seen.variable is not None:
+            self._passed.append((seen, came, ()))
+            return
+        handed = []
+        for at, gradient in enumerate(outgoing):
+            onward = seen.onward[at] if at < len(seen.onward) else None
+            if onward is not None or gradient is not None:
+                handed.append(_edge(self._whose(seen, onward[0]) if onward is not None else "nothing", gradient))
+        self._passed.append((seen, came, tuple(handed)))
+
+    def _whose(self, seen: Seen, onward: Seen) -> str:
+        """What the gradient that goes to ``onward`` is the gradient of."""
+        if onward.variable is not None:
+            return self._log.producers.of(onward.variable) or "a tensor from outside"
+        if isinstance(onward.owner, OpNotes) and onward.owner is seen.owner:
+            inner = [one for one in onward.onward if one is not None]
+            behind = self._whose(onward, inner[0][0]) if len(inner) == 1 else "its inputs"
+            return f"{behind}, by way of {onward.name}"
+        return _op_site(onward.owner)
+
+    def _build(
+        self, inputs: tuple[Edge, ...], outputs: tuple[Edge, ...], last: Seen | None, notes: list[str]
+    ) -> Anatomy:
+        numbers = {id(seen): at for at, (seen, _, _) in enumerate(self._passed)}
+        rows = []
+        for at, (seen, came, handed) in enumerate(self._passed):
+            owner = seen.owner if isinstance(seen.owner, OpNotes) else None
+            onward = [one for one in seen.onward if one is not None]
+            to = [numbers.get(id(one[0])) for one in onward]
+            edges = tuple(Edge(edge.whose, edge.shape, edge.norm, goal) for edge, goal in zip(handed, to, strict=False))
+            leaf = seen.variable is not None
+            whose = self._log.producers.of(seen.variable) if seen.variable is not None else _op_site(owner)
+            rows.append(
+                NodeRow(
+                    at,
+                    seen.name,
+                    whose,
+                    place_text(owner.place) if owner is not None and not leaf else "",
+                    code_at(owner.place) if owner is not None and not leaf else "",
+                    tuple(Edge(whose or "the output", edge.shape, edge.norm) for edge in came),
+                    edges,
+                )
+            )
+        at_last = next((row for row in rows if last is not None and row.number == numbers.get(id(last))), None)
+        named = [(name, parameter) for name, parameter in self._module.named_parameters() if parameter.requires_grad]
+        return Anatomy(
+            type(self._module).__name__,
+            tuple(rows),
+            inputs,
+            outputs,
+            tuple(_edge(f"{name}:param", parameter.grad) for name, parameter in named),
+            at_last.outgoing if at_last is not None else (),
+            at_last.incoming if at_last is not None else (),
+            tuple(notes),
+        )
+
+
+def explain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
+    """See ``gaff.anatomy``."""
+    need_module(module)
+    if torch.is_inference_mode_enabled():
+        raise PlanError("anatomy cannot run in torch.inference_mode: there is no backward pass to explain; leave it")
+    return _Explanation(module).run(args, kwargs)
+
+
+def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
+    """The module at ``path``, with what it is given in the first call of a run of ``model``."""
+    found = find_site(model, Site(path))[0]
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def enter(inner: tuple[Any, ...], keywords: dict[str, Any], run: Any, call: int) -> None:
+        given.append((inner, keywords))
+        raise StopForward("gaff has all it wanted")
+
+    session = Session(model, [CallTap(Found(Site(path), found.module, found.chain), enter, lambda *_: None)])
+    with untouched(model):
+        session.open()
+        try:
+            model(*args, **kwargs)
+        except StopForward as stop:
+            stop.__traceback__ = None
+        finally:
+            session.close()
+    if not given:
+        raise SiteError(f"{path}: was not called in this run: there is nothing to explain")
+    return explain(found.module, *given[0])
+
+
+def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
+    """A leaf of its own that requires grad, for a floating input."""
+    if not tensor.is_floating_point():
+        return tensor
+    known = next((leaf for given, leaf in zip(leaves[::2], leaves[1::2], strict=True) if given is tensor), None)
+    if known is None:
+        known = tensor.detach().clone().requires_grad_()
+        leaves += [tensor, known]
+    return known
+
+
+def _edge(whose: str, gradient: Tensor | None) -> Edge:
+    if gradient is None:
+        return Edge(whose, "", None)
+    return Edge(whose, shape_text(gradient), gradient_of(gradient).norm)
+
+
+def _op_site(owner: OpNotes | None) -> str:
+    return "" if owner is None else str(Site(owner.site.path, owner.site.op, owner.site.op_index))

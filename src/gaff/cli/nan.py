@@ -1,0 +1,91 @@
+"""``gaff nan SCRIPT-OR-MODEL``: where the first NaN or inf of a model's step, or of a training script, began."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gaff.api import find_nonfinite, guard
+from gaff.cli.inputs import load_inputs, need_input
+from gaff.cli.models import load_model, load_name
+from gaff.cli.trace import mean_of_first
+from gaff.engine.roots import RootWatch
+from gaff.errors import NonFiniteError, PlanError
+from gaff.health.guard import Guard
+from gaff.health.report import Report
+
+
+def run(options: Namespace) -> int:
+    """Exit code 3 where something was found."""
+    if options.model.endswith(".py"):
+        if options.loss:
+            raise PlanError("--loss goes with a model: a script has a loss of its own")
+        return _run_script(options)
+    loaded = load_model(options.model)
+    args, kwargs = load_inputs(options.rest, loaded)
+    loss = load_name(options.loss)[1] if options.loss else mean_of_first
+
+    def step() -> Any:
+        output = loaded.model(*args, **kwargs)
+        found = loss(output)
+        if found.requires_grad:
+            found.backward()
+        return output
+
+    try:
+        return _tell(find_nonfinite(step, model=loaded.model, allow=options.allow), options)
+    except TypeError as error:
+        raise need_input(options.rest, error) from error
+
+
+def _run_script(options: Namespace) -> int:
+    """Run it as ``python SCRIPT`` would, with a guard on every model that it calls."""
+    script = Path(options.model)
+    if not script.is_file():
+        raise PlanError(f"{options.model!r} is no file: expected a training script, or a model as file.py:name")
+    guards: list[Guard] = []
+    with ExitStack() as stack:
+
+        def found(module: nn.Module) -> None:
+            guards.append(stack.enter_context(guard(module, allow=options.allow)))
+
+        argv, path = sys.argv, sys.path[0]
+        sys.argv, sys.path[0] = [options.model, *options.rest], str(script.resolve().parent)
+        try:
+            with RootWatch(found):
+                runpy.run_path(options.model, run_name="__main__")
+            stack.close()
+        except NonFiniteError as error:
+            if error.report is None:
+                raise
+            stack.pop_all()
+            return _tell(error.report, options)
+        except SystemExit as stop:
+            stack.close()
+            if stop.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path[0] = argv, path
+    if not guards:
+        raise PlanError(f"{options.model}: called no module of torch: there was nothing to look at")
+    steps = sum(one.steps for one in guards)
+    return _tell(Report(False, notes=(f"{len(guards)} models, {steps} optimizer steps looked at",)), options)
+
+
+def _tell(report: Report, options: Namespace) -> int:
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=1))
+    elif options.plain:
+        print("\t".join((report.direction, report.site, report.op, report.line, report.cause)))
+    elif not report and not report.ops:
+        print("\n".join(["no NaN or inf", *report.notes]))
+    else:
+        print(report)
+    return 3 if report else 0
