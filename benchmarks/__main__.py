@@ -9,6 +9,7 @@ from torch import nn
 
 import gaff
 from benchmarks import edits as edit_prices
+from benchmarks import ops as op_prices
 from benchmarks.harness import measure, peer, table
 
 # torchvision's wheel beside a CPU build of torch: its operators are missing, declaring two lets it be imported
@@ -280,11 +281,12 @@ def edits():
 
 
 clip, samples = edit_prices.clip, edit_prices.samples
+ops, guard = op_prices.ops, op_prices.guard
 
 
 def main():
     torch.set_num_threads(1)
-    wanted = sys.argv[1:] or ["blocks", "gradients", "resnet", "gpt", "edits", "clip", "samples", "idle"]
+    wanted = sys.argv[1:] or ["blocks", "gradients", "resnet", "gpt", "edits", "clip", "samples", "ops", "guard", "idle"]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")
     for name in wanted:
         globals()[name]()

@@ -213,8 +213,10 @@ class OpMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         call = self.top
         row = call.plain.get(func) if call is not None else None
-        if call is None or row is None:
+        if row is None:
             return self._look_up(call, func, args, kwargs or {}, sys._getframe(1))
+        if call is None or not row.is_wanted:
+            return func(*args, **kwargs) if kwargs else func(*args)
         frame, own = sys._getframe(1), call.frame
         is_own = own.f_lasti == call.position if frame.f_back is own else call.owns(frame)
         if not is_own and call.is_over:
@@ -229,7 +231,9 @@ class OpMode(TorchFunctionMode):
             part.counts[row] = index + 1
             node = row.nodes[index] if index < len(row.nodes) else row.scope.node(row, index)
             if node is not None:
-                check_place(node, frame)
+                known = node.place
+                if known is None or known[0] or frame.f_lasti != known[2] or frame.f_code is not known[1]:
+                    check_place(node, frame)
                 for tap in node.exits:
                     tap(value, part.run, part.call)
         return output
@@ -340,6 +344,8 @@ class OpMode(TorchFunctionMode):
                 if call.owns(frame):
                     part.scope.ran.add(row.name)
                     row.looks = 0
+            elif inside is None:
+                part.scope.plain[func] = row  # passed on at once from now on
         return func(*args, **kwargs)
 
     def _note_slow_path(self, call: Call, frame: FrameType) -> None:

@@ -360,8 +360,9 @@ class Examination:
         ran = origin.seen.owner
         name = origin.seen.name
         if origin.cause is None and not self._is_fed(origin):
-            return Report(True, STEP, "", STEP, "backward", cause=f"the gradient that backward began with, at {name} of "
-                          f"{shown(str(ran.site))}, is not finite: it was made outside the model", ops=ops)  # fmt: skip
+            where = shown(str(Site(ran.site.path, ran.site.op, ran.site.op_index)))
+            cause = f"the gradient that backward began with, at {where}, is not finite: it was made outside the model"
+            return Report(True, STEP, "", STEP, "backward", cause=cause, notes=tuple(self.notes), ops=ops)
         if origin.cause is None:  # what was given to it was finite piece by piece
             cause = f"the gradients that meet at {name} overflow when they are added up"
             came = handed = None

@@ -14,7 +14,7 @@ _HEAD = ("", "node", "op", "line", "gradients that come", "gradients that it han
 
 
 def render_table(anatomy: Anatomy) -> str:
-    """One line a node in the order of backward, then whose gradients came out, then what the legacy hook makes of it."""
+    """One line a node in the order of backward, whose gradients came out, and what the legacy hook makes of it."""
     rows = [
         (str(row.number), row.name, row.site, row.place, _short(row.incoming), _long(row.outgoing))
         for row in anatomy.nodes
