@@ -286,7 +286,18 @@ ops, guard = op_prices.ops, op_prices.guard
 
 def main():
     torch.set_num_threads(1)
-    wanted = sys.argv[1:] or ["blocks", "gradients", "resnet", "gpt", "edits", "clip", "samples", "ops", "guard", "idle"]
+    wanted = sys.argv[1:] or [
+        "blocks",
+        "gradients",
+        "resnet",
+        "gpt",
+        "edits",
+        "clip",
+        "samples",
+        "ops",
+        "guard",
+        "idle",
+    ]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")
     for name in wanted:
         globals()[name]()

@@ -31,9 +31,9 @@ MODELS = {
 }
 
 
-def build(name):
+def build(name, **more):
     torch.manual_seed(0)
-    options = MODELS[name][0]
+    options = {**MODELS[name][0], **more}
     prefix = name.removesuffix("Encoder")
     config = getattr(transformers, f"{prefix}Config")(**options)
     return getattr(transformers, f"{name}Model")(config).train()
@@ -77,6 +77,35 @@ def test_gradient_checkpointing_changes_no_gradient_of_an_edited_model(name, use
     assert not any(
         type(hook).__module__.startswith("gaff") for m in bare.modules() for hook in m._forward_hooks.values()
     )
+
+
+OPS = {
+    "Bert": {"**.self/softmax": edits.noise(0.1), "encoder.layer.1.output.dense/linear:input[0]": edits.scale(0.5)},
+    "GPT2": {"h.*.attn/softmax": edits.noise(0.1), "h.*/add#1": lambda t: torch.tanh(t) * 2},
+    "Llama": {"layers.*.self_attn/softmax": edits.noise(0.1), "layers.*/add#0": lambda t: torch.tanh(t) * 2},
+    "Qwen3": {"layers.*.self_attn/matmul#1": edits.noise(0.1), "layers.*/add#0:input[1]": edits.scale(0.5)},
+    "GPTNeoX": {"layers.*.attention/softmax": edits.noise(0.1), "layers.*/add": lambda t: torch.tanh(t) * 2},
+    "T5Encoder": {"**.SelfAttention/softmax": edits.noise(0.1), "**.SelfAttention/add": edits.scale(0.5)},
+}
+
+
+@pytest.mark.parametrize("when", ["inside", "after"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_checkpointing_changes_no_gradient_where_ops_are_edited(name, use_reentrant, when):
+    plain, checkpointed = build(name, attn_implementation="eager"), build(name, attn_implementation="eager")
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        checkpointed.enable_input_require_grads()
+    unedited = one_step(copy.deepcopy(plain), {":output[last_hidden_state]": edits.scale(1.0)}, when)[1]
+    _, true = one_step(plain, OPS[name], when)
+    changed, found = one_step(checkpointed, OPS[name], when)
+    assert all(row.hits >= 1 for row in changed.receipt.rows)
+    assert any(not torch.allclose(true[path], unedited[path]) for path in true)
+    for path, gradient in true.items():
+        torch.testing.assert_close(
+            found[path], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, path=path: f"{path}: {text}"
+        )
 
 
 def test_an_attached_plan_steers_generation():

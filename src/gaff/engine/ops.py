@@ -95,7 +95,7 @@ class Scope:
         self.repeats = False  # something must happen again in a recomputation
         self.is_edit = False
         self.is_plain = True  # nothing but outputs is looked at
-        self.known: set[int] | None = None  # modules whose ops are their own; those of all others are taken for ours
+        self.known: set[int] = set()  # modules of the model; what another runs, made on the fly, is its caller's
 
     def row(self, name: str) -> Row:
         """What is asked of the ops with this name."""
@@ -186,7 +186,7 @@ class Call:
         self.plain: dict[Any, Row] = {}  # by function: ops of which only outputs are asked for, by one session
         self.has_pushed = False
         self.is_over = False  # an exception that somebody caught went past its hooks
-        self.known: set[int] | None = None
+        self.known: set[int] = set()
 
     def owns(self, frame: FrameType) -> bool:
         """Whether what runs in ``frame`` belongs to this very call: to no module inside it, and to no hook."""
@@ -196,7 +196,7 @@ class Call:
             back = here.f_back
             if back is own or here is own:  # the latter where the forward is a function of torch itself
                 return self.position is None or own.f_lasti == self.position
-            if here.f_code in codes and (self.known is None or id(here.f_locals.get("self")) in self.known):
+            if here.f_code in codes and id(here.f_locals.get("self")) in self.known:
                 self.is_over = self.above is not None and here is self.above.frame
                 return False
             here = back
@@ -248,13 +248,13 @@ class OpMode(TorchFunctionMode):
         if not name or call is None:
             return func(*args, **kwargs)
         rows = [part.scope.rows.get(name) or part.scope.row(name) for part in call.parts]
+        if name in COMPOSITES:
+            self._note_slow_path(call, frame)
         if not any(row.is_wanted for row in rows):
             return self._pass(call, rows, frame, func, args, kwargs)
         if len(rows) == 1 and call.parts[0].run is not None and rows[0].scope.is_plain and name not in COMPOSITES:
             rows[0].scope.plain[func] = rows[0]  # from now on the short way
         if not call.owns(frame):
-            if name in COMPOSITES:
-                self._note_slow_path(call, frame)
             return func(*args, **kwargs)
         if transform_level() is not None:
             for row in rows:
@@ -309,6 +309,7 @@ class OpMode(TorchFunctionMode):
         above = self.top
         call = Call(frame, None, above)
         call.parts.append(part)
+        call.known = part.scope.known
         if above is not None and frame.f_back is above.frame and above.position is None:
             call.parts += above.parts  # of sessions that were opened later: they wrapped the same recomputation
         self._push(call)
@@ -336,8 +337,6 @@ class OpMode(TorchFunctionMode):
         inside = opened(func) if rows[0].name in COMPOSITES else None
         if inside is not None and call.owns(frame):
             return self._open(inside, args, kwargs)
-        if inside is not None:
-            self._note_slow_path(call, frame)
         for part, row in zip(call.parts, rows, strict=True):
             if row.looks:
                 row.looks -= 1

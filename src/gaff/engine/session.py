@@ -60,14 +60,13 @@ class CallTap(NamedTuple):
 class OpTap(NamedTuple):
     """Every op in the own forward of one module, from both sides, whatever its values are.
 
-    ``is_again``: in recomputations, too. ``takes_strangers``: with the ops of modules that are no part of the model.
+    ``is_again``: in recomputations, too.
     """
 
     found: Found
     enter: Callable[[OpCall], Any]
     leave: Callable[[OpCall, Any], Any]
     is_again: bool = False
-    takes_strangers: bool = False
 
 
 class TensorTap(NamedTuple):
@@ -105,6 +104,7 @@ class Session:
         self._leaves: list[LeafGradient] = []
         self._swaps: list[Swap] = []
         self._scopes: list[Scope] = []  # modules whose ops are asked for
+        self._known: set[int] = set()  # identities of all modules, where ops are asked for
         self.released = Release()
         self._fused: list[nn.Module] = []
         self._is_waiting = False
@@ -205,7 +205,7 @@ class Session:
 
     def _prepare_tap(self, model: nn.Module, tap: Tap | EditTap | CallTap | OpTap) -> None:
         if isinstance(tap, OpTap):
-            self._prepare_listener(model, tap)
+            self._prepare_listener(tap)
             return
         if isinstance(tap, CallTap):
             node = self._node(tap.found.module)
@@ -239,13 +239,11 @@ class Session:
             else:
                 _connect(node, site, stream, tap.is_exact, self._gradients)
 
-    def _prepare_listener(self, model: nn.Module, tap: OpTap) -> None:
+    def _prepare_listener(self, tap: OpTap) -> None:
         scope = self._scope(tap.found)
         scope.is_plain = False
         scope.repeats = scope.repeats or tap.is_again
         scope.listeners.append(Listener(tap.enter, tap.leave, tap.is_again))
-        if tap.takes_strangers:
-            scope.known = {id(module) for module in model.modules()}
 
     def _prepare_op(self, tap: Tap | EditTap) -> None:
         scope = self._scope(tap.found)
@@ -270,6 +268,9 @@ class Session:
             node.scope = Scope(node, found.site.path)
             node.has_entry = True
             node.scope.notes = self.notes
+            if not self._known and self._model is not None:
+                self._known = {id(module) for module in self._model.modules()}
+            node.scope.known = self._known
             self._scopes.append(node.scope)
         scope: Scope = node.scope
         return scope

@@ -128,7 +128,7 @@ class Examination:
                 continue
             seen.add(id(module))
             found = Found(Site(path), module, chain)
-            yield OpTap(found, self._enter, self._leave, is_again=True, takes_strangers=not path)
+            yield OpTap(found, self._enter, self._leave, is_again=True)
             if path:
                 yield CallTap(found, self._called, self._returned(path))
 

@@ -68,7 +68,7 @@ def _arrow(edge: Edge, start: tuple[float, float], end: tuple[float, float], at:
     aside = _WIDE * 0.9 if y2 - y1 > _DROP else 0  # past the boxes of the layers between
     left = f"{x1 - aside:.0f} {y1 + bend:.0f}"
     right = f"{x2 - aside:.0f} {y2 - bend:.0f}"
-    text_x, text_y = ((x1 - 40, y1 + 14) if aside else ((x1 + x2) / 2 + 4, y1 + bend))
+    text_x, text_y = (x1 - 40, y1 + 14) if aside else ((x1 + x2) / 2 + 4, y1 + bend)
     return (
         f'<path d="M{x1:.0f} {y1:.0f} C{left} {right} {x2:.0f} {y2:.0f}" fill="none" stroke="#667" '
         f'marker-end="url(#tip)"/><text x="{text_x:.0f}" y="{text_y:.0f}" fill="#334" font-size="10" '

@@ -1,0 +1,306 @@
+"""Op sites where tools of this kind go silently wrong: each was wrong here once."""
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gaff
+from gaff.errors import PlanError
+
+
+class Runs(nn.Module):
+    """A forward that is given."""
+
+    def __init__(self, function, *inner):
+        super().__init__()
+        self.function = function
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(0)
+    return torch.randn(3, 4, requires_grad=True)
+
+
+def region(h):
+    return torch.relu(torch.relu(h) * 2 + 1).sin()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_counts_from_where_its_region_began(x, use_reentrant):
+    model = Runs(lambda self, x: checkpoint(region, x, use_reentrant=use_reentrant))
+    (wanted,) = torch.autograd.grad((torch.relu(torch.relu(x) * 2 + 1) * 3).sin().sum(), x)
+    with gaff.edit(model, {"/relu#1": lambda t: t * 3}):
+        model(x).sum().backward()
+    assert torch.allclose(x.grad, wanted)
+
+
+def test_gradients_in_a_region_of_a_reentrant_checkpoint_belong_to_their_op(x):
+    plain = Runs(lambda self, x: region(x))
+    again = Runs(lambda self, x: checkpoint(region, x, use_reentrant=True))
+    kept = []
+    for model in (plain, again):
+        with gaff.capture(model, "/relu#1:grad_output", "/relu#1:input_grad", "/sin:input_grad") as got:
+            model(x).sum().backward()
+        kept.append([got[name] for name in got])
+        assert not any(row.reason for row in got.receipt.rows)
+    assert all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_two_sessions_act_in_the_same_order_in_a_recomputation(x, use_reentrant):
+    def run(is_checkpointed):
+        inner = lambda h: torch.sin(h * 2).cos()  # noqa: E731
+        outer = lambda self, x: checkpoint(inner, x, use_reentrant=use_reentrant) if is_checkpointed else inner(x)  # noqa: E731
+        model, leaf = Runs(outer), x.detach().clone().requires_grad_()
+        with gaff.edit(model, {"/sin": lambda t: t * 3}), gaff.edit(model, {"/sin": lambda t: t + 0.7}):
+            model(leaf).sum().backward()
+        return leaf.grad
+
+    assert torch.allclose(run(False), run(True))
+
+
+def test_an_edited_input_of_an_op_that_writes_in_place(x):
+    def add(self, x):
+        y = x * 2
+        y.add_(1)
+        return y
+
+    def put(self, x):
+        y = x * 2
+        y[0] = 1
+        return y
+
+    with gaff.edit(model := Runs(add), {"/add_:input[0]": gaff.edits.scale(10)}):
+        assert torch.allclose(model(x), x * 20 + 1)
+    with gaff.edit(model := Runs(put), {"/setitem:input[0]": gaff.edits.scale(10)}):
+        assert torch.allclose(model(x), torch.cat([torch.ones(1, 4), (x * 20)[1:]]))
+
+
+def test_an_op_with_out_is_refused():
+    def add(self, x):
+        out = torch.empty(3, 4)
+        torch.add(x, 1, out=out)
+        return out * 2
+
+    with (
+        pytest.raises(PlanError, match="'add' writes with out="),
+        gaff.edit(model := Runs(add), {"/add": gaff.edits.zero()}),
+    ):
+        model(torch.zeros(3, 4))
+
+
+def test_an_op_that_changes_its_own_shape(x):
+    def squeeze(self, x):
+        y = x[:1] * 2
+        y.squeeze_(0)
+        return y.softmax(0)
+
+    with gaff.edit(model := Runs(squeeze), {"/squeeze_": gaff.edits.scale(3.0)}):
+        assert torch.allclose(model(x), (x[0] * 6).softmax(0))
+    with (
+        pytest.raises(PlanError, match="changes the shape of its input itself"),
+        gaff.edit(model := Runs(squeeze), {"/squeeze_:input[0]": gaff.edits.scale(3.0)}),
+    ):
+        model(x)
+
+
+def test_attention_is_looked_into_with_the_functions_of_the_moment(monkeypatch):
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    with gaff.capture(attention, "/linear#0"):
+        attention(x, x, x, need_weights=False)
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: real(*args, **kwargs) * 0.5)
+    bare = attention(x, x, x, need_weights=False)[0]
+    with gaff.capture(attention, "/linear#0"):
+        assert torch.equal(attention(x, x, x, need_weights=False)[0], bare)
+
+
+def test_ops_inside_a_transform_are_told_or_refused(x):
+    model = Runs(lambda self, x: torch.mul(torch.vmap(lambda row: torch.mul(row, 3))(torch.mul(x, 2)), 5))
+    with gaff.capture(model, "/mul") as got:
+        model(x)
+    assert len(got.all("/mul")) == 2
+    assert "left out, and not numbered" in got.receipt.rows[0].reason
+    with pytest.raises(PlanError, match=r"torch.func transform"), gaff.edit(model, {"/mul": gaff.edits.zero()}):
+        model(x)
+    with gaff.edit(model, {"/mul#1": gaff.edits.zero()}):
+        assert not model(x).any()
+
+
+def test_threads_make_one_stream_an_op():
+    def many(self, x):
+        for _ in range(8):
+            x = torch.add(x, 1.0)
+        return x
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            model, barrier = Runs(many), threading.Barrier(4)
+
+            def run(number, model=model, barrier=barrier):
+                barrier.wait()
+                model(torch.full((2,), 100.0 * number))
+
+            with gaff.capture(model, "/add#4", threads="all") as got:
+                threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            assert sorted(float(value[0]) for value in got.all("/add#4")) == [5, 105, 205, 305]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_function_mode_that_somebodys_hooks_open_and_close(x):
+    model, opened = Runs(lambda self, x: torch.relu(x) + torch.ones(4)), []
+
+    def enter(module, args):
+        opened.append(torch.device("meta"))
+        opened[-1].__enter__()
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(lambda *args: opened.pop().__exit__(None, None, None))
+    with gaff.capture(model, "/relu"):
+        model(x.to("meta"))
+    assert torch.ones(1).device.type == "cpu"
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_handle_removed_in_the_middle_of_a_forward(x):
+    inner = nn.Linear(4, 4)
+    model = Runs(lambda self, x: torch.relu(self.inner[0](x)).sin(), inner)
+    handle = gaff.Plan.edit({"/relu": gaff.edits.scale(2)}).attach(model)
+    model(x)
+    inner.register_forward_hook(lambda *args: handle.remove())
+    model(x)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.filterwarnings("ignore:gaff. not bitwise")
+def test_a_fused_layer_that_is_no_submodule_is_noted():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    model = Runs(lambda self, x: layer(x) + 1)
+    with torch.no_grad(), gaff.capture(model, "/add") as got:
+        model(torch.randn(2, 5, 8))
+    assert any("fast path was not taken" in note for note in got.receipt.notes)
+
+
+@pytest.mark.parametrize("kind", ["capture", "edit"])
+def test_a_closed_session_keeps_no_model_alive(x, kind):
+    gc.collect()
+    gc.disable()
+    try:
+        model = Runs(lambda self, x: torch.relu(x))
+        alive = weakref.ref(model)
+        if kind == "capture":
+            with gaff.capture(model, "/relu", "/relu:grad_output", gaff.maybe("/sin")):
+                model(x).sum().backward()
+        else:
+            with gaff.edit(model, {"/relu": gaff.edits.scale(2)}):
+                model(x).sum().backward()
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_exception_that_the_model_catches_past_all_hooks(x):
+    class Stop(BaseException):
+        pass
+
+    class Raises(nn.Module):
+        def forward(self, x):
+            torch.sin(x)
+            raise Stop
+
+    def catches(self, x):
+        x = torch.relu(x)
+        with contextlib.suppress(Stop):
+            self.inner[0](x)
+        return torch.relu(x - 1)
+
+    model = Runs(catches, Raises())
+    with gaff.edit(model, {"/relu": gaff.edits.fill(7), "inner.0/sin": gaff.edits.scale(1)}):
+        assert model(x).eq(7).all()
+    with gaff.capture(model, "/relu", "inner.0/sin") as got:
+        model(x)
+    assert len(got.all("/relu")) == 2
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_both_names_of_a_shared_module_name_its_ops(x):
+    shared = Runs(lambda self, x: torch.relu(x) * 2)
+    model = Runs(lambda self, x: self.inner[1](self.inner[0](x)), shared, shared)
+    with gaff.capture(model, "inner.0/relu", "inner.1/relu") as got:
+        model(x)
+    assert [len(got.all(name)) for name in ("inner.0/relu", "inner.1/relu", "inner.1/relu#0")] == [2, 2, 2]
+
+
+def test_an_op_that_is_given_what_it_writes_by_keyword(x):
+    def draw(self, x):
+        y = x.detach() * 2
+        nn.init.normal_(tensor=y)
+        return y
+
+    with gaff.edit(model := Runs(draw), {"/normal_": gaff.edits.fill(7)}):
+        assert model(x).eq(7).all()
+
+
+def test_a_forward_that_is_a_function_of_torch(x):
+    class Sine(nn.Module):
+        forward = staticmethod(torch.sin)
+
+    with gaff.capture(model := Sine(), "/sin") as got:
+        model(x)
+    assert torch.equal(got["/sin"], x.sin())
+
+
+def test_names_are_those_that_the_user_wrote(x):
+    def forward(self, x):
+        y = 1 - x
+        y = 2 / y
+        y = y.T.type(torch.float64)
+        y = F.threshold(y, 0.1, 0.0)
+        return y[0] @ y[0]
+
+    with gaff.capture(model := Runs(forward), "/*") as got:
+        model(x)
+    names = "sub#0 div#0 T#0 type#0 threshold#0 getitem#0 getitem#1 matmul#0"
+    assert list(got) == [f"/{name}" for name in names.split()]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_knows_the_modules_inside_it(x, use_reentrant):
+    inner = Runs(lambda self, x: torch.tanh(x) * 2)
+    body = lambda self, x: torch.tanh(self.inner[0](x)) + x  # noqa: E731
+    plain = Runs(body, inner)
+    again = Runs(lambda self, x: checkpoint(lambda x: body(self, x), x, use_reentrant=use_reentrant), inner)
+    found = []
+    for model in (plain, again):
+        x.grad = None
+        with gaff.edit(model, {"/tanh": gaff.edits.scale(0.5)}):
+            model(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_a_module_made_on_the_fly_is_its_callers(x):
+    with gaff.capture(model := Runs(lambda self, x: nn.Softmax(-1)(x) * 2), "/softmax") as got:
+        model(x)
+    assert torch.equal(got["/softmax"], x.softmax(-1))
