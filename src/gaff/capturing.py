@@ -14,7 +14,8 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 
 from gaff.address import Site, every_call
-from gaff.engine.session import Session, Tap, TensorTap
+from gaff.engine.session import Session
+from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow, counted

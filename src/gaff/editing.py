@@ -13,7 +13,8 @@ from gaff.address import GRADIENT_PORTS, Site, parse
 from gaff.capturing import raise_if_silent
 from gaff.changing import EditStream, Family
 from gaff.edits.places import Skip, When
-from gaff.engine.session import EditTap, Session, TensorTap
+from gaff.engine.session import Session
+from gaff.engine.taps import EditTap, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow

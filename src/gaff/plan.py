@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gaff import keep as keep_part
 from gaff.address import Address, Pattern, Site, parse
-from gaff.edits import files as edit_part
 from gaff.edits.event import Edit
 from gaff.edits.places import as_edit
-from gaff.errors import GaffError, PlanError, RecordError, SiteError
+from gaff.errors import PlanError, SiteError
 from gaff.select import Found, resolve
 from gaff.text import table
 
@@ -28,8 +23,6 @@ Target = Address | nn.Module | Tensor | Callable[[Site], bool]
 
 _THREADS = ("own", "all")
 _EVICT = ("raise", "oldest")
-_FORMAT = 1
-_TENSORS = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +114,14 @@ class Plan:
         if len(patterns) == 1 and isinstance(patterns[0], Plan):
             if not options:
                 return patterns[0]
-            return replace(patterns[0], options=replace(patterns[0].options, **_options(options)))
-        return cls(tuple(_requests(patterns)), Options(**_options(options)))
+            return replace(patterns[0], options=replace(patterns[0].options, **read_options(options)))
+        return cls(tuple(_requests(patterns)), Options(**read_options(options)))
 
     @classmethod
     def edit(cls, changes: Any, **options: Any) -> Plan:
         """``changes``: a dict from pattern to edit, as ``gaff.edit`` takes it; ``options``: check_finite, threads."""
         if isinstance(changes, Plan):
-            return replace(changes, options=replace(changes.options, **_options(options))) if options else changes
+            return replace(changes, options=replace(changes.options, **read_options(options))) if options else changes
         if not isinstance(changes, Mapping) or not changes:
             raise PlanError(f"edits {changes!r:.60} are no dict: expected {{'layer3': gaff.edits.scale(0.5)}}")
         unknown = [name for name in options if name not in ("check_finite", "threads")]
@@ -138,7 +131,7 @@ class Plan:
         for pattern, edit in changes.items():
             asked = [Request(pattern)] if isinstance(pattern, Tensor) else _requests([pattern])
             requests += [replace(request, edit=as_edit(edit)) for request in asked]
-        return cls(tuple(requests), Options(**_options(options)))
+        return cls(tuple(requests), Options(**read_options(options)))
 
     @property
     def is_edit(self) -> bool:
@@ -148,13 +141,8 @@ class Plan:
     @property
     def digest(self) -> str:
         """SHA-256 of what the plan says, tensors included; equal for equal plans."""
-        tensors: dict[str, Tensor] = {}
-        digest = hashlib.sha256(self.to_json(tensors).encode())
-        for name, tensor in tensors.items():
-            whole = _whole(name, tensor)
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        found: str = _files().digest_of(self)
+        return found
 
     def __str__(self) -> str:
         rows = [
@@ -194,89 +182,29 @@ class Plan:
         Raises PlanError, naming the request, when the plan holds a function, a capture or a module object, or tensors
         and no place for them.
         """
-        held: dict[str, Tensor] = {}
-        requests = []
-        for request in self.requests:
-            if not isinstance(request.target, (Site, Pattern)):
-                raise PlanError(f"plan cannot be saved: {request} is no address; name its sites by text")
-            row: dict[str, Any] = {"pattern": str(request.target)}
-            if request.optional:
-                row["optional"] = True
-            if request.reduce is not None:
-                row["reduce"] = keep_part.to_dict(request.reduce)
-            if request.edit is not None:
-                row["edit"] = edit_part.to_dict(request.edit, held)
-            requests.append(row)
-        if held and tensors is None:
-            raise PlanError(f"plan holds {len(held)} tensors, which are no text: save it with plan.save(path)")
-        if tensors is not None:
-            tensors.update(held)
-        return json.dumps(
-            {"gaff_plan": _FORMAT, "requests": requests, "options": _options_dict(self.options)}, indent=1
-        )
+        text: str = _files().to_json(self, tensors)
+        return text
 
     @classmethod
     def from_json(cls, text: str, tensors: dict[str, Tensor] | None = None) -> Plan:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
-        try:
-            return _read(json.loads(text), tensors or {})
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, GaffError) as error:
-            what = str(error) if isinstance(error, GaffError) else f"{error!r:.200}"
-            raise RecordError(f"plan cannot be read: {what}; expected what Plan.to_json wrote") from None
+        plan: Plan = _files().from_json(text, tensors or {})
+        return plan
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
-        if str(path).endswith(_TENSORS):
-            raise PlanError(
-                f"{str(path)!r} is a name for the tensors of a plan: expected another ending, such as .json"
-            )
-        tensors: dict[str, Tensor] = {}
-        text = self.to_json(tensors)
-        if tensors:
-            text = json.dumps({**json.loads(text), "digest": self.digest}, indent=1)
-            whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
-            _safetensors().save_file(whole, f"{path}{_TENSORS}")
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        _files().save(self, path)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
         """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
-        beside = Path(f"{path}{_TENSORS}")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise RecordError(f"plan {str(path)!r} cannot be read: {error}") from None
-        if '"tensor"' not in text or not beside.exists():
-            return cls.from_json(text)
-        library = _safetensors()
-        failure: Any = importlib.import_module("safetensors").SafetensorError
-        try:
-            tensors = library.load_file(beside)
-        except (OSError, ValueError, failure) as error:
-            raise RecordError(f"tensors {str(beside)!r} of the plan cannot be read: {error}") from None
-        plan = cls.from_json(text, tensors)
-        if json.loads(text).get("digest") != plan.digest:
-            raise RecordError(
-                f"{str(beside)!r} holds the tensors of another plan: expected both files of one plan.save"
-            )
+        plan: Plan = _files().load(path)
         return plan
 
 
-def _read(data: Any, tensors: dict[str, Tensor]) -> Plan:
-    if type(data["gaff_plan"]) is not int or data["gaff_plan"] != _FORMAT:
-        raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
-    requests = []
-    for row in data["requests"]:
-        optional = row.get("optional", False)
-        if not isinstance(optional, bool):
-            raise ValueError(f"optional {optional!r}, expected true or false")
-        edit = edit_part.from_dict(row["edit"], tensors) if "edit" in row else None
-        requests.append(Request(parse(row["pattern"]), optional, _maybe_keep(row.get("reduce")), edit))
-    if not requests or not isinstance(data["options"], dict):
-        raise ValueError("nothing is asked for, or the options are no table")
-    options = dict(data["options"])
-    options["reduce"] = _maybe_keep(options.get("reduce"))
-    return Plan(tuple(requests), Options(**_options(options)))
+def _files() -> Any:
+    """What writes and reads plans; loaded when it is needed."""
+    return importlib.import_module("gaff.plan_files")
 
 
 def parse_bytes(size: int | str) -> int:
@@ -302,22 +230,6 @@ def parse_bytes(size: int | str) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdigit() and float(number) > 0:
             return int(float(number) * factor)
     raise PlanError(f"budget={size!r} is no size: expected bytes as a number, or text such as '500MB' or '4GiB'")
-
-
-def _whole(name: str, tensor: Tensor) -> Tensor:
-    """A copy of a plan's tensor that can be written. Raises PlanError for one that has no plain memory."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-        raise PlanError(
-            f"tensor {name!r} of the plan is {tensor.layout} on {tensor.device}: expected a plain one to save"
-        )
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
-
-
-def _safetensors() -> Any:
-    try:
-        return importlib.import_module("safetensors.torch")
-    except ImportError:
-        raise PlanError("a plan with tensors needs the package safetensors: install gaff[files]") from None
 
 
 def _edit_text(edit: Edit | None) -> str:
@@ -365,7 +277,8 @@ def _requests(patterns: Iterable[Any], optional: bool = False) -> Iterable[Reque
             )
 
 
-def _options(options: dict[str, Any]) -> dict[str, Any]:
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as the user writes them, as ``Options`` holds them. Raises PlanError for what is not known."""
     known = dict(options)
     unknown = [name for name in known if name not in Options.__dataclass_fields__]
     if unknown:
@@ -390,14 +303,3 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"dtype={name!r} is no type of torch: expected 'float16', 'bfloat16', 'float32' or 'float64'")
     return dtype
-
-
-def _options_dict(options: Options) -> dict[str, Any]:
-    row = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    row["dtype"] = str(options.dtype).removeprefix("torch.") if options.dtype is not None else None
-    row["reduce"] = keep_part.to_dict(options.reduce) if options.reduce is not None else None
-    return {name: value for name, value in row.items() if value != getattr(Options(), name)}
-
-
-def _maybe_keep(data: dict[str, Any] | None) -> Reducer | None:
-    return None if data is None else keep_part.from_dict(data)

@@ -85,7 +85,7 @@ OPS = {
     "Llama": {"layers.*.self_attn/softmax": edits.noise(0.1), "layers.*/add#0": lambda t: torch.tanh(t) * 2},
     "Qwen3": {"layers.*.self_attn/matmul#1": edits.noise(0.1), "layers.*/add#0:input[1]": edits.scale(0.5)},
     "GPTNeoX": {"layers.*.attention/softmax": edits.noise(0.1), "layers.*/add": lambda t: torch.tanh(t) * 2},
-    "T5Encoder": {"**.SelfAttention/softmax": edits.noise(0.1), "**.SelfAttention/add": edits.scale(0.5)},
+    "T5Encoder": {"**.SelfAttention/softmax": edits.noise(0.1), "**.SelfAttention/matmul#0": edits.scale(0.5)},
 }
 
 

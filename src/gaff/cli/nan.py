@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import traceback
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,32 +52,35 @@ def _run_script(options: Namespace) -> int:
     if not script.is_file():
         raise PlanError(f"{options.model!r} is no file: expected a training script, or a model as file.py:name")
     guards: list[Guard] = []
-    with ExitStack() as stack:
-
-        def found(module: nn.Module) -> None:
-            guards.append(stack.enter_context(guard(module, allow=options.allow)))
-
-        argv, path = sys.argv, sys.path[0]
-        sys.argv, sys.path[0] = [options.model, *options.rest], str(script.resolve().parent)
-        try:
-            with RootWatch(found):
-                runpy.run_path(options.model, run_name="__main__")
-            stack.close()
-        except NonFiniteError as error:
-            if error.report is None:
-                raise
-            stack.pop_all()
-            return _tell(error.report, options)
-        except SystemExit as stop:
-            stack.close()
-            if stop.code not in (None, 0):
-                raise
-        finally:
-            sys.argv, sys.path[0] = argv, path
+    code: Any = 0
+    argv, path = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [options.model, *options.rest], str(script.resolve().parent)
+    try:
+        with ExitStack() as stack, RootWatch(lambda module: guards.append(_open(stack, module, options))):
+            runpy.run_path(options.model, run_name="__main__")
+    except NonFiniteError as error:
+        if error.report is None:
+            raise
+    except SystemExit as stop:
+        code = stop.code
+    except Exception:  # noqa: BLE001  # of the script itself, told as python would
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.argv, sys.path[0] = argv, path
+    found = next((report for one in guards for report in one.reports), None)
+    if found is not None:
+        return _tell(found, options)
+    if code not in (None, 0):
+        sys.exit(code)
     if not guards:
         raise PlanError(f"{options.model}: called no module of torch: there was nothing to look at")
     steps = sum(one.steps for one in guards)
     return _tell(Report(False, notes=(f"{len(guards)} models, {steps} optimizer steps looked at",)), options)
+
+
+def _open(stack: ExitStack, module: nn.Module, options: Namespace) -> Guard:
+    return stack.enter_context(guard(module, allow=options.allow))
 
 
 def _tell(report: Report, options: Namespace) -> int:

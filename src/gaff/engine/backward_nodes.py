@@ -78,6 +78,15 @@ class NodeWatch:
         return seen
 
 
+def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
+    """Call ``keep`` with every gradient that arrives at ``tensor``, as long as its graph lives; returns the handle."""
+
+    def arrived(gradient: Tensor) -> None:
+        keep(gradient)
+
+    return tensor.register_hook(arrived)
+
+
 def _after(watch: NodeWatch, seen: Seen, outgoing: Gradients, incoming: Gradients) -> None:
     if watch.is_open:
         watch._ran(seen, incoming, outgoing)

@@ -23,7 +23,7 @@ _TENSOR_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")
 # Functions without a tensor to see, or which only set a mark.
 _NO_OPS = re.compile(
     r"size|dim|ndimension|numel|nelement|stride|storage_offset|storage|untyped_storage|element_size|data_ptr|item|"
-    r"tolist|get_device|is_\w+|has_names|_?register_\w*hook|requires_grad_|retain_grad|backward|_backward_\w+|"
+    r"tolist|get_device|is_\w+|has_names|_?register_\w*hook|requires_grad_|retain_grad|backward|grad|_backward_\w+|"
     r"apply_|share_memory_|pin_memory|record_stream|allclose|equal|result_type|can_cast|promote_types|"
     r"broadcast_shapes|__(len|bool|float|int|index|complex|contains|repr|format|hash|iter|reversed|dir|deepcopy|"
     r"reduce\w*|setstate|array\w*|cuda_array_interface|dlpack\w*|set|delete)__"

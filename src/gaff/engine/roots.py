@@ -32,7 +32,8 @@ class RootWatch:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return original(module, *args, **kwargs)
-            if not self._depth and id(module) not in self._known:
+            is_ours = type(module).__module__.startswith("gaff.")
+            if not self._depth and id(module) not in self._known and not is_ours:
                 self._note(module)
             self._depth += 1
             try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients import InputGradient, OutputGradient, find_input, report_missing
 from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
-from gaff.engine.opcalls import OpCall
 from gaff.engine.ops import Listener, Scope, Want, drop, forget
 from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
@@ -28,54 +27,10 @@ from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.steps import is_nested_step, is_skipped
 from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
 from gaff.engine.swaps import Swap
+from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
 from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.select import Found, is_container, unwrap
 from gaff.values import dig, dig_argument, iter_tensors
-
-
-class Tap(NamedTuple):
-    """One site of a model and the stream that hears of it. ``is_exact``: a miss is an error, not a skip."""
-
-    found: Found
-    stream: Stream
-    is_exact: bool = True
-
-
-class EditTap(NamedTuple):
-    """One site of a model and the stream that changes what passes there. Several at a site act in their order."""
-
-    found: Found
-    stream: EditStream
-    is_skip: bool = False
-
-
-class CallTap(NamedTuple):
-    """Every call of one module, from both sides, whatever its values are."""
-
-    found: Found
-    enter: EntryTap
-    leave: ExitTap
-
-
-class OpTap(NamedTuple):
-    """Every op in the own forward of one module, from both sides, whatever its values are.
-
-    ``is_again``: in recomputations, too.
-    """
-
-    found: Found
-    enter: Callable[[OpCall], Any]
-    leave: Callable[[OpCall, Any], Any]
-    is_again: bool = False
-
-
-class TensorTap(NamedTuple):
-    """A plain tensor whose gradient a stream hears of."""
-
-    name: str
-    tensor: Tensor
-    stream: Stream
-    is_edit: bool = False
 
 
 class Session:

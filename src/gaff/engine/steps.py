@@ -238,11 +238,22 @@ class StepWatch:
     def __exit__(self, *exc: object) -> None:
         self._handle.remove()
 
-    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         found = getattr(optimizer, "found_inf", None)
         is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
-        if not is_nested_step(optimizer) and not is_overflow and self._owns(optimizer):
+        if is_nested_step(optimizer) or is_overflow or not self._owns(optimizer):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
             self._before(optimizer)
+            return None
+
+        def evaluate() -> Any:  # gradients come from it
+            loss = closure()
+            self._before(optimizer)
+            return loss
+
+        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
     def _owns(self, optimizer: Any) -> bool:
         known = self._known.get(optimizer)

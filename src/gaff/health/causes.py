@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from gaff import compat
+from gaff.health.backward_causes import LIMITS
 from gaff.health.ranges import can_hold, plain, range_of
 from gaff.health.report import Range
 from gaff.values import iter_tensors, map_tensors
 
+LOSSES = ("cross_entropy", "nll_loss", "kl_div", "ctc_loss", "binary_cross_entropy", "gaussian_nll_loss")
 UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_")
 
 
@@ -159,6 +161,44 @@ def _loss(case: Case) -> str:
     return ""
 
 
+def _cast(case: Case) -> str:
+    x, limit = case.first, LIMITS.get(case.output.dtype)
+    if x is None or limit is None or x.dtype == case.output.dtype or x.largest <= limit:
+        return ""
+    return f"overflow: a cast of {x.largest:.4g} from {x.dtype} to {case.output.dtype}, which holds up to {limit:.4g}"
+
+
+def _batch_norm(case: Case) -> str:
+    variance = case.argument(2, "running_var")
+    if isinstance(variance, Tensor) and bool((variance < 0).any()):
+        return f"running_var is negative, down to {float(variance.min()):.4g}: it is no variance any more"
+    return ""
+
+
+def _unit(case: Case) -> str:
+    if case.kwargs.get("eps", 1e-12):
+        return ""
+    return "division by zero: normalize with eps=0 of a vector whose norm is 0"
+
+
+def _masked_attention(case: Case) -> str:
+    for name in ("attn_mask", "key_padding_mask"):
+        mask = case.kwargs.get(name)
+        if isinstance(mask, Tensor):
+            rows = (mask if mask.dtype == torch.bool else mask == -math.inf).all(-1)
+            if bool(rows.any()):
+                return (
+                    f"a fully masked row: {int(rows.sum())} of {rows.numel()} rows of {name} leave nothing to attend to"
+                )
+    return ""
+
+
+def _impossible(case: Case) -> str:
+    if any(one.negative_inf for one in case.ranges):
+        return "a score of -inf is asked for: what a mask closed is a target, and its loss is +inf"
+    return "no path fits the targets: the input is shorter than they need" if case.op == "ctc_loss" else ""
+
+
 def _inside_one(case: Case) -> str:
     x = case.first
     if x is None or x.min is None or x.max is None:
@@ -190,8 +230,7 @@ def _infinities(case: Case) -> str:
 
 def _overflow(case: Case) -> str:
     """Runs the op again in float64: what is finite there was too large for the type."""
-    limits = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 1.7977e308}
-    limit = limits.get(case.output.dtype)
+    limit = LIMITS.get(case.output.dtype)
     if limit is None or case.op.endswith("_") or "out" in case.kwargs:
         return _exp_limit(case, limit)
     try:
@@ -268,10 +307,15 @@ _RULES = _table(
         ("pow float_power", _pow),
         ("div divide true_divide reciprocal floor_divide remainder fmod", _div),
         ("softmax log_softmax", _softmax),
-        ("scaled_dot_product_attention multi_head_attention_forward", _attention),
-        ("layer_norm batch_norm instance_norm group_norm rms_norm normalize", _normalised),
+        ("scaled_dot_product_attention", _attention),
+        ("multi_head_attention_forward", _masked_attention),
+        ("to half bfloat16 float type type_as", _cast),
+        ("batch_norm", _batch_norm),
+        ("normalize", _unit),
+        ("layer_norm batch_norm instance_norm group_norm rms_norm", _normalised),
         ("std var std_mean var_mean", _std),
         ("mean nanmean", _mean),
+        (" ".join(LOSSES), _impossible),
         ("cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss smooth_l1_loss kl_div", _loss),
         ("acos arccos asin arcsin atanh arctanh erfinv", _inside_one),
         ("logit", _logit),

@@ -7,7 +7,8 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -16,27 +17,41 @@ from torch import Tensor, nn
 
 from gaff import compat
 from gaff.address import Site
-from gaff.engine.session import CallTap, Session, Tap
+from gaff.engine.backward_nodes import keep_gradient
+from gaff.engine.session import Session
 from gaff.engine.steps import StepWatch
 from gaff.engine.stream import Stream
-from gaff.errors import NonFiniteError, PlanError
+from gaff.engine.taps import CallTap, Tap
+from gaff.errors import GaffError, NonFiniteError, PlanError
+from gaff.health.marks import STEP, UPDATED
 from gaff.health.origin import Examination
-from gaff.health.ranges import can_hold, has_nonfinite, probe
+from gaff.health.ranges import can_hold, has_nonfinite, plain, probe, range_of
 from gaff.health.report import Report
 from gaff.select import Found, is_container, iter_modules, need_module, unwrap
 from gaff.tools.untouched import untouched
-from gaff.values import iter_tensors
+from gaff.values import iter_tensors, map_tensors
 
 _KEPT = 16  # runs of one step whose inputs are kept, for gradients that come from several micro-batches
 
 
 _UNSEEN_GRADIENT = (
-    "a gradient is not finite, and running the model again on the same batches does not show it: it began outside the "
-    "model (a loss, a penalty, a hook), or something has changed since"
+    "a gradient is not finite, and running the model again does not show why: it began outside the model (a loss, a "
+    "penalty, a hook), in a batch from before, on another thread, or something has changed since"
 )
 _UNSEEN_OUTPUT = (
     "the model returned NaN, and running it again on the same batch does not: something it depends on has changed since"
 )
+
+
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, GaffError, LookupError, NotImplementedError, OSError,
+             RuntimeError, StopIteration, TypeError, ValueError)  # fmt: skip
+_OPEN: list[Guard] = []
+
+
+class _State:
+    """Whether some guard runs a batch again: no other takes that for a run of its own."""
+
+    is_examining = False
 
 
 @dataclass(slots=True)
@@ -51,6 +66,7 @@ class Batch:
     versions: list[tuple[Tensor, int]]
     sums: list[tuple[Probe, Tensor]] = field(default_factory=list)  # one number a module output
     gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # of the outputs, by position
+    handles: list[Any] = field(default_factory=list)  # of the hooks that bring them
 
 
 class Probe(Stream):
@@ -77,7 +93,7 @@ class Probe(Stream):
             self._guard.latest = tensor  # a container often returns what its last module did
             had_grad = compat.is_grad_enabled()
             compat.set_grad_enabled(False)
-            batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(tensor.detach())))
+            batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(plain(tensor))))
             compat.set_grad_enabled(had_grad)
 
 
@@ -97,15 +113,15 @@ class Guard:
         self._allow = tuple(allow)
         self._batches: deque[Batch] = deque(maxlen=_KEPT)
         self.notes: list[str] = []
-        self._is_examining = False
+        self._unstepped = 0  # runs since the last step
         taps: list[Tap | CallTap] = []
+        Examination(model, self._allow)  # tells a slip in ``allow`` now
         seen: set[int] = set()
         for path, module, chain in iter_modules(model):
             if id(module) not in seen and not is_container(module):
                 seen.add(id(module))
                 taps.append(Tap(Found(Site(path), module, chain), Probe(self, path), is_exact=False))
-        root = unwrap(model)
-        taps.insert(0, CallTap(Found(Site(), root), self._begin, self._end))
+        taps.append(CallTap(Found(Site(), unwrap(model)), self._begin, self._end))  # last: after the root's own probe
         self._session = Session(model, taps, threads="own")
         self._watch = StepWatch(lambda: list(model.parameters()), self._before_step)
         self._closing = ExitStack()
@@ -116,6 +132,7 @@ class Guard:
             self._session.open()
             opening.enter_context(self._watch)
             self._closing = opening.pop_all()
+        _OPEN.append(self)
         return self
 
     def __exit__(
@@ -124,7 +141,11 @@ class Guard:
         try:
             if kind is None:
                 self._check_forward()
+                self._check_parameters()
+            elif isinstance(error, Exception) and not isinstance(error, NonFiniteError):
+                self._explain(error)
         finally:
+            _OPEN.remove(self)
             self._closing.close()
             self._forget()
 
@@ -134,10 +155,14 @@ class Guard:
         )
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
-        if self._is_examining or len(run.frames) > 1:
+        if _State.is_examining or len(run.frames) > 1:
             return
-        if len(self._batches) == _KEPT:  # no step for long: a GradScaler may be skipping every one of them
+        self._unstepped += 1
+        if len(self._batches) == _KEPT:
             self._check_forward()
+        if self._unstepped >= _KEPT and not self._unstepped & (self._unstepped - 1):
+            self._check_skipped()
+        args, kwargs = map_tensors((args, kwargs), _itself, _itself)  # the model may take things out of a dict
         self.current = Batch(
             args,
             kwargs,
@@ -150,7 +175,7 @@ class Guard:
 
     def _end(self, output: Any, run: Any, call: int) -> None:
         batch = self.current
-        if self._is_examining or batch is None or len(run.frames) > 1:
+        if _State.is_examining or batch is None or len(run.frames) > 1:
             return
         self.current = self.latest = None
         if not batch.has_grad:
@@ -158,46 +183,98 @@ class Guard:
             return
         for at, (_, tensor) in enumerate(iter_tensors(output)):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(_keep_gradient(batch.gradients, at))
+                batch.handles.append(keep_gradient(tensor, partial(_note, batch.gradients, at)))
 
     def _before_step(self, optimizer: Any) -> None:
         """An optimizer is about to use the gradients: the one place where the device is waited for."""
+        if _State.is_examining:
+            return
         self.steps += 1
+        self._unstepped = 0
         gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        gradients = [one for one in gradients if can_hold(one)]
+        gradients = [plain(one) for one in gradients if can_hold(one)]
         sums = [one for batch in self._batches for _, one in batch.sums]
         if gradients:
-            sums.append(compat.norms_of([one.detach() for one in gradients], 2.0)[1])
+            sums.append(compat.norms_of(gradients, 2.0)[1])
         if not _are_finite(sums):
             self._alarm(has_gradients=any(has_nonfinite(one) for one in gradients))
-        self._batches.clear()
+        self._forget()
 
     def _check_forward(self) -> None:
         """Read what the runs since the last step have added up."""
         if not _are_finite([one for batch in self._batches for _, one in batch.sums]):
             self._alarm(has_gradients=False)
-        self._batches.clear()
+        self._forget()
+
+    def _check_skipped(self) -> None:
+        """No step for long: if a GradScaler skips every one, with gradients of size 1 it would not."""
+        batch = next((one for one in reversed(self._batches) if one.gradients), None)
+        if batch is None or any(has_nonfinite(gradient) for _, gradient in batch.gradients):
+            return
+        largest = max(float(gradient.abs().max()) for _, gradient in batch.gradients) or 1.0
+        unscaled = replace(batch, gradients=[(at, gradient / largest) for at, gradient in batch.gradients])
+        report = self._examine(unscaled)
+        if report:
+            self._tell(report)
+
+    def _check_parameters(self) -> None:
+        """The last step may have spoiled what no run has used since."""
+        parameters = [one for one in self._model.parameters() if can_hold(one)]
+        is_fine = not parameters or _are_finite([compat.norms_of([plain(one) for one in parameters], 2.0)[1]])
+        if is_fine or self.reports:
+            return
+        for path, parameter in self._model.named_parameters():
+            if has_nonfinite(parameter):
+                cause = UPDATED if self.steps else "it was so before the guard was opened"
+                site = str(Site(path, port="param"))
+                self._tell(Report(True, site, direction="update" if self.steps else "before", cause=cause,
+                                  output=range_of(parameter, "value")))  # fmt: skip
+                return
+
+    def _explain(self, error: Exception) -> None:
+        """The code inside raised something of its own; say so if what the model did before was not finite."""
+        batches = list(self._batches)
+        if not _are_finite([one for batch in batches for _, one in batch.sums]):
+            report = self._first_report(batches)
+            if report:
+                self.reports.append(report)
+                if hasattr(error, "add_note"):
+                    error.add_note(f"gaff: before this was raised, {report}")
 
     def _alarm(self, *, has_gradients: bool) -> None:
         """Something is not finite: run the batches again until one tells where it began."""
         batches = list(self._batches)
         hits = {one: value for batch in batches for one, value in batch.sums if not math.isfinite(value.item())}
-        self._forget()
+        report = self._first_report(batches)
+        if has_gradients and (not report or report.site == STEP):  # another guarded model may have made it
+            others = (other._first_report(list(other._batches)) for other in _OPEN if other is not self)
+            report = next((one for one in others if one and one.site != STEP), report)
+        if not report and has_gradients:
+            tried = (
+                f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
+            )
+            report = Report(True, STEP, direction="backward", cause=f"{_UNSEEN_GRADIENT} (run again: {tried})")
+        outputs = [one for one, value in hits.items() if not one.path and value.isnan().item()]
+        if not report and outputs:
+            report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
+        if report:
+            self._tell(report)
+            return
+        for one in hits:
+            one.has_meant = True
+            self.notes.append(f"{one.path or 'the model'} returns infinite values that are meant: only NaN is told")
+
+    def _first_report(self, batches: list[Batch]) -> Report:
         report = Report(False)
         for batch in batches:
             report = self._examine(batch)
             if report:
                 break
-        if not report and has_gradients:
-            report = Report(True, site="(step)", direction="backward", cause=_UNSEEN_GRADIENT)
-        outputs = [one for one, value in hits.items() if not one.path and value.isnan().item()]
-        if not report and outputs:
-            report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
-        if not report:
-            for one in hits:
-                one.has_meant = True
-                self.notes.append(f"{one.path or 'the model'} returns infinite values that are meant: only NaN is told")
-            return
+        return report
+
+    def _tell(self, report: Report) -> None:
+        if report.direction == "before" and report.site.endswith(":param") and self.steps > 1:
+            report = replace(report, direction="update", cause=UPDATED)
         self.reports.append(report)
         if self._action == "raise":
             error = NonFiniteError(f"{report}")
@@ -207,9 +284,14 @@ class Guard:
             warnings.warn(f"gaff: {report}", stacklevel=2)
 
     def _examine(self, batch: Batch) -> Report:
+        """Run the batch again with every op looked at; the model's modules may count it as one more call."""
         changed = any(compat.version_of(tensor) != version for tensor, version in batch.versions)
-        inputs = [tensor for tensor, _ in batch.versions]
-        self._is_examining = True
+        examination = Examination(self._model, self._allow)
+        args, kwargs = map_tensors((batch.args, batch.kwargs), _leaf, _itself)
+        inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
+        if changed:
+            examination.notes.append("the batch was written to after the run: this is of what it is now")
+        _State.is_examining = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(untouched(self._model, inputs))
@@ -217,31 +299,43 @@ class Guard:
                     stack.enter_context(torch.autocast(device, dtype))
                 stack.enter_context(torch.set_grad_enabled(batch.has_grad))
                 _set_random_states(batch.random)
-                examination = Examination(self._model, self._allow)
-                if changed:
-                    examination.notes.append("the batch was written to after the run: this is of what it is now")
-                return examination.run(lambda: self._again(batch))
+                return examination.run(lambda: self._again(args, kwargs, batch.gradients))
+        except _FAILURES as error:  # what fails when it is run again must not take the place of the alarm
+            self.notes.append(f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0])
+            return Report(False)
         finally:
-            self._is_examining = False
+            _State.is_examining = False
 
-    def _again(self, batch: Batch) -> Any:
-        output = self._model(*batch.args, **batch.kwargs)
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: list[tuple[int, Tensor]]) -> Any:
+        output = self._model(*args, **kwargs)
         tensors = [tensor for _, tensor in iter_tensors(output)]
-        pairs = [(tensors[at], gradient) for at, gradient in batch.gradients if at < len(tensors)]
+        pairs = [(tensors[at], gradient) for at, gradient in gradients if at < len(tensors)]
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         return output
 
     def _forget(self) -> None:
+        for batch in self._batches:
+            for handle in batch.handles:
+                handle.remove()
         self._batches.clear()
         self.current = self.latest = None
 
 
-def _keep_gradient(gradients: list[tuple[int, Tensor]], at: int) -> Any:
-    def keep(gradient: Tensor) -> None:
-        gradients.append((at, gradient))
+def _itself(value: Any) -> Any:
+    return value
 
-    return keep
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Without the graph behind it, which the user's own backward has used up."""
+    if tensor.is_inference() or not tensor.requires_grad:
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def _note(gradients: list[tuple[int, Tensor]], at: int, gradient: Tensor) -> None:
+    gradients.append((at, gradient))
 
 
 def _are_finite(sums: list[Tensor]) -> bool:

@@ -13,8 +13,8 @@ from gaff.tools.trace_sink import shape_text
 
 
 def can_hold(tensor: Tensor) -> bool:
-    """Whether a tensor could hold a NaN or inf that can be read: a dense floating one, with memory."""
-    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    """Whether a tensor could hold a NaN or inf that can be read: a floating one, dense or sparse, with memory."""
+    is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
     return (tensor.is_floating_point() or tensor.is_complex()) and not is_odd and tensor.numel() > 0
 
 
@@ -31,6 +31,8 @@ def has_nonfinite(tensor: Tensor) -> bool:
 
 def probe(value: Tensor) -> Tensor:
     """A number on the device that is finite if all elements are, unless their sum overflows."""
+    if not value.numel():
+        return torch.zeros((), device=value.device)
     if value.dtype in (torch.float16, torch.bfloat16) or value.element_size() == 1:
         return value.sum(dtype=torch.float32)
     return value.sum()
@@ -39,6 +41,10 @@ def probe(value: Tensor) -> Tensor:
 def plain(tensor: Tensor) -> Tensor:
     """Without its graph, of real numbers."""
     value = tensor.detach()
+    if value.layout == torch.sparse_coo:
+        value = value._values()
+    elif value.layout != torch.strided:
+        value = value.values()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
@@ -64,5 +70,5 @@ def range_of(tensor: Tensor, name: str) -> Range:
             int((value == math.inf).sum()),
             int((value == -math.inf).sum()),
             int((value == 0).sum()),
-            first[: tensor.dim()] if first is not None else None,
+            first[: tensor.dim()] if first is not None and tensor.layout == torch.strided else None,
         )

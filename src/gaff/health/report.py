@@ -52,8 +52,9 @@ class Range:
 class Report:
     """The origin of a NaN or inf, as ``gaff.find_nonfinite`` and ``gaff.guard`` tell it. False where there is none.
 
-    ``direction``: ``forward``, ``backward``, or ``before`` for what was there before the step: a parameter, a buffer,
-    an input. ``site``: the address of the op (in parentheses: outside the model), ``line`` its place in the code.
+    ``direction``: ``forward``, ``backward``, ``before`` for what was there before the step (a parameter, a buffer, an
+    input), ``update`` for a parameter that the optimizer spoiled. ``site``: the address of the op; in
+    parentheses it is outside the model. ``line``: its place in the code.
     """
 
     found: bool
@@ -94,4 +95,9 @@ class Report:
         return asdict(self)
 
 
-_BEGAN = {"forward": "made by", "backward": "made in the backward pass of", "before": "was there before the step, in"}
+_BEGAN = {
+    "forward": "made by",
+    "backward": "made in the backward pass of",
+    "before": "was there before the step, in",
+    "update": "made by the optimizer's step, in",
+}

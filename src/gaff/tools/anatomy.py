@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from gaff.address import Site, print_key
 from gaff.engine.backward_nodes import Gradients, NodeWatch, Seen
 from gaff.engine.opcalls import OpCall
-from gaff.engine.session import CallTap, OpTap, Session
+from gaff.engine.session import Session
 from gaff.engine.stop import StopForward
+from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import PlanError, SiteError
 from gaff.select import Found, find_site, need_module
 from gaff.tools.op_log import OpLog, OpNotes, code_at, place_text
@@ -22,6 +24,9 @@ from gaff.tools.trace_sink import gradient_of, shape_text
 from gaff.tools.untouched import untouched
 from gaff.values import describe, iter_tensors, map_tensors
 from gaff.views import anatomy_svg, anatomy_text
+
+NOBODY = "nothing that needs it"
+COPIED = "the module writes into its input: it was given a copy, whose node (CloneBackward0) stands before the input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +92,20 @@ class Anatomy:
 class _Explanation:
     """One run of the module and its backward pass, written down."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, is_copied: bool = False) -> None:
         self._module = module
+        self._is_copied = is_copied  # the module writes into its input, which no leaf allows
         self._log = OpLog(module)
         self._watch = NodeWatch(self._ran)
         self._passed: list[tuple[Seen, tuple[Edge, ...], tuple[Edge, ...]]] = []
-        self._names: dict[int, str] = {}  # of nodes: the op that made them
+        self._inside = [""]  # paths of the modules that run now
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
         """``args``: as the module takes them."""
         leaves: list[Tensor] = []
-        args, kwargs = map_tensors((args, kwargs), lambda tensor: _leaf(tensor, leaves))
+        given = args, kwargs = map_tensors((args, kwargs), lambda tensor: _leaf(tensor, leaves))
+        if self._is_copied:
+            args, kwargs = map_tensors(given, lambda tensor: tensor.clone() if tensor.requires_grad else tensor)
         session = Session(self._module, list(self._taps()))
         with ExitStack() as stack:
             stack.enter_context(untouched(self._module))
@@ -108,6 +116,7 @@ class _Explanation:
                 output = self._module(*args, **kwargs)
             finally:
                 session.close()
+            first = _first_of(output)
             named = [(key, tensor) for key, tensor in iter_tensors(output) if tensor.requires_grad]
             if not named:
                 raise PlanError(
@@ -115,25 +124,54 @@ class _Explanation:
                     "requires grad, so there is no backward pass to explain"
                 )
             self._watch.follow([tensor for _, tensor in named], None)
-            last = self._watch.find(named[0][1])
+            last = self._watch.find(first) if first is not None else None
             torch.autograd.backward([tensor for _, tensor in named], [torch.ones_like(one) for _, one in named])
-            inputs = self._inputs(args, kwargs)
+            inputs = self._inputs(*given)
             outputs = [_edge(f":output{print_key(key)}", torch.ones_like(tensor)) for key, tensor in named]
-            return self._build(inputs, tuple(outputs), last, session.notes)
+            notes = [COPIED] if self._is_copied else []
+            if any(seen.name == "CheckpointFunctionBackward" for seen, _, _ in self._passed):
+                notes.append("a reentrant checkpoint runs its part of the backward pass apart: its nodes are not shown")
+            return self._build(inputs, tuple(outputs), last, [*notes, *session.notes])
 
     def _taps(self) -> Iterator[OpTap | CallTap]:
         for tap in self._log.taps():
-            yield OpTap(tap.found, self._log.enter, self._leave) if isinstance(tap, OpTap) else tap
+            if isinstance(tap, OpTap):
+                yield OpTap(tap.found, self._enter, self._leave)
+            else:
+                path = tap.found.site.path
+                yield CallTap(
+                    tap.found, partial(self._entered, path, tap.enter), partial(self._returned, path, tap.leave)
+                )
+
+    def _enter(self, call: OpCall) -> None:
+        """What was made by no op, such as a custom Function, is nobody's."""
+        self._watch.follow([tensor for _, tensor in iter_tensors((call.args, call.kwargs))], call.site.path)
+        self._log.enter(call)
+
+    def _entered(self, path: str, enter: Any, args: Any, kwargs: Any, run: Any, call: int) -> None:
+        self._watch.follow([tensor for _, tensor in iter_tensors((args, kwargs))], self._inside[-1])
+        self._inside.append(path)
+        enter(args, kwargs, run, call)
+
+    def _returned(self, path: str, leave: Any, output: Any, run: Any, call: int) -> None:
+        self._watch.follow([tensor for _, tensor in iter_tensors(output)], path)
+        while len(self._inside) > 1 and self._inside.pop() != path:
+            pass
+        leave(output, run, call)
 
     def _leave(self, call: OpCall, output: Any) -> None:
         notes = self._log.leave(call, output)
         self._watch.follow([tensor for _, tensor in iter_tensors(output)], notes)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Edge, ...]:
+        by_tensor: dict[int, tuple[list[str], Tensor]] = {}
+        for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs}):
+            if tensor.requires_grad:
+                by_tensor.setdefault(id(tensor), ([], tensor))[0].append(f":input{print_key(key)}")
+        together = ", one tensor: the total of all its uses"
         return tuple(
-            _edge(f":input{print_key(key)}", tensor.grad)
-            for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs})
-            if tensor.requires_grad
+            _edge(" = ".join(names) + (together if len(names) > 1 else ""), tensor.grad)
+            for names, tensor in by_tensor.values()
         )
 
     def _ran(self, seen: Seen, incoming: Gradients, outgoing: Gradients) -> None:
@@ -144,8 +182,7 @@ class _Explanation:
         handed = []
         for at, gradient in enumerate(outgoing):
             onward = seen.onward[at] if at < len(seen.onward) else None
-            if onward is not None or gradient is not None:
-                handed.append(_edge(self._whose(seen, onward[0]) if onward is not None else "nothing", gradient))
+            handed.append(_edge(self._whose(seen, onward[0]) if onward is not None else NOBODY, gradient))
         self._passed.append((seen, came, tuple(handed)))
 
     def _whose(self, seen: Seen, onward: Seen) -> str:
@@ -156,7 +193,7 @@ class _Explanation:
             inner = [one for one in onward.onward if one is not None]
             behind = self._whose(onward, inner[0][0]) if len(inner) == 1 else "its inputs"
             return f"{behind}, by way of {onward.name}"
-        return _op_site(onward.owner)
+        return _site_of(onward)
 
     def _build(
         self, inputs: tuple[Edge, ...], outputs: tuple[Edge, ...], last: Seen | None, notes: list[str]
@@ -165,11 +202,11 @@ class _Explanation:
         rows = []
         for at, (seen, came, handed) in enumerate(self._passed):
             owner = seen.owner if isinstance(seen.owner, OpNotes) else None
-            onward = [one for one in seen.onward if one is not None]
-            to = [numbers.get(id(one[0])) for one in onward]
+            to = [None if one is None else numbers.get(id(one[0])) for one in seen.onward]
+            to += [None] * (len(handed) - len(to))
             edges = tuple(Edge(edge.whose, edge.shape, edge.norm, goal) for edge, goal in zip(handed, to, strict=False))
             leaf = seen.variable is not None
-            whose = self._log.producers.of(seen.variable) if seen.variable is not None else _op_site(owner)
+            whose = self._log.producers.of(seen.variable) if seen.variable is not None else _site_of(seen)
             rows.append(
                 NodeRow(
                     at,
@@ -200,7 +237,12 @@ def explain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     need_module(module)
     if torch.is_inference_mode_enabled():
         raise PlanError("anatomy cannot run in torch.inference_mode: there is no backward pass to explain; leave it")
-    return _Explanation(module).run(args, kwargs)
+    try:
+        return _Explanation(module).run(args, kwargs)
+    except RuntimeError as error:
+        if "in-place" not in str(error) and "inplace" not in str(error):
+            raise
+    return _Explanation(module, is_copied=True).run(args, kwargs)
 
 
 def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
@@ -243,5 +285,20 @@ def _edge(whose: str, gradient: Tensor | None) -> Edge:
     return Edge(whose, shape_text(gradient), gradient_of(gradient).norm)
 
 
-def _op_site(owner: OpNotes | None) -> str:
-    return "" if owner is None else str(Site(owner.site.path, owner.site.op, owner.site.op_index))
+def _site_of(seen: Seen) -> str:
+    """The op that made a node; of a custom Function its name in the module that called it."""
+    if isinstance(seen.owner, OpNotes):
+        return str(Site(seen.owner.site.path, seen.owner.site.op, seen.owner.site.op_index))
+    return f"{seen.owner or ''}/{seen.name.removesuffix('Backward')}"
+
+
+def _first_of(output: Any) -> Tensor | None:
+    """The tensor on whose node the legacy hook hangs, by torch's own rule; None where it is never called."""
+    while not isinstance(output, Tensor):
+        if isinstance(output, dict):
+            output = next((one for one in output.values() if isinstance(one, Tensor)), None)
+        elif isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        else:
+            return None
+    return output

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from gaff.address import Site, print_key
 from gaff.compat import next_sequence
 from gaff.engine.opcalls import OpCall
-from gaff.engine.session import CallTap, OpTap, Session
+from gaff.engine.session import Session
+from gaff.engine.taps import CallTap, OpTap
 from gaff.select import Found, is_container, iter_modules, join
 from gaff.tools.trace_sink import shape_text, shapes_text
 from gaff.tools.untouched import untouched

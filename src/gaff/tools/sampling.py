@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from gaff import compat
 from gaff.address import Site, nearest
-from gaff.engine.session import Session, Tap
+from gaff.engine.session import Session
 from gaff.engine.stream import Stream
+from gaff.engine.taps import Tap
 from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
 from gaff.select import Found, find_site, iter_modules, join, need_module, resolve
 from gaff.tools.terms import Terms, find_rule, is_batched, measure

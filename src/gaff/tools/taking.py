@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.capturing import raise_if_silent
-from gaff.engine.session import Session, Tap
+from gaff.engine.session import Session
 from gaff.engine.stop import StopForward
+from gaff.engine.taps import Tap
 from gaff.errors import PlanError, SiteError
 from gaff.plan import Options, Plan, Resolved
 from gaff.receipt import Receipt, ReceiptRow, merge_reasons

@@ -16,7 +16,8 @@ from gaff.compat import version_of
 from gaff.engine.flops import FlopCount
 from gaff.engine.graph import used_leaves
 from gaff.engine.opcalls import OpCall
-from gaff.engine.session import CallTap, OpTap, Session, Tap
+from gaff.engine.session import Session
+from gaff.engine.taps import CallTap, OpTap, Tap
 from gaff.errors import PlanError
 from gaff.select import Found, is_container, iter_modules, join, need_module, unwrap
 from gaff.tools.op_log import place_of, place_text

@@ -43,10 +43,13 @@ def render_tree(anatomy: Anatomy) -> str:
 def explain_legacy(anatomy: Anatomy) -> list[str]:
     """What ``register_backward_hook`` shows, and why that is not the gradient of the module's inputs."""
     if not anatomy.legacy_input:
-        return []
+        return ["the legacy register_backward_hook would not be called: the first tensor that is returned has no graph"]
     last = next(row for row in anatomy.nodes if row.outgoing == anatomy.legacy_input)
     count = len([row for row in anatomy.nodes if row.name != "AccumulateGrad"])
-    shown = "; ".join(f"{_shape(edge)} is the gradient of {edge.whose}" for edge in anatomy.legacy_input)
+    shown = "; ".join(
+        f"{_shape(edge)} is the gradient of {edge.whose}" if edge.norm is not None else "None"
+        for edge in anatomy.legacy_input
+    )
     truth = (
         "; ".join(f"{_shape(edge)} of {edge.whose}" for edge in anatomy.grad_input) or "none: no input requires grad"
     )
@@ -92,7 +95,7 @@ def _short(edges: Sequence[Edge]) -> str:
 
 
 def _long(edges: Sequence[Edge]) -> str:
-    return "; ".join(f"{_shape(edge)} {_norm(edge)} to {edge.whose}" for edge in edges)
+    return "; ".join(f"{_shape(edge)} {_norm(edge)} to {edge.whose}" for edge in edges if edge.norm is not None)
 
 
 def _shape(edge: Edge) -> str:

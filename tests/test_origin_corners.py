@@ -1,0 +1,289 @@
+"""``find_nonfinite`` and ``guard`` where such tools miss, blame the wrong op, or change what they watch."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+from gaff.errors import NonFiniteError, SiteError
+from tests.faults import Apply, Function
+
+
+def steep(x):
+    return torch.sqrt(x * (x > 0))
+
+
+class Own(nn.Module):
+    """A function in the root's own forward."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.lin(x))
+
+
+class SpoilsGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.nan
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(0)
+    return torch.randn(3, 4)
+
+
+def sgd(*models, lr=0.1):
+    return torch.optim.SGD([one for model in models for one in model.parameters()], lr)
+
+
+def find(model, x, loss=lambda y: y.sum()):
+    return gaff.find_nonfinite(lambda: loss(model(x)).backward(), model=model)
+
+
+def raised(model, run, **options):
+    with pytest.raises(NonFiniteError) as caught, gaff.guard(model, **options):
+        run()
+    return caught.value.report
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_the_guard_looks_at_what_the_root_itself_makes(x, has_grad):
+    model = Own(lambda z: torch.log(z * 0 - 1))
+    optimizer = sgd(model)
+
+    def run():
+        with torch.set_grad_enabled(has_grad):
+            y = model(x)
+        if has_grad:
+            y.sum().backward()
+            optimizer.step()
+
+    assert raised(model, run).site == "/log#0"
+
+
+def test_a_real_fault_that_makes_a_scaler_skip_every_step_is_told(x):
+    model = Apply(steep)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+
+    def run():
+        for _ in range(40):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    report = raised(model, run)
+    assert (report.site, report.direction) == ("middle/sqrt#0", "backward")
+
+
+def test_an_input_with_a_graph_behind_it_is_run_again_without_it(x):
+    encoder, model = nn.Linear(4, 4), Apply(steep)
+    optimizer = sgd(encoder, model, lr=0.0)
+    kept = []
+
+    def run():
+        model(encoder(x)).sum().backward(retain_graph=True)
+        kept.append(encoder.weight.grad.clone())
+        optimizer.step()
+
+    assert raised(model, run).site == "middle/sqrt#0"
+    assert torch.equal(kept[0].nan_to_num(7), encoder.weight.grad.nan_to_num(7))
+
+
+def test_a_closure_is_looked_at_before_the_weights_change(x):
+    model = Apply(lambda x: torch.log(x.abs() * 0))
+    optimizer = sgd(model)
+
+    def closure():
+        with torch.enable_grad():
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+        return loss
+
+    assert raised(model, lambda: optimizer.step(closure)).site == "middle/log#0"
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_parameter_that_the_optimizer_spoiled_is_told(x):
+    for way in ("find", "guard"):
+        model = nn.Linear(4, 2)
+        optimizer = sgd(model, lr=math.inf)
+
+        def step(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        report = gaff.find_nonfinite(step, model=model) if way == "find" else raised(model, step)
+        assert (report.direction, report.site) == ("update", "weight:param")
+        assert "optimizer's step made it" in report.cause
+
+
+def test_an_infinite_loss_of_a_masked_target_is_the_losss(x):
+    model = nn.Linear(4, 2)
+    closed = torch.tensor([[True, False]] * 3)
+
+    def step():
+        loss = F.cross_entropy(model(x).masked_fill(closed, -math.inf), torch.zeros(3, dtype=torch.long))
+        loss.backward()
+        return loss
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert report.op == "cross_entropy"
+    assert "a score of -inf is asked for" in report.cause
+
+
+def test_each_of_two_backward_passes_is_looked_at(x):
+    model = nn.Linear(4, 2)
+
+    def step():
+        model(x).sum().backward()
+        torch.log(-model(x).abs() - 1).sum().backward()
+
+    assert gaff.find_nonfinite(step, model=model).site == "(step)/log#0"
+
+
+@pytest.mark.parametrize("way", ["find", "guard"])
+def test_sparse_gradients_are_looked_at(way):
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), Function(steep))
+    optimizer = torch.optim.SparseAdam(model.parameters())
+
+    def step():
+        model(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+
+    report = gaff.find_nonfinite(step, model=model) if way == "find" else raised(model, step)
+    assert report.site == "1/sqrt#0"
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_autograd_grad_is_a_backward_pass(x, is_returned):
+    model = Apply(steep)
+
+    def step():
+        gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        return gradients if is_returned else None
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert (report.site, report.direction) == ("middle/sqrt#0", "backward")
+
+
+def test_a_batch_that_the_model_takes_apart_is_run_again(x):
+    class Pops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, batch):
+            return steep(self.lin(batch.pop("x")))
+
+    class Draws(Pops):
+        def forward(self, batch):
+            return steep(self.lin(next(batch)))
+
+    for model, batch, site in ((Pops(), lambda: {"x": x}, "/sqrt#0"), (Draws(), lambda: iter([x]), "(step)")):
+        optimizer = sgd(model)
+
+        def run(model=model, batch=batch, optimizer=optimizer):
+            model(batch()).sum().backward()
+            optimizer.step()
+
+        assert raised(model, run).site == site
+
+
+def test_an_exception_of_the_users_own_is_told_what_was_behind_it(x):
+    model = Apply(lambda x: torch.log(x - 9))
+
+    def step():
+        if model(x).sum().isnan():
+            raise ValueError("loss is NaN")
+
+    with pytest.raises(ValueError, match="loss is NaN") as caught, gaff.guard(model):
+        step()
+    assert "middle/log#0" in getattr(caught.value, "__notes__", ["middle/log#0"])[0]
+    with pytest.raises(ValueError, match="loss is NaN") as caught:
+        gaff.find_nonfinite(step, model=model)
+    assert "middle/log#0" in getattr(caught.value, "__notes__", ["middle/log#0"])[0]
+
+
+def scaled_row(x):
+    y = x * 1
+    y[0].mul_(1e39)
+    return y
+
+
+CASES = [
+    (scaled_row, "middle/mul_#0", "forward", "overflow"),
+    (SpoilsGradients.apply, "middle/SpoilsGradients", "backward", "of finite gradients"),
+    (lambda x: x + math.nan, "middle/add#0", "forward", "put in by a constant"),
+    (lambda x: x.masked_fill(x > 0, math.nan), "middle/masked_fill#0", "forward", "put in by a constant"),
+    (lambda x: x + torch.full((4,), math.nan), "middle/full#0", "forward", "put in by a constant"),
+    (lambda x: (x * 1e6).half().float(), "middle/half#0", "forward", "a cast of .* from float32 to float16"),
+    (lambda x: F.normalize(x * 0, eps=0), "middle/normalize#0", "forward", "whose norm is 0"),
+]
+
+
+@pytest.mark.parametrize(("function", "site", "direction", "cause"), CASES)
+def test_the_blame_is_where_it_belongs(x, function, site, direction, cause):
+    report = find(Apply(function), x)
+    assert (report.site, report.direction) == (site, direction)
+    assert re.search(cause, report.cause), report.cause
+
+
+def test_hooks_of_others_are_named_as_such(x):
+    model = Apply(lambda x: x)
+    model.middle.register_forward_hook(lambda module, args, output: output.log().neg().sqrt())
+    assert "somebody's hook" in find(model, x).cause
+    model = Apply(lambda x: x)
+    model.first.weight.register_hook(lambda gradient: gradient * math.nan)
+    assert "a gradient hook" in find(model, x).cause
+
+
+def test_a_gradient_from_before_the_step(x):
+    model = Apply(lambda x: x)
+    model.first.weight.grad = torch.full((4, 4), math.nan)
+    report = find(model, x)
+    assert (report.site, report.direction) == ("first.weight:grad", "before")
+
+
+def test_of_two_guarded_models_the_one_that_made_it_is_told(x):
+    first, second = nn.Linear(4, 4), Apply(steep)
+    optimizer = sgd(first)
+    with pytest.raises(NonFiniteError) as caught, gaff.guard(first), gaff.guard(second):
+        second(first(x)).sum().backward()
+        optimizer.step()
+    assert caught.value.report.site == "middle/sqrt#0"
+
+
+def test_attention_of_torch_is_looked_into(x):
+    attention, closed = nn.MultiheadAttention(4, 1, batch_first=True), torch.ones(1, 3, dtype=torch.bool)
+    step = lambda: attention(x[None], x[None], x[None], key_padding_mask=closed)[0].sum().backward()  # noqa: E731
+    report = gaff.find_nonfinite(step, model=attention)
+    assert report.site == "/softmax#0"
+    assert "fully masked row" in report.cause
+
+
+def test_nothing_stays_on_what_the_model_returned(x):
+    model = Apply(lambda x: x)
+    with gaff.guard(model):
+        y = model(x)
+    assert not y._backward_hooks
+
+
+def test_a_slip_in_allow_is_told():
+    with pytest.raises(SiteError, match="no module 'nonsense'"):
+        gaff.guard(Apply(lambda x: x), allow=["nonsense/foo#7"])
