@@ -11,6 +11,7 @@ demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	$(VENV)/bin/gaff trace examples/digits.py:model examples/digits.py:image --backward
 	$(VENV)/bin/gaff take examples/digits.py:model features head.hidden --input examples/digits.py:image --out demo-out/digits.safetensors
 	$(VENV)/bin/gaff apply examples/half.json examples/digits.py:model examples/digits.py:image
+	$(VENV)/bin/gaff nan --again examples/broken.py || test $$? -eq 3  # 3: there is something, and it was found
 	@echo
 	@echo "Next: $(VENV)/bin/gaff sites examples/digits.py:model shows what can be addressed; add --json for data."
 	@echo "      $(RUN) examples/minilm.py (real sentence embeddings), $(RUN) examples/resnet50.py (a photo) show more;"

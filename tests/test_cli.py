@@ -219,3 +219,120 @@ def test_help_and_import_do_not_load_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     code = "import sys; from gaff.tools.record import Trace; from gaff import Site, errors; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+BROKEN = """
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.log(torch.relu(self.lin(x)))
+
+model = Net()
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    print("arguments", sys.argv[1:])
+    for step in range(3):
+        x = torch.randn(3, 4)
+        y = model(x) if "bad" in sys.argv else model.lin(x)
+        loss = torch.sqrt(y * 0).sum() if "loss" in sys.argv else y.sum()
+        loss.backward()
+        if "catch" in sys.argv:
+            try:
+                optimizer.step()
+            except Exception:
+                pass
+        else:
+            optimizer.step()
+    if "exit" in sys.argv:
+        sys.exit(5)
+    if "raise" in sys.argv:
+        raise ValueError("of its own")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train_once.py"
+    path.write_text(BROKEN)
+    return str(path)
+
+
+def test_nan_of_a_model(capsys, script):
+    code, out, _ = run(capsys, "nan", f"{script}:model", "randn:5x4")
+    assert code == 3
+    assert "made by /log#0, train_once.py:12" in out
+    assert "cause: log of 0" in out
+    code, out, _ = run(capsys, "nan", "--json", f"{script}:model", "randn:5x4")
+    assert json.loads(out)["op"] == "log"
+    code, out, _ = run(capsys, "nan", DIGITS, IMAGE)
+    assert code == 0
+    assert "no NaN or inf in" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        ((), 0, "no NaN or inf"),
+        (("bad",), 3, "by /log#0, train_once.py:12"),
+        (("bad", "catch"), 3, "by /log#0, train_once.py:12"),
+        (("bad", "exit"), 3, "by /log#0, train_once.py:12"),
+        (("loss",), 3, "gaff nan --again runs the script once more"),
+        (("raise",), 1, "arguments ['raise']"),
+    ],
+)
+def test_nan_of_a_script(capsys, script, arguments, code, expected):
+    original = nn.Module.__call__
+    try:
+        found, out, err = run(capsys, "nan", script, *arguments)
+    except SystemExit as stop:
+        found, (out, err) = stop.code, capsys.readouterr()
+    assert (found, expected in out) == (code, True), out
+    assert ("ValueError: of its own" in err) == ("raise" in arguments)
+    assert nn.Module.__call__ is original
+
+
+def test_nan_of_a_script_keeps_its_exit_code(script):
+    with pytest.raises(SystemExit) as stop:
+        main(["nan", script, "exit"])
+    assert stop.value.code == 5
+
+
+def test_nan_looks_again_at_the_loss_of_a_script(capsys, script):
+    code, out, _ = run(capsys, "nan", "--again", script, "loss")
+    assert code == 3
+    assert "backward pass of (step)/sqrt#" in out
+    assert "torch.sqrt(y * 0).sum()" in out
+
+
+def test_nan_says_what_it_expects(capsys, script):
+    assert run(capsys, "nan", "nowhere.py")[2].startswith("gaff: 'nowhere.py' is no file")
+    assert "--loss goes with a model" in run(capsys, "nan", "--loss", f"{script}:model", script)[2]
+
+
+def test_anatomy_tells_and_draws(capsys, tmp_path):
+    picture = tmp_path / "backward.svg"
+    code, out, _ = run(capsys, "anatomy", DIGITS, IMAGE, "head.hidden", "--svg", str(picture))
+    assert code == 0
+    assert "AddmmBackward0" in out
+    assert "the legacy register_backward_hook hangs on one node" in out
+    assert picture.read_text().startswith("<svg")
+    code, out, _ = run(capsys, "anatomy", DIGITS, IMAGE, "--json")
+    assert json.loads(out)["module"] == "DigitNet"
+    assert "no module 'nowhere'" in run(capsys, "anatomy", DIGITS, IMAGE, "nowhere")[2]
+
+
+def test_ops_on_the_command_line(capsys):
+    code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--ops", "--no-flops", "--plain")
+    assert code == 0
+    assert any(line.startswith("head/relu#0\tdigits.py:") for line in out.splitlines())
+    code, out, _ = run(capsys, "sites", DIGITS, "--ops", "--input", IMAGE)
+    assert "head/flatten#0" in out
+    assert "expected an example input" in run(capsys, "sites", DIGITS, "--ops")[2]

@@ -29,7 +29,7 @@ def test_every_public_name_port_error_and_command_is_documented():
         assert name in ALL_TEXT, name
     for port in PORTS:
         assert f":{port}" in ALL_TEXT, port
-    for command in ("gaff trace", "gaff take", "gaff sites", "gaff apply"):
+    for command in ("gaff trace", "gaff take", "gaff sites", "gaff apply", "gaff nan", "gaff anatomy"):
         assert command in ALL_TEXT, command
     for name in [
         name

@@ -35,7 +35,9 @@ class ExactnessError(GaffError):
 class NonFiniteError(GaffError):
     """A NaN or inf where that was not allowed; ``report`` tells its origin where that was looked for."""
 
-    report: Any = None
+    def __init__(self, message: str, report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class RecordError(GaffError):

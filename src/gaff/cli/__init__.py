@@ -119,6 +119,9 @@ def _add_nan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "--allow", action="append", default=[], metavar="SITE", help="an op whose infinite values are meant; repeatable"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="of a script: where it began outside its models, run it once more and look"
+    )
     _add_common(parser, "nan")
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="of a model its INPUT; of a script its arguments"

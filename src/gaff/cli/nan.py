@@ -7,7 +7,9 @@ import runpy
 import sys
 import traceback
 from argparse import Namespace
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from gaff.cli.trace import mean_of_first
 from gaff.engine.roots import RootWatch
 from gaff.errors import NonFiniteError, PlanError
 from gaff.health.guard import Guard
+from gaff.health.marks import STEP
+from gaff.health.origin import Examination
 from gaff.health.report import Report
 
 
@@ -53,10 +57,12 @@ def _run_script(options: Namespace) -> int:
         raise PlanError(f"{options.model!r} is no file: expected a training script, or a model as file.py:name")
     guards: list[Guard] = []
     code: Any = 0
-    argv, path = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [options.model, *options.rest], str(script.resolve().parent)
     try:
-        with ExitStack() as stack, RootWatch(lambda module: guards.append(_open(stack, module, options))):
+        with (
+            _as_script(options),
+            ExitStack() as stack,
+            RootWatch(lambda module: guards.append(_open(stack, module, options))),
+        ):
             runpy.run_path(options.model, run_name="__main__")
     except NonFiniteError as error:
         if error.report is None:
@@ -66,17 +72,40 @@ def _run_script(options: Namespace) -> int:
     except Exception:  # noqa: BLE001  # of the script itself, told as python would
         traceback.print_exc()
         code = 1
-    finally:
-        sys.argv, sys.path[0] = argv, path
     found = next((report for one in guards for report in one.reports), None)
+    if found is not None and found.site == STEP and not options.again:
+        hint = "gaff nan --again runs the script once more and looks at every op of that step, its loss included"
+        return _tell(replace(found, notes=(*found.notes, hint)), options)
     if found is not None:
-        return _tell(found, options)
+        return _tell(_look_again(options, guards) or found if found.site == STEP else found, options)
     if code not in (None, 0):
         sys.exit(code)
     if not guards:
         raise PlanError(f"{options.model}: called no module of torch: there was nothing to look at")
     steps = sum(one.steps for one in guards)
     return _tell(Report(False, notes=(f"{len(guards)} models, {steps} optimizer steps looked at",)), options)
+
+
+def _look_again(options: Namespace, guards: list[Guard]) -> Report | None:
+    """Run the script a second time, with every op outside its models looked at in the step that was bad."""
+    examination = Examination(None, (), from_step=max(one.steps for one in guards))
+    try:
+        with _as_script(options):
+            examination.run(lambda: runpy.run_path(options.model, run_name="__main__"))
+    except NonFiniteError as error:
+        return error.report  # type: ignore[no-any-return]
+    return None
+
+
+@contextmanager
+def _as_script(options: Namespace) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as ``python SCRIPT`` has them."""
+    argv, path = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [options.model, *options.rest], str(Path(options.model).resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[0] = argv, path
 
 
 def _open(stack: ExitStack, module: nn.Module, options: Namespace) -> Guard:

@@ -224,9 +224,9 @@ def _stand_in(optimizer: Any) -> Any:
 
 
 class StepWatch:
-    """Calls ``before(optimizer)`` ahead of each step of any optimizer that owns some of ``parameters()``."""
+    """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any)."""
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]], before: Callable[[Any], None]) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]] | None, before: Callable[[Any], None]) -> None:
         self._parameters = parameters
         self._before = before
         self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -256,6 +256,8 @@ class StepWatch:
         return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
     def _owns(self, optimizer: Any) -> bool:
+        if self._parameters is None:
+            return True
         known = self._known.get(optimizer)
         if known is None:
             mine = {id(parameter) for parameter in self._parameters()}

@@ -277,9 +277,7 @@ class Guard:
             report = replace(report, direction="update", cause=UPDATED)
         self.reports.append(report)
         if self._action == "raise":
-            error = NonFiniteError(f"{report}")
-            error.report = report
-            raise error
+            raise NonFiniteError(f"{report}", report)
         if len(self.reports) == 1:
             warnings.warn(f"gaff: {report}", stacklevel=2)
 

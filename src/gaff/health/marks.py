@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gaff.address import Site
+from gaff.compat import version_of
 from gaff.engine.opcalls import OpCall
 from gaff.health.ranges import plain
 from gaff.health.report import Range
@@ -40,6 +43,33 @@ class Made:
     is_scaling: bool = False  # by a GradScaler, which skips what overflows
     number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were made
     passed: dict[str, None] = field(default_factory=dict)  # modules that passed it on, in order
+
+
+class Marks:
+    """What is known of tensors by now: what made them bad, or None. Holds none of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Made | None]] = {}
+
+    def __iter__(self) -> Iterator[Made]:
+        return (made for _, _, made in self._known.values() if made is not None)
+
+    def put(self, tensor: Tensor, made: Made | None) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor), version_of(tensor), made
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it was looked at, and nobody has written to it since."""
+        known = self._known.get(id(tensor))
+        return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
+
+    def of(self, tensor: Tensor) -> Made | None:
+        return self._known[id(tensor)][2] if self.knows(tensor) else None
+
+    def of_base(self, tensor: Tensor) -> Made | None:
+        """Of what a view shows a part of, or what it was taken from."""
+        base = tensor._base
+        known = self._known.get(id(base)) if base is not None else None
+        return known[2] if known is not None and known[0]() is base else None
 
 
 @dataclass(slots=True)

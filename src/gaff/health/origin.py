@@ -7,7 +7,6 @@ reaches a loss, an output or a gradient is told with where it began, not with wh
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,18 +15,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff import compat
 from gaff.address import STATE_PORTS, Site, fits_op, parse
 from gaff.engine.opcalls import OpCall
 from gaff.engine.session import Session
+from gaff.engine.steps import StepWatch
 from gaff.engine.taps import CallTap, OpTap
-from gaff.errors import PlanError
+from gaff.errors import NonFiniteError, PlanError
 from gaff.health.backward_causes import STEEP
 from gaff.health.causes import LOSSES, UNINITIALISED, Case, cause_of
 from gaff.health.marks import (
     NOWHERE,
     UPDATED,
     Made,
+    Marks,
     Ran,
     adds_masks,
     has_nan,
@@ -61,9 +61,16 @@ class Step(nn.Module):
 
 
 class Examination:
-    """Looks at one step. ``allow``: patterns of sites whose non-finite values are meant."""
+    """Looks at one step. ``allow``: patterns of sites whose non-finite values are meant.
 
-    def __init__(self, model: nn.Module | None, allow: Iterable[str] = ()) -> None:
+    With ``from_step`` it looks at a whole training run, step by step, from the optimizer's step with this number on,
+    and raises NonFiniteError at the first that is bad.
+    """
+
+    def __init__(self, model: nn.Module | None, allow: Iterable[str] = (), from_step: int | None = None) -> None:
+        self._from_step = from_step
+        self._steps = 0
+        self._is_asleep = from_step is not None and from_step > 1
         if model is not None:
             need_module(model)
         self._model = model
@@ -71,7 +78,7 @@ class Examination:
         for pattern in self._allow:
             if model is not None:
                 resolve(model, replace(pattern, op=None, op_index=None))  # a slip in the path is told
-        self._marks: dict[int, tuple[weakref.ref[Tensor], int, Made | None]] = {}
+        self._marks = Marks()
         self._open: list[tuple[OpCall, list[tuple[Tensor, Made | None]], list[Range] | None]] = []
         self._trail = Trail()
         self._sinks: list[Made] = []
@@ -88,7 +95,9 @@ class Examination:
         session = Session(around, list(self._taps(around)))
         self._note_state(around)
         with ExitStack() as closing:
-            closing.callback(self._trail.nodes.close)
+            closing.callback(lambda: self._trail.nodes.close())
+            if self._from_step is not None:
+                closing.enter_context(StepWatch(None, self._before_step))
             session.open()
             try:
                 output = around()
@@ -104,9 +113,21 @@ class Examination:
             report = self._report()
             return report if report else self._look_after(around, report)
 
+    def _before_step(self, optimizer: Any) -> None:
+        self._steps += 1
+        if not self._is_asleep:
+            report = self._report()
+            if report:
+                raise NonFiniteError(f"{report}", report)
+            self._trail.nodes.close()
+            self._trail, self._marks, self._sinks = Trail(), Marks(), []
+        self._is_asleep = self._steps + 1 < (self._from_step or 0)
+
     def _explain(self, error: Exception) -> None:
         """The step raised: where something was not finite, that is why, more often than not."""
-        bad = [made for _, _, made in self._marks.values() if made is not None and not made.is_meant]
+        if isinstance(error, NonFiniteError):
+            return
+        bad = [made for made in self._marks if not made.is_meant]
         if bad and hasattr(error, "add_note"):
             first = min(bad, key=lambda made: made.number)
             error.add_note(f"gaff: before this was raised, {self._tell(first, self._ops)}")
@@ -151,33 +172,22 @@ class Examination:
         kind = {"param": "the parameter", "buffer": "the buffer", "grad": "the gradient"}.get(site.port, "the input")
         cause = f"{kind} held {output.kinds} before the step; what made it lies before this"
         made = Made(site, "before", None, cause, output, is_meant=is_meant)
-        self._mark(tensor, made)
+        self._marks.put(tensor, made)
         return made
-
-    def _mark(self, tensor: Tensor, made: Made | None) -> None:
-        self._marks[id(tensor)] = weakref.ref(tensor), compat.version_of(tensor), made
-
-    def _known(self, tensor: Tensor) -> Made | None:
-        known = self._marks.get(id(tensor))
-        is_valid = known is not None and known[0]() is tensor and known[1] == compat.version_of(tensor)
-        return known[2] if known is not None and is_valid else None
 
     def _look(self, tensor: Tensor, site: Site = NOWHERE) -> Made | None:
         """The mark of a tensor that comes in; one that is not known yet is looked at."""
-        known = self._marks.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == compat.version_of(tensor):
-            return known[2]
+        if self._marks.knows(tensor):
+            return self._marks.of(tensor)
         if not can_hold(tensor):
             return None
         made = None
         if has_nonfinite(tensor):
-            base = self._marks.get(id(tensor._base)) if tensor._base is not None else None
-            if base is not None and base[0]() is tensor._base:
-                made = base[2]
+            made = self._marks.of_base(tensor)
             if made is None and tensor.grad_fn is not None:
                 made = self._note_unseen(tensor, site)
             made = made or self._note_before(tensor, site, is_meant=is_mask(tensor))
-        self._mark(tensor, made)
+        self._marks.put(tensor, made)
         return made
 
     def _note_unseen(self, tensor: Tensor, site: Site) -> Made:
@@ -188,6 +198,8 @@ class Examination:
         return Made(Site(path, name.removesuffix("Backward")), "forward", None, cause, range_of(tensor, "output"))
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        if self._is_asleep:
+            return
         given = [tensor for _, tensor in iter_tensors((args, kwargs))]
         self._trail.nodes.follow(given, Ran(Site(self._inside[-1]), None, ()))
         self._inside.append(path)
@@ -196,7 +208,7 @@ class Examination:
 
     def _returned(self, path: str) -> Callable[[Any, Any, int], None]:
         def returned(output: Any, run: Any, call: int) -> None:
-            tensors = [tensor for _, tensor in iter_tensors(output)]
+            tensors = [tensor for _, tensor in iter_tensors(output)] if not self._is_asleep else []
             self._trail.nodes.follow(tensors, Ran(Site(path), None, ()))
             while len(self._inside) > 1 and self._inside.pop() != path:
                 pass
@@ -211,6 +223,8 @@ class Examination:
         return returned
 
     def _enter(self, call: OpCall) -> None:
+        if self._is_asleep:
+            return
         given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
         marks = [(tensor, self._look(tensor)) for tensor in given]
         writes = (call.site.op or "").endswith("_") or call.site.op == "setitem" or "out" in call.kwargs
@@ -222,6 +236,8 @@ class Examination:
         self._open.append((call, marks, ranges))
 
     def _leave(self, call: OpCall, output: Any) -> None:
+        if self._is_asleep or not any(one[0] is call for one in self._open):
+            return
         while self._open[-1][0] is not call:
             self._open.pop()
         _, marks, ranges = self._open.pop()
@@ -229,13 +245,13 @@ class Examination:
         tensors = [tensor for _, tensor in iter_tensors(output)]
         ran = self._ran_here(call, tuple(ranges or ()))
         for tensor in tensors:
-            made = self._known(tensor)  # by an op inside a composite one
+            made = self._marks.of(tensor)  # by an op inside a composite one
             if made is None and has_nonfinite(tensor):
                 made = self._judge(call, tensor, marks, ranges)
             ran.made = ran.made or made
-            self._mark(tensor, made)
+            self._marks.put(tensor, made)
             if made is not None and tensor._base is not None:
-                self._mark(tensor._base, made)
+                self._marks.put(tensor._base, made)
         if not call.site.path:
             self._last = ran.made if ran.made is None or not ran.made.is_meant else None
         self._producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
