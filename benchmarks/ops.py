@@ -8,7 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import gaff
-from benchmarks.harness import measure, peer, table
+from benchmarks.harness import measure, table
 
 
 class Chain(nn.Module):
@@ -40,6 +40,20 @@ class Bare(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Keeping(TorchFunctionMode):
+    """What a careful expert writes by hand: keep every tensor that is returned, detached."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.kept.append(output.detach())
+        return output
+
+
 def ops():
     """Capture of every op: of small ones, where nothing hides the price, and of GPT-2 as users have it."""
     for has_grad in (False, True):
@@ -55,7 +69,7 @@ def ops():
 
 
 def _captured(model, x, count, title, rounds):
-    bare, watched, other, moded = (copy.deepcopy(model) for _ in range(4))
+    bare, watched, other, moded, handed = (copy.deepcopy(model) for _ in range(5))
     paths = [path for path, module in watched.named_modules() if path and not isinstance(module, nn.ModuleList)]
     with (
         gaff.capture(watched, gaff.maybe("/*"), "**/*") as got,
@@ -74,16 +88,17 @@ def _captured(model, x, count, title, rounds):
             with Bare():
                 moded(x)
 
+        def run_by_hand():
+            with Keeping():
+                handed(x)
+
         ways = {
             "bare": lambda: bare(x),
             "a function mode that does nothing": run_mode,
+            "a function mode that keeps every output, detached": run_by_hand,
             "gaff.capture of every op": run,
             f"gaff.capture of the ops of {paths[0]} only": run_one,
         }
-        torchlens = peer("torchlens")
-        if torchlens is not None and count <= 240:
-            lens = copy.deepcopy(model)
-            ways["torchlens, all layers"] = lambda: torchlens.log_forward_pass(lens, x.detach())
         medians = measure(ways, rounds)
     table(f"Ops: {title}", medians, base="bare", bare="bare", sites=count)
 

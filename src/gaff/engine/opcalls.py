@@ -208,21 +208,25 @@ class Written:
         return (new, *args[1:]), kwargs
 
 
+def is_at(place: tuple[int, Any, int] | None, frame: FrameType, own: FrameType) -> bool:
+    """Whether an op is called from ``place`` again, in the very function that the call ``own`` runs."""
+    if place is None:
+        return False
+    depth, code, at = place
+    here: FrameType | None = frame
+    while depth and here is not None:
+        here = here.f_back
+        depth -= 1
+    return here is not None and here.f_lasti == at and here.f_code is code and here.f_back is own
+
+
 def check_place(node: Node, frame: FrameType) -> None:
     """Tell who asked for an op that another line of code has become this op. ``frame``: where it was called."""
-    known = node.place
-    if known is not None:
-        depth, code, at = known
-        here: FrameType | None = frame
-        while depth and here is not None:
-            here = here.f_back
-            depth -= 1
-        if here is not None and here.f_lasti == at and here.f_code is code:
-            return
     place, depth = find_place(frame)
+    known = node.place
     if known is None:
         node.place = depth, place.f_code, place.f_lasti
-    elif known[2] != place.f_lasti or known[1] != place.f_code:
+    elif known[2] != place.f_lasti or (known[1] is not place.f_code and known[1] != place.f_code):
         for stream in node.streams:
             stream.remark(MOVED)
 

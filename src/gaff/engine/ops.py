@@ -24,7 +24,7 @@ from gaff.address import Site, fits_op
 from gaff.compat import backward_task, call_frames, transform_level
 from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook, Node
-from gaff.engine.opcalls import OpCall, OpEvent, Part, Written, check_place
+from gaff.engine.opcalls import OpCall, OpEvent, Part, Written, check_place, is_at
 from gaff.engine.opnames import COMPOSITES, NAMES, is_tensors, name_of, opened
 from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
 from gaff.errors import PlanError
@@ -34,6 +34,7 @@ _LOOKS = 4  # at how many ops of a name that nobody asked for it is found out wh
 
 
 _making = threading.RLock()
+_getframe = sys._getframe
 
 
 class Want(NamedTuple):
@@ -217,23 +218,38 @@ class OpMode(TorchFunctionMode):
             return self._look_up(call, func, args, kwargs or {}, sys._getframe(1))
         if call is None or not row.is_wanted:
             return func(*args, **kwargs) if kwargs else func(*args)
-        frame, own = sys._getframe(1), call.frame
-        is_own = own.f_lasti == call.position if frame.f_back is own else call.owns(frame)
+        frame, own = _getframe(1), call.frame
+        part: Any = call.parts[0]
+        index = part.counts.get(row, 0)
+        node = row.nodes[index] if index < len(row.nodes) else None
+        if node is not None and own.f_lasti == call.position and is_at(node.place, frame, own):
+            output = func(*args, **kwargs) if kwargs else func(*args)
+            value = args[0] if output is None and row.name == "setitem" else output
+            if (type(value) is Tensor or is_tensors(value)) and transform_level() is None:
+                part.counts[row] = index + 1
+                for tap in node.exits:
+                    tap(value, part.run, part.call)
+            elif transform_level() is not None:
+                row.leave_out()
+            return output
+        return self._look(call, row, frame, func, args, kwargs or {})
+
+    def _look(self, call: Call, row: Row, frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+        """The same for an op that comes for the first time, from another line, or from another module."""
+        is_own = call.owns(frame)
         if not is_own and call.is_over:
-            return self._look_up(call, func, args, kwargs or {}, frame)
-        output = func(*args, **kwargs) if kwargs else func(*args)
+            return self._look_up(call, func, args, kwargs, frame)
+        output = func(*args, **kwargs)
         value = args[0] if output is None and row.name == "setitem" else output
         if is_own and transform_level() is not None:
             row.leave_out()
-        elif is_own and (type(value) is Tensor or is_tensors(value)):
+        elif is_own and is_tensors(value):
             part: Any = call.parts[0]
             index = part.counts.get(row, 0)
             part.counts[row] = index + 1
-            node = row.nodes[index] if index < len(row.nodes) else row.scope.node(row, index)
+            node = row.scope.node(row, index)
             if node is not None:
-                known = node.place
-                if known is None or known[0] or frame.f_lasti != known[2] or frame.f_code is not known[1]:
-                    check_place(node, frame)
+                check_place(node, frame)
                 for tap in node.exits:
                     tap(value, part.run, part.call)
         return output
