@@ -238,6 +238,8 @@ def raise_if_silent(receipt: Receipt, runs: int) -> None:
     else:
         hint = "the modules were not called in these runs"
     why = reasons[0] if reasons else hint
+    if len(reasons) > 1 and all("/" in row.pattern for row in rows):
+        why = f"none of the {len(reasons)} modules that it names ran such an op, see gaff.sites(model, x, ops=True)"
     raise NeverFiredError(
         f"{names} never fired in {counted(runs, 'run')}: {why}; allow it with gaff.maybe(pattern), see error.receipt",
         receipt,

@@ -103,3 +103,28 @@ def test_models_by_name_and_a_photo_with_the_models_own_preprocessing(capsys, tm
         assert json.loads(capsys.readouterr().out)["rows"][0]["input"] == f"1x3x{size}x{size}"
     assert main(["sites", "torchvision:resnet51"]) == 1
     assert "torchvision has no model 'resnet51': expected one of resnet" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:gaff. not bitwise")
+@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "convnext_tiny", "swin_t"])
+def test_ops_of_torchvision_nets(name):
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name).train()
+    x = torch.randn(2, 3, 64, 64) if name != "vit_b_16" else torch.randn(1, 3, 224, 224)
+    bare = copy.deepcopy(model)
+    torch.manual_seed(1)
+    plain = bare(x)
+    plain.sum().backward()
+    torch.manual_seed(1)
+    with gaff.capture(model, gaff.maybe("/*"), "**/*", "**/*:grad_output") as got:
+        watched = model(x)
+        watched.sum().backward()
+    assert torch.equal(plain, watched)
+    for one, other in zip(bare.parameters(), model.parameters(), strict=True):
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+    assert sum(row.fired for row in got.receipt.rows) > 60
+    if name == "resnet18":
+        with gaff.capture(model, "layer1.0/add_", "layer1.0.bn2", "maxpool") as got:
+            model(x)
+        assert torch.equal(got["layer1.0/add_"], got["layer1.0.bn2"] + got["maxpool"])
+    assert not gaff.find_nonfinite(lambda: model(x).sum().backward(), model=model)

@@ -414,7 +414,8 @@ class OpMode(TorchFunctionMode):
         value = args[0] if output is None else output
         for event in events:
             fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
-            new = event.change(value if fresh is None else fresh, args, kwargs)
+            given = args if written is None and fresh is None else ()  # what it returned is no mere input
+            new = event.change(value if fresh is None else fresh, given, kwargs)
             if fresh is None:
                 value = new
             elif new is not fresh:
