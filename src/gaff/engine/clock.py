@@ -158,6 +158,10 @@ class Clock:
             run.outermost = None
             self.end(run, output)
 
+    def count_step(self) -> None:
+        """An optimizer has completed a step."""
+        self.step += 1
+
     def replay_frames(self) -> list[Frame]:
         """Calls in progress of the recomputation on this thread."""
         task = compat.backward_task()

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gaff.address import GRADIENT_PORTS, Site
 from gaff.engine import surroundings
@@ -24,7 +22,7 @@ from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
 from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
-from gaff.engine.steps import is_nested_step, is_skipped
+from gaff.engine.steps import StepCount
 from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
 from gaff.engine.swaps import Swap
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
@@ -97,7 +95,8 @@ class Session:
             for leaf in self._leaves:
                 opening.callback(leaf.remove)
                 leaf.follow()
-            opening.enter_context(_count_steps(self))
+            parameters = self._model.parameters if self._model is not None else tuple
+            opening.enter_context(StepCount(parameters, self.clock.count_step))
             self._handles = opening.pop_all()
 
     def close(self) -> None:
@@ -344,37 +343,6 @@ def _parameter(found: Found) -> Tensor:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-class _count_steps:
-    """Counts the completed steps of the optimizers that own parameters of the session's model."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._handle: Any = None
-
-    def __enter__(self) -> None:
-        self._handle = register_optimizer_step_post_hook(self._stepped)
-
-    def __exit__(self, *exc: object) -> None:
-        self._handle.remove()
-
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        is_counted = not is_skipped(optimizer) and not is_nested_step(optimizer)
-        if is_counted and self._owns(optimizer):
-            self._session.clock.step += 1
-
-    def _owns(self, optimizer: Any) -> bool:
-        model = self._session._model
-        if model is None:
-            return False
-        known = self._known.get(optimizer)
-        if known is None:
-            mine = {id(parameter) for parameter in model.parameters()}
-            groups = [group["params"] for group in optimizer.param_groups]
-            known = self._known[optimizer] = any(id(parameter) in mine for group in groups for parameter in group)
-        return known
 
 
 def _connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:

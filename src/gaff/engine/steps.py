@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gaff import compat
 
@@ -223,13 +223,47 @@ def _stand_in(optimizer: Any) -> Any:
     return stand_in
 
 
+class Ownership:
+    """Which optimizers own some of ``parameters()``."""
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
+        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def has(self, optimizer: Any) -> bool:
+        known = self._known.get(optimizer)
+        if known is None:
+            mine = {id(parameter) for parameter in self._parameters()}
+            groups = [group["params"] for group in optimizer.param_groups]
+            known = self._known[optimizer] = any(id(parameter) in mine for group in groups for parameter in group)
+        return known
+
+
+class StepCount:
+    """Calls ``completed()`` after each step that changed something, of optimizers that own some of ``parameters()``."""
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]], completed: Callable[[], None]) -> None:
+        self._owned = Ownership(parameters)
+        self._completed = completed
+        self._handle: Any = None
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def __exit__(self, *exc: object) -> None:
+        self._handle.remove()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_skipped(optimizer) and not is_nested_step(optimizer) and self._owned.has(optimizer):
+            self._completed()
+
+
 class StepWatch:
     """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any)."""
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]] | None, before: Callable[[Any], None]) -> None:
-        self._parameters = parameters
+        self._owned = None if parameters is None else Ownership(parameters)
         self._before = before
-        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._handle: Any = None
 
     def __enter__(self) -> None:
@@ -241,7 +275,7 @@ class StepWatch:
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         found = getattr(optimizer, "found_inf", None)
         is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
-        if is_nested_step(optimizer) or is_overflow or not self._owns(optimizer):
+        if is_nested_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -254,13 +288,3 @@ class StepWatch:
             return loss
 
         return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
-
-    def _owns(self, optimizer: Any) -> bool:
-        if self._parameters is None:
-            return True
-        known = self._known.get(optimizer)
-        if known is None:
-            mine = {id(parameter) for parameter in self._parameters()}
-            groups = [group["params"] for group in optimizer.param_groups]
-            known = self._known[optimizer] = any(id(parameter) in mine for group in groups for parameter in group)
-        return known
