@@ -109,10 +109,12 @@ def test_gradients_of_inputs_and_parameters_are_true_and_nothing_is_left(build, 
 
 def test_the_question_of_the_tutorials_is_answered_in_words():
     text = str(gaff.anatomy(nn.Linear(4, 5), torch.randn(1, 4)))
-    assert "[5] is the gradient of bias:param; [1, 4] is the gradient of :input[0]" in text
-    assert "[4, 5] is the gradient of weight:param, by way of TBackward0" in text
+    assert "[5] is the gradient of bias:param, norm" in text
+    assert "[1, 4] is the gradient of :input[0], norm" in text
+    assert "[4, 5] is the gradient of weight:param, by way of TBackward0, norm" in text
     assert "inputs of an autograd node (bias, input, weight), not those of the module" in text
     assert len(gaff.anatomy(nn.Conv2d(3, 2, 2), torch.randn(1, 3, 4, 4)).legacy_input) == 3
+    assert "here both agree" in str(gaff.anatomy(nn.ReLU(), torch.randn(3, 4)))
     text = str(gaff.anatomy(Block(), torch.randn(3, 4)))
     assert "so it tells of /relu#1 only" in text
 

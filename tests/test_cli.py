@@ -335,4 +335,4 @@ def test_ops_on_the_command_line(capsys):
     assert any(line.startswith("head/relu#0\tdigits.py:") for line in out.splitlines())
     code, out, _ = run(capsys, "sites", DIGITS, "--ops", "--input", IMAGE)
     assert "head/flatten#0" in out
-    assert "expected an example input" in run(capsys, "sites", DIGITS, "--ops")[2]
+    assert "--ops needs an input" in run(capsys, "sites", DIGITS, "--ops")[2]

@@ -411,3 +411,36 @@ def test_autocast_and_no_grad():
     with gaff.capture(block, "/*") as got, torch.inference_mode():
         y = block(x)
     assert torch.equal(got["/relu#1"], y)
+
+
+def test_reasons_of_ops_that_did_not_run():
+    model, x = make()
+    cases = {
+        "layers.0/add#7": r"which ran add#0, mul, relu",
+        "layers/add": r"own forward of layers <Sequential>, which ran none",
+        "**/softmax": r"none of the 8 modules that it names ran such an op",
+        "layers.0/add@1": r"or not so often",
+    }
+    for pattern, message in cases.items():
+        with pytest.raises(NeverFiredError, match=message), gaff.capture(model, pattern, gaff.maybe("layers.0/add")):
+            model(x)
+        with pytest.raises(NeverFiredError, match=message), gaff.edit(model, {pattern: gaff.edits.zero()}):
+            model(x)
+    with gaff.edit(model, {"**/relu": gaff.edits.scale(1)}) as changed:
+        model(x)
+    assert len(changed.receipt.rows) == 4
+    with gaff.capture(model, gaff.maybe("**/softmax")) as got:
+        model(x)
+    assert [row.reason.partition(",")[0] for row in got.receipt.rows] == [
+        "none of the 8 modules that it names ran such an op"
+    ]
+
+
+def test_a_plan_of_ops_is_saved_and_read():
+    plan = gaff.Plan.edit({"layers.*/add#0": gaff.edits.scale(0.5), "/view:input[0]": gaff.edits.zero()})
+    again = gaff.Plan.from_json(plan.to_json())
+    assert again.digest == plan.digest
+    model, x = make()
+    with gaff.edit(model, again) as changed:
+        model(x)
+    assert [row.hits for row in changed.receipt.rows] == [1, 1, 1]

@@ -244,6 +244,16 @@ def test_the_blame_is_where_it_belongs(x, function, site, direction, cause):
     assert re.search(cause, report.cause), report.cause
 
 
+def test_a_write_past_torch_is_told_as_such(x):
+    class Spoils(nn.Module):
+        def forward(self, x):
+            x.detach().numpy()[0, 0] = math.nan
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(4, 4), Spoils())
+    assert "written to past torch" in find(model, x).cause
+
+
 def test_hooks_of_others_are_named_as_such(x):
     model = Apply(lambda x: x)
     model.middle.register_forward_hook(lambda module, args, output: output.log().neg().sqrt())

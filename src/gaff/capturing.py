@@ -18,7 +18,7 @@ from gaff.engine.session import Session
 from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
-from gaff.receipt import Receipt, ReceiptRow, counted
+from gaff.receipt import Receipt, ReceiptRow, counted, tidy
 from gaff.select import first_name, identity, is_there, need_module, resolve
 from gaff.sinks.capture import NO_BACKWARD, NOT_CALLED, Reading, Stream, make_keeper
 from gaff.sinks.exact import Keeper
@@ -124,9 +124,7 @@ class Capture:
     def receipt(self) -> Receipt:
         """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""
         streams = [stream for stream in self._iter_streams() if stream.fired or not stream.inner]
-        acted = {pattern for stream in streams if stream.fired for pattern in stream.patterns}
-        rows = [row for stream in streams for row in stream.rows()]
-        rows = [row for row in rows if row.fired or row.pattern not in acted or "/" not in row.pattern]
+        rows = tidy([row for stream in streams for row in stream.rows()])
         rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
         needed = {str(request) for request in self._plan.requests if not request.optional}
         optional = frozenset(str(request) for request in self._plan.requests) - needed
@@ -237,9 +235,8 @@ def raise_if_silent(receipt: Receipt, runs: int) -> None:
         hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
     else:
         hint = "the modules were not called in these runs"
+        hint += ", or not so often" if any("@" in name for name in receipt.silent) else ""
     why = reasons[0] if reasons else hint
-    if len(reasons) > 1 and all("/" in row.pattern for row in rows):
-        why = f"none of the {len(reasons)} modules that it names ran such an op, see gaff.sites(model, x, ops=True)"
     raise NeverFiredError(
         f"{names} never fired in {counted(runs, 'run')}: {why}; allow it with gaff.maybe(pattern), see error.receipt",
         receipt,

@@ -17,7 +17,7 @@ from gaff.engine.session import Session
 from gaff.engine.taps import EditTap, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
 from gaff.plan import Plan
-from gaff.receipt import Receipt, ReceiptRow
+from gaff.receipt import Receipt, ReceiptRow, tidy
 from gaff.select import identity, is_there, need_module
 
 REPLACED = "the module was replaced while the session was open: its successor was not edited"
@@ -71,7 +71,7 @@ class Editing:
     @property
     def receipt(self) -> Receipt:
         """What happened so far, site by site. Reads the numbers from their device."""
-        rows = [stream.row() for stream in self._streams if not stream.spawned]
+        rows = tidy([stream.row() for stream in self._streams if not stream.spawned])
         rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
         needed = {str(request) for request in self._plan.requests if not request.optional}
         optional = frozenset(str(request) for request in self._plan.requests) - needed

@@ -6,7 +6,7 @@ Of an edit the first sixteen events at a site are measured, later ones when thei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gaff.text import table
 
@@ -80,6 +80,24 @@ def merge_reasons(reasons: Sequence[tuple[str, int]]) -> str:
     """``a (3x); b``: what happened, most often first."""
     ordered = sorted(reasons, key=lambda pair: -pair[1])
     return "; ".join(text if count == 1 else f"{text} ({count}x)" for text, count in ordered)
+
+
+def tidy(rows: list[ReceiptRow]) -> list[ReceiptRow]:
+    """Without the modules that ran no op of a pattern: none where others did, one row for all where nobody did."""
+    acted = {row.pattern for row in rows if row.fired}
+    silent: dict[str, list[ReceiptRow]] = {}
+    for row in rows:
+        if "/" in row.pattern and not row.fired and row.pattern not in acted:
+            silent.setdefault(row.pattern, []).append(row)
+    kept = []
+    for row in rows:
+        if row.fired or "/" not in row.pattern or (row.pattern in silent and len(silent[row.pattern]) == 1):
+            kept.append(row)
+        elif row.pattern in silent and row is silent[row.pattern][0]:
+            count = len(silent[row.pattern])
+            why = f"none of the {count} modules that it names ran such an op, see gaff.sites(model, x, ops=True)"
+            kept.append(replace(row, site="", skipped=0, reason=why))
+    return kept
 
 
 def counted(count: int, what: str) -> str:

@@ -25,6 +25,7 @@ from gaff.health.guard import Guard
 from gaff.health.marks import STEP
 from gaff.health.origin import Examination
 from gaff.health.report import Report
+from gaff.receipt import counted
 
 
 def run(options: Namespace) -> int:
@@ -83,7 +84,10 @@ def _run_script(options: Namespace) -> int:
     if not guards:
         raise PlanError(f"{options.model}: called no module of torch: there was nothing to look at")
     steps = sum(one.steps for one in guards)
-    return _tell(Report(False, notes=(f"{len(guards)} models, {steps} optimizer steps looked at",)), options)
+    return _tell(
+        Report(False, notes=(f"looked at {counted(len(guards), 'model')}, {counted(steps, 'optimizer step')}",)),
+        options,
+    )
 
 
 def _look_again(options: Namespace, guards: list[Guard]) -> Report | None:

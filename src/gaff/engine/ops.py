@@ -93,6 +93,7 @@ class Scope:
         self.rows: dict[str, Row] = {}
         self.plain: dict[Any, Row] = {}  # by function, where nothing but outputs is asked for
         self.ran: set[str] = set()  # names of ops that the module itself ran
+        self.was_called = False
         self.repeats = False  # something must happen again in a recomputation
         self.is_edit = False
         self.is_plain = True  # nothing but outputs is looked at
@@ -160,13 +161,20 @@ class Scope:
 
     def settle(self) -> None:
         """The session closes: of every op that never came, say what the module ran instead."""
-        if not self.ran:
+        if not self.was_called:
             return
         where = f"the own forward of {self.path or 'the model'} <{type(self.owner.module).__name__}>"
+        ran = ", ".join(self._numbered(name) for name in sorted(self.ran)) or "none"
         for want in self.wants:
-            nodes = [node for row in self.rows.values() if want in row.wants for node in row.nodes]
-            if not any(node is not None for node in nodes):
-                want.stream.skip(f"there is no such op in {where}, which ran {', '.join(sorted(self.ran))}")
+            rows = [row for row in self.rows.values() if want in row.wants]
+            if not any(len(row.nodes) > (want.site.op_index or 0) for row in rows):
+                want.stream.skip(f"there is no such op in {where}, which ran {ran}")
+
+    def _numbered(self, name: str) -> str:
+        """``add#0 to #2``, where it is known how many there were."""
+        row = self.rows.get(name)
+        count = len(row.nodes) if row is not None else 0
+        return name if not count else f"{name}#0" if count == 1 else f"{name}#0 to #{count - 1}"
 
 
 class Call:
@@ -380,11 +388,7 @@ class OpMode(TorchFunctionMode):
             events.sort(key=lambda event: not event.part.scope.is_edit)
         try:
             written = Written(name, args, kwargs)
-            for event in events:
-                args, kwargs = event.before(args, kwargs)
-            heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
-            for listener, call in heard:
-                listener.enter(call)
+            args, kwargs, heard = self._enter_op(events, func, args, kwargs)
             has_values = any(event.has_values for event in events)
             target = self._target(written, args, kwargs, has_values=has_values)
             if target is not None:
@@ -401,6 +405,18 @@ class OpMode(TorchFunctionMode):
         finally:
             for event in events:
                 event.close()
+
+    def _enter_op(self, events: list[OpEvent], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
+        """Edits of what comes in first, then listeners, then whoever looks."""
+        edits = [event for event in events if event.part.scope.is_edit]
+        for event in edits:
+            args, kwargs = event.before(args, kwargs)
+        heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
+        for listener, call in heard:
+            listener.enter(call)
+        for event in events[len(edits) :]:
+            event.before(args, kwargs)
+        return args, kwargs, heard
 
     def _target(self, written: Written, args: Any, kwargs: Any, *, has_values: bool) -> Tensor | None:
         """What an edited op must write to in the end; None where it can do so itself."""
@@ -466,6 +482,7 @@ def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     run = scope.owner.open.get(get_ident())
     if run is not None and kwargs is not None and transform_level() is None:
         part = Part(scope, run, run.entered[scope.owner.index] - 1, {})
+        scope.was_called = True
         _modes.mode.enter(part, sys._getframe(1), call_frames().position)
 
 

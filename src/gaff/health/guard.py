@@ -27,6 +27,7 @@ from gaff.health.marks import STEP, UPDATED
 from gaff.health.origin import Examination
 from gaff.health.ranges import can_hold, has_nonfinite, plain, probe, range_of
 from gaff.health.report import Report
+from gaff.receipt import counted
 from gaff.select import Found, is_container, iter_modules, need_module, unwrap
 from gaff.tools.untouched import untouched
 from gaff.values import iter_tensors, map_tensors
@@ -150,9 +151,8 @@ class Guard:
             self._forget()
 
     def __repr__(self) -> str:
-        return (
-            f"<gaff guard of {type(self._model).__name__}: {self.steps} steps looked at, {len(self.reports)} reports>"
-        )
+        told = f"{counted(self.steps, 'step')} looked at, {counted(len(self.reports), 'report')}"
+        return f"<gaff guard of {type(self._model).__name__}: {told}>"
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
         if _State.is_examining or len(run.frames) > 1:

@@ -278,6 +278,12 @@ class Examination:
         if not came and not is_meant and not output.nan and not output.positive_inf and adds_masks(op, marks):
             is_meant = True
         given = ranges if ranges is not None else [self._range(one, number) for number, (one, _) in enumerate(marks)]
+        unseen = [one for one, (_, made) in zip(given, marks, strict=True) if made is None and not one.is_finite]
+        if unseen:
+            cause = (
+                f"{unseen[0].name} held {unseen[0].kinds} that no op put there: it was written to past torch, by .data "
+            )
+            return Made(call.site, "forward", users_place(call.place), f"{cause}or NumPy", output, tuple(given))
         case = Case(op, call.func, call.args, call.kwargs, tuple(given), output)
         is_constant = is_meant and op not in UNINITIALISED
         cause = "it was put in by a constant" if is_constant else cause_of(case)
@@ -356,6 +362,7 @@ def find_nonfinite(step: Callable[[], Any], model: nn.Module | None, allow: Iter
     """See ``gaff.find_nonfinite``."""
     if not callable(step):
         raise PlanError(
-            f"step {step!r:.60} cannot be called: expected a function, such as lambda: loss(model(x), y).backward()"
+            f"step is a {type(step).__name__}, which cannot be called: expected a function, such as "
+            "lambda: loss(model(x), y).backward()"
         )
     return Examination(model, allow).run(step)

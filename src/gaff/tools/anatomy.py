@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address import Site, print_key
+from gaff.address import Site, parse_site, print_key
 from gaff.engine.backward_nodes import Gradients, NodeWatch, Seen
 from gaff.engine.opcalls import OpCall
 from gaff.engine.session import Session
@@ -129,6 +129,9 @@ class _Explanation:
             inputs = self._inputs(*given)
             outputs = [_edge(f":output{print_key(key)}", torch.ones_like(tensor)) for key, tensor in named]
             notes = [COPIED] if self._is_copied else []
+            norms = [edge.norm for edge in inputs if edge.norm is not None]
+            if norms and max(norms) < 1e-5 * max(edge.norm or 0.0 for edge in outputs):
+                notes.append("a gradient of ones is one that a normalisation takes away: what is left is rounding")
             if any(seen.name == "CheckpointFunctionBackward" for seen, _, _ in self._passed):
                 notes.append("a reentrant checkpoint runs its part of the backward pass apart: its nodes are not shown")
             return self._build(inputs, tuple(outputs), last, [*notes, *session.notes])
@@ -247,7 +250,10 @@ def explain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
     """The module at ``path``, with what it is given in the first call of a run of ``model``."""
-    found = find_site(model, Site(path))[0]
+    wanted = parse_site(path)
+    if wanted != Site(wanted.path):
+        raise SiteError(f"{path!r} is no module: anatomy explains modules, such as {wanted.path!r}")
+    found = find_site(model, wanted)[0]
     given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def enter(inner: tuple[Any, ...], keywords: dict[str, Any], run: Any, call: int) -> None:

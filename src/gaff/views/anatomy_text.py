@@ -47,7 +47,7 @@ def explain_legacy(anatomy: Anatomy) -> list[str]:
     last = next(row for row in anatomy.nodes if row.outgoing == anatomy.legacy_input)
     count = len([row for row in anatomy.nodes if row.name != "AccumulateGrad"])
     shown = "; ".join(
-        f"{_shape(edge)} is the gradient of {edge.whose}" if edge.norm is not None else "None"
+        f"{_shape(edge)} is the gradient of {edge.whose}, norm {_norm(edge)}" if edge.norm is not None else "None"
         for edge in anatomy.legacy_input
     )
     truth = (
@@ -64,13 +64,18 @@ def explain_legacy(anatomy: Anatomy) -> list[str]:
         lines.append(
             "  so its entries are the inputs of an autograd node (bias, input, weight), not those of the module"
         )
-    elif _differs(anatomy.legacy_input, anatomy.grad_input):
+    elif not _differs(anatomy.legacy_input, anatomy.grad_input):
+        lines.append("  here both agree")
+    elif any(edge.whose.startswith(":input") for edge in anatomy.legacy_input):
+        lines.append("  so it tells one share of the gradient of an input that is used in several places")
+    else:
         lines.append(f"  so it tells of {last.site or last.name} only, and nothing of the module's inputs")
     return lines
 
 
 def _differs(legacy: Sequence[Edge], truth: Sequence[Edge]) -> bool:
-    return [(edge.shape, edge.norm) for edge in legacy] != [(edge.shape, edge.norm) for edge in truth]
+    shown, told = ([(edge.shape, _norm(edge)) for edge in edges if edge.norm is not None] for edges in (legacy, truth))
+    return shown != told
 
 
 def _branch(anatomy: Anatomy, row: NodeRow, depth: int, seen: set[int]) -> list[str]:
