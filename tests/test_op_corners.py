@@ -304,3 +304,15 @@ def test_a_module_made_on_the_fly_is_its_callers(x):
     with gaff.capture(model := Runs(lambda self, x: nn.Softmax(-1)(x) * 2), "/softmax") as got:
         model(x)
     assert torch.equal(got["/softmax"], x.softmax(-1))
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_sessions_on_a_model_and_on_a_part_of_it(x, order):
+    inner = Runs(lambda self, x: torch.tanh(x))
+    middle = Runs(lambda self, x: torch.tanh(self.inner[0](x)), inner)
+    whole = Runs(lambda self, x: torch.tanh(self.inner[0](x)), middle)
+    sessions = [gaff.capture(whole, "**/tanh", "/tanh"), gaff.capture(middle, "/tanh")]
+    with sessions[order], sessions[1 - order]:
+        whole(x)
+    assert [len(sessions[0].all(name)) for name in ("/tanh", "inner.0/tanh", "inner.0.inner.0/tanh")] == [1, 1, 1]
+    assert torch.equal(sessions[1]["/tanh"], x.tanh().tanh())

@@ -293,7 +293,7 @@ class OpMode(TorchFunctionMode):
         if call is None or call.frame is not frame:
             call = self._push(Call(frame, position, call))
         call.parts.append(part)
-        call.known = part.scope.known
+        call.known = call.known | part.scope.known if call.known else part.scope.known
         call.plain = part.scope.plain if len(call.parts) == 1 and part.run is not None else {}
 
     def leave(self, scope: Scope, caller: FrameType) -> bool:
@@ -336,6 +336,7 @@ class OpMode(TorchFunctionMode):
         call.known = part.scope.known
         if above is not None and frame.f_back is above.frame and above.position is None:
             call.parts += above.parts  # of sessions that were opened later: they wrapped the same recomputation
+            call.known = call.known | above.known
         self._push(call)
         try:
             yield

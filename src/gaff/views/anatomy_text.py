@@ -50,9 +50,8 @@ def explain_legacy(anatomy: Anatomy) -> list[str]:
         f"{_shape(edge)} is the gradient of {edge.whose}, norm {_norm(edge)}" if edge.norm is not None else "None"
         for edge in anatomy.legacy_input
     )
-    truth = (
-        "; ".join(f"{_shape(edge)} of {edge.whose}" for edge in anatomy.grad_input) or "none: no input requires grad"
-    )
+    gradients = [f"{_shape(edge)} of {edge.whose}, norm {_norm(edge)}" for edge in anatomy.grad_input]
+    truth = "; ".join(gradients) or "none: no input requires grad"
     lines = [
         f"the legacy register_backward_hook hangs on one node, the last of the forward: {last.name}"
         + (f", one of {count}" if count > 1 else ""),
