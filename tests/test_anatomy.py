@@ -116,7 +116,7 @@ def test_the_question_of_the_tutorials_is_answered_in_words():
     assert len(gaff.anatomy(nn.Conv2d(3, 2, 2), torch.randn(1, 3, 4, 4)).legacy_input) == 3
     assert "here both agree" in str(gaff.anatomy(nn.ReLU(), torch.randn(3, 4)))
     text = str(gaff.anatomy(Block(), torch.randn(3, 4)))
-    assert "so it tells of /relu#1 only" in text
+    assert "so it tells of one node only, of /relu#1" in text
 
 
 def test_nodes_are_in_order_with_op_and_line():

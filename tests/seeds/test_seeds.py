@@ -185,3 +185,43 @@ def test_gradients_clipped_at_a_thousandth(how):
     theirs(x).pow(2).mean().backward()
     for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_the_lambda_that_no_hook_sees_is_a_site():
+    """``self.flatten = lambda x: x.view(-1)`` is no module: tutorials cannot hook it."""
+    net, inp = MyNet(), torch.randn(1, 3, 8, 8)
+    with gaff.capture(net, "/view", "/view:input[0]", "/view:grad_output", "fc1:grad_input", "relu") as got:
+        (1 - net(inp).mean()).backward()
+    assert got["/view"].shape == (160,)
+    assert torch.equal(got["/view"], got["relu"].view(-1))
+    assert torch.equal(got["/view:input[0]"], got["relu"])
+    assert torch.equal(got["/view:grad_output"], got["fc1:grad_input"])
+    with gaff.edit(net, {"/view": gaff.edits.zero()}):
+        assert torch.equal(net(inp), net.fc1.bias)
+
+
+def test_why_the_legacy_hook_shows_what_it_shows():
+    """Three entries for a convolution; [5] and [1, 5] for a linear layer that is given a vector: a view is its last node."""
+    net, inp = MyNet(), torch.randn(1, 3, 8, 8)
+    told = gaff.anatomy(net.conv, inp)
+    assert [edge.whose for edge in told.legacy_input] == [":input[0]", "weight:param", "bias:param"]
+    assert "inputs of an autograd node (bias, input, weight), not those of the module" in str(told)
+    told = gaff.anatomy(net.fc1, torch.randn(160))
+    shown = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net.fc1.register_backward_hook(lambda m, i, o: shown.append((i, o)))
+        net.fc1(torch.randn(160, requires_grad=True)).sum().backward()
+    assert [edge.shape for edge in told.legacy_input] == ["x".join(map(str, one.shape)) for one in shown[0][0]]
+    assert ([edge.shape for edge in told.legacy_input], [edge.shape for edge in told.legacy_output]) == (["1x5"], ["5"])
+    assert "[1, 5] is the gradient of the result of Addmm inside /linear#0" in str(told)
+    assert [edge.shape for edge in told.legacy_output] == ["x".join(map(str, one.shape)) for one in shown[0][1]]
+
+
+def test_a_tensor_hook_on_the_way_forward():
+    """ "Tensors have no forward hook": an op site is one."""
+    net, inp = MyNet(), torch.randn(1, 3, 8, 8)
+    seen = []
+    with gaff.edit(net, {"/view": lambda tensor: seen.append(tensor.shape) or tensor}):
+        net(inp)
+    assert seen == [(160,)]

@@ -194,8 +194,9 @@ class _Explanation:
             return self._log.producers.of(onward.variable) or "a tensor from outside"
         if isinstance(onward.owner, OpNotes) and onward.owner is seen.owner:
             inner = [one for one in onward.onward if one is not None]
-            behind = self._whose(onward, inner[0][0]) if len(inner) == 1 else "its inputs"
-            return f"{behind}, by way of {onward.name}"
+            if len(inner) != 1:
+                return f"the result of {onward.name.partition('Backward')[0]} inside {_site_of(onward)}"
+            return f"{self._whose(onward, inner[0][0])}, by way of {onward.name}"
         return _site_of(onward)
 
     def _build(

@@ -68,7 +68,7 @@ def explain_legacy(anatomy: Anatomy) -> list[str]:
     elif any(edge.whose.startswith(":input") for edge in anatomy.legacy_input):
         lines.append("  so it tells one share of the gradient of an input that is used in several places")
     else:
-        lines.append(f"  so it tells of {last.site or last.name} only, and nothing of the module's inputs")
+        lines.append(f"  so it tells of one node only, of {last.site}, and nothing of the module's inputs")
     return lines
 
 
