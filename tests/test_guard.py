@@ -142,6 +142,22 @@ def test_a_step_that_a_scaler_skips_is_no_alarm():
     assert not guard.reports
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_scaler_that_finds_its_factor_is_no_alarm(is_fused):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with gaff.guard(model) as guard:
+        for _ in range(20):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(5, 4)) ** 2).mean() * 1e3).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert not guard.reports
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("build", CLEAN, ids=lambda build: build.__name__)
 def test_no_alarm_on_a_clean_step_and_no_bit_changed(build):
     results = []

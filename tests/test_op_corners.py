@@ -316,3 +316,42 @@ def test_sessions_on_a_model_and_on_a_part_of_it(x, order):
         whole(x)
     assert [len(sessions[0].all(name)) for name in ("/tanh", "inner.0/tanh", "inner.0.inner.0/tanh")] == [1, 1, 1]
     assert torch.equal(sessions[1]["/tanh"], x.tanh().tanh())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_sessions_keep_their_order_whichever_met_an_op_of_a_region_first(x, use_reentrant):
+    def loop(v, w):
+        for _ in range(3):
+            v = torch.tanh(v + w)
+        return v
+
+    def forward(self, x):
+        w = torch.relu(x)
+        v = 1 - w
+        return checkpoint(loop, v, w, use_reentrant=use_reentrant) + v if self.is_checkpointed else loop(v, w) + v
+
+    found = []
+    for is_checkpointed in (False, True):
+        model, leaf = Runs(forward), x.detach().clone().requires_grad_()
+        model.is_checkpointed = is_checkpointed
+        with (
+            gaff.edit(model, {"/sub#0": lambda t: t * 1.3, "/tanh#1": lambda t: t * 1.3}),
+            gaff.edit(model, {"/tanh#1": torch.cos, "/tanh#0:input[0]": torch.cos, "/add#0": torch.cos}),
+        ):
+            model(leaf).square().sum().backward()
+        found.append(leaf.grad)
+    assert torch.allclose(*found)
+
+
+@pytest.mark.parametrize("site", ["/relu", "inner.0"])
+def test_what_a_reentrant_checkpoint_is_given_and_does_not_use_gets_none(x, site):
+    def forward(self, x):
+        h = torch.relu(x) if site == "/relu" else self.inner[0](x)
+        return checkpoint(lambda h, x: torch.sin(x), h, x, use_reentrant=True)
+
+    model = Runs(forward, nn.ReLU())
+    with gaff.capture(model, f"{site}:grad_output") as got:
+        model(x).sum().backward()
+    assert got[f"{site}:grad_output"] is None
+    with gaff.edit(model, {gaff.maybe(f"{site}:grad_output"): lambda gradient: gradient * 2}):
+        model(x).sum().backward()

@@ -312,8 +312,8 @@ class _Mark(Stream):
         self._gradients.began(run)
 
 
-def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor) -> Any:
-    if not gradients.is_open:
+def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:
+    if not gradients.is_open or gradient is None:  # a custom Function hands None to what it does not need
         return None
     armed.run.has_backward = True
     if gradients.has_leaves and not isinstance(armed, ArmedLeaf):

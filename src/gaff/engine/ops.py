@@ -7,6 +7,7 @@ anybody's hooks are not mistaken for its own.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ _LOOKS = 4  # at how many ops of a name that nobody asked for it is found out wh
 
 
 _making = threading.RLock()
+_numbers = itertools.count()
 _getframe = sys._getframe
 
 
@@ -86,6 +88,7 @@ class Scope:
     def __init__(self, owner: Node, path: str) -> None:
         self.owner = owner
         self.path = path
+        self.number = next(_numbers)  # in the order in which sessions are opened
         self.wants: list[Want] = []
         self.listeners: list[Listener] = []
         self.notes: list[str] = []  # of the session
@@ -335,7 +338,8 @@ class OpMode(TorchFunctionMode):
         call.parts.append(part)
         call.known = part.scope.known
         if above is not None and frame.f_back is above.frame and above.position is None:
-            call.parts += above.parts  # of sessions that were opened later: they wrapped the same recomputation
+            call.parts += above.parts  # other sessions' shares in the same recomputation: they act as they were opened
+            call.parts.sort(key=lambda part: part.scope.number)
             call.known = call.known | above.known
         self._push(call)
         try:

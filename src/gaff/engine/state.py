@@ -89,11 +89,11 @@ class LeafGradient:
         self._tensor = None
         self._last = (-1, None)
 
-    def _arrived(self, gradient: Tensor) -> Any:
+    def _arrived(self, gradient: Tensor | None) -> Any:
         runs = self._gradients.runs_of(compat.backward_task())
         run = runs[-1] if runs else None
         is_ours = run is not None or self._is_anywhere or self._clock.is_own_backward()
-        if not self._gradients.is_open or not is_ours:
+        if not self._gradients.is_open or not is_ours or gradient is None:
             return None  # a backward pass of a thread at which this session does not look
         run = run or self._clock.latest
         self._gradients.seen(run)

@@ -259,11 +259,20 @@ class StepCount:
 
 
 class StepWatch:
-    """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any)."""
+    """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any).
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]] | None, before: Callable[[Any], None]) -> None:
+    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[Tensor]] | None,
+        before: Callable[[Any], None],
+        skipped: Callable[[], None] = lambda: None,
+    ) -> None:
         self._owned = None if parameters is None else Ownership(parameters)
         self._before = before
+        self._skipped = skipped
         self._handle: Any = None
 
     def __enter__(self) -> None:
@@ -275,6 +284,8 @@ class StepWatch:
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         found = getattr(optimizer, "found_inf", None)
         is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
+        if is_overflow:
+            self._skipped()
         if is_nested_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -124,7 +124,7 @@ class Guard:
                 taps.append(Tap(Found(Site(path), module, chain), Probe(self, path), is_exact=False))
         taps.append(CallTap(Found(Site(), unwrap(model)), self._begin, self._end))  # last: after the root's own probe
         self._session = Session(model, taps, threads="own")
-        self._watch = StepWatch(lambda: list(model.parameters()), self._before_step)
+        self._watch = StepWatch(lambda: list(model.parameters()), self._before_step, self._forget)
         self._closing = ExitStack()
 
     def __enter__(self) -> Guard:
@@ -194,10 +194,11 @@ class Guard:
         gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
         gradients = [plain(one) for one in gradients if can_hold(one)]
         sums = [one for batch in self._batches for _, one in batch.sums]
-        if gradients:
-            sums.append(compat.norms_of(gradients, 2.0)[1])
-        if not _are_finite(sums):
-            self._alarm(has_gradients=any(has_nonfinite(one) for one in gradients))
+        norms = [compat.norms_of(gradients, 2.0)[1]] if gradients else []
+        if not _are_finite([*sums, *norms]):
+            has_gradients = any(has_nonfinite(one) for one in gradients)  # a norm of large ones overflows as well
+            if has_gradients or not _are_finite(sums):
+                self._alarm(has_gradients=has_gradients)
         self._forget()
 
     def _check_forward(self) -> None:
@@ -266,7 +267,7 @@ class Guard:
 
     def _first_report(self, batches: list[Batch]) -> Report:
         report = Report(False)
-        for batch in batches:
+        for batch in sorted(batches, key=_is_overflow):  # those that a GradScaler made overflow say least
             report = self._examine(batch)
             if report:
                 break
@@ -319,6 +320,10 @@ class Guard:
                 handle.remove()
         self._batches.clear()
         self.current = self.latest = None
+
+
+def _is_overflow(batch: Batch) -> bool:
+    return any(has_nonfinite(gradient) for _, gradient in batch.gradients)
 
 
 def _itself(value: Any) -> Any:
