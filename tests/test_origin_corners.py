@@ -270,6 +270,14 @@ def test_a_gradient_from_before_the_step(x):
     assert (report.site, report.direction) == ("first.weight:grad", "before")
 
 
+def test_a_target_that_is_infinite_is_there_before_the_step(x):
+    model, target, criterion = nn.Linear(4, 2), torch.zeros(3, 2), nn.MSELoss()
+    target[0] = math.inf
+    report = gaff.find_nonfinite(lambda: criterion(model(x), target).backward(), model=model)
+    assert (report.direction, report.op) == ("before", "")
+    assert "held 2 +inf before the step" in report.cause
+
+
 def test_of_two_guarded_models_the_one_that_made_it_is_told(x):
     first, second = nn.Linear(4, 4), Apply(steep)
     optimizer = sgd(first)

@@ -19,6 +19,7 @@ from gaff.health.ranges import plain
 from gaff.health.report import Range
 from gaff.tools.op_log import place_of
 
+RETURNED = Site("returned")  # by the step, of a tensor that nothing seen has made, such as a gradient
 NOWHERE = Site(port="input")  # a tensor that nothing seen has made
 UPDATED = (
     "the optimizer's step made it of a finite value and a finite gradient: look at the learning rate, at eps, and at "

@@ -25,6 +25,7 @@ from gaff.health.backward_causes import STEEP
 from gaff.health.causes import LOSSES, UNINITIALISED, Case, cause_of
 from gaff.health.marks import (
     NOWHERE,
+    RETURNED,
     UPDATED,
     Made,
     Marks,
@@ -313,7 +314,7 @@ class Examination:
     def _sink(self, output: Any) -> None:
         """What the step or the model returned: here something non-finite matters, if it was not meant."""
         for _, tensor in iter_tensors(output):
-            made = self._look(tensor)
+            made = self._look(tensor, RETURNED)
             if made is not None and (not made.is_meant or has_nan(tensor)):
                 self._sinks.append(made)
             elif made is not None and tensor.numel() == 1 and tensor.requires_grad and not made.is_scaling:
@@ -324,7 +325,7 @@ class Examination:
         self._sinks += self._trail.lost
         origin = self._trail.origin()
         if origin is not None:  # then a returned gradient is no input
-            self._sinks = [made for made in self._sinks if made.site != NOWHERE]
+            self._sinks = [made for made in self._sinks if made.site != RETURNED]
         if self._sinks:
             return self._tell(min(self._sinks, key=lambda made: made.number), ops)
         if origin is None:
