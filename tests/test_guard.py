@@ -183,3 +183,18 @@ def test_bad_arguments_are_told():
         gaff.guard(nn.Linear(2, 2), action="stop")
     with pytest.raises(PlanError, match="cannot be called: expected a function"):
         gaff.find_nonfinite(torch.zeros(2))
+
+
+def test_what_cannot_be_run_again_is_not_taken_for_meant():
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Function(lambda x: 1 / (x * 0))
+
+        def forward(self, batch):
+            return self.inner(next(batch)).clamp(-1, 1)
+
+    model = Draws()
+    with pytest.raises(NonFiniteError, match="could not be run again") as caught, gaff.guard(model), torch.no_grad():
+        model(iter([torch.ones(3)]))
+    assert caught.value.report.site == "inner"

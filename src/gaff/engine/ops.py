@@ -405,7 +405,7 @@ class OpMode(TorchFunctionMode):
             if (output is None and name == "setitem") or is_tensors(output):
                 output = self._leave_op(events, output, written if target is not None else None, args, kwargs)
                 for listener, call in heard:
-                    listener.leave(call, args[0] if output is None else output)
+                    listener.leave(call, output if output is not None else args[0] if target is None else target)
             return output
         finally:
             for event in events:

@@ -44,8 +44,9 @@ _UNSEEN_OUTPUT = (
 )
 
 
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, GaffError, LookupError, NotImplementedError, OSError,
-             RuntimeError, StopIteration, TypeError, ValueError)  # fmt: skip
+# What a model may raise when it is given a batch for the second time: used-up iterators, files, its own checks.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, GaffError, LookupError, OSError, RuntimeError,
+             StopIteration, TypeError, ValueError)  # fmt: skip
 _OPEN: list[Guard] = []
 
 
@@ -94,8 +95,11 @@ class Probe(Stream):
             self._guard.latest = tensor  # a container often returns what its last module did
             had_grad = compat.is_grad_enabled()
             compat.set_grad_enabled(False)
-            batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(plain(tensor))))
-            compat.set_grad_enabled(had_grad)
+            try:
+                with compat.outside_modes():  # a selective checkpoint counts operations
+                    batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(plain(tensor))))
+            finally:
+                compat.set_grad_enabled(had_grad)
 
 
 class Guard:
@@ -115,6 +119,7 @@ class Guard:
         self._batches: deque[Batch] = deque(maxlen=_KEPT)
         self.notes: list[str] = []
         self._unstepped = 0  # runs since the last step
+        self._failure = ""  # why a batch could not be run again
         taps: list[Tap | CallTap] = []
         Examination(model, self._allow)  # tells a slip in ``allow`` now
         seen: set[int] = set()
@@ -246,6 +251,7 @@ class Guard:
         """Something is not finite: run the batches again until one tells where it began."""
         batches = list(self._batches)
         hits = {one: value for batch in batches for one, value in batch.sums if not math.isfinite(value.item())}
+        self._failure = ""
         report = self._first_report(batches)
         if has_gradients and (not report or report.site == STEP):  # another guarded model may have made it
             others = (other._first_report(list(other._batches)) for other in _OPEN if other is not self)
@@ -255,6 +261,10 @@ class Guard:
                 f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
             )
             report = Report(True, STEP, direction="backward", cause=f"{_UNSEEN_GRADIENT} (run again: {tried})")
+        if not report and hits and self._failure:  # then nobody knows whether it was meant
+            first = next(iter(hits)).path
+            cause = f"what it returned is not finite, and where that began cannot be told: {self._failure}"
+            report = Report(True, first or ":output", module=first, direction="forward", cause=cause)
         outputs = [one for one, value in hits.items() if not one.path and value.isnan().item()]
         if not report and outputs:
             report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
@@ -300,7 +310,8 @@ class Guard:
                 _set_random_states(batch.random)
                 return examination.run(lambda: self._again(args, kwargs, batch.gradients))
         except _FAILURES as error:  # what fails when it is run again must not take the place of the alarm
-            self.notes.append(f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0])
+            self._failure = f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0]
+            self.notes.append(self._failure)
             return Report(False)
         finally:
             _State.is_examining = False
