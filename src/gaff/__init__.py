@@ -21,6 +21,8 @@ _HOMES = {
     "sites": "gaff.api",
     "take": "gaff.api",
     "trace": "gaff.api",
+    "watch": "gaff.api",
+    "load": "gaff.record.run",
     "maybe": "gaff.plan",
     "Plan": "gaff.plan",
     "Site": "gaff.address",
@@ -48,19 +50,34 @@ __all__ = [
     "find_nonfinite",
     "guard",
     "keep",
+    "load",
     "maybe",
     "sample_norms",
     "sites",
     "take",
     "trace",
+    "watch",
 ]
 
 if TYPE_CHECKING:
     from gaff import edits, errors, keep
     from gaff.address import Site
-    from gaff.api import anatomy, capture, clip_gradients, edit, find_nonfinite, guard, sample_norms, sites, take, trace
+    from gaff.api import (
+        anatomy,
+        capture,
+        clip_gradients,
+        edit,
+        find_nonfinite,
+        guard,
+        sample_norms,
+        sites,
+        take,
+        trace,
+        watch,
+    )
     from gaff.errors import GaffError
     from gaff.plan import Plan, maybe
+    from gaff.record.run import load
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # tools are loaded when they are called
     from gaff.tools.sampling import SampleNorms
     from gaff.tools.taking import Take
     from gaff.tools.tracing import Backward
+    from gaff.watching.handle import Watch
 
 
 def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
@@ -257,3 +259,40 @@ def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> 
     from gaff.tools.listing import list_sites
 
     return list_sites(model, what, inputs, ops=ops)
+
+
+def watch(
+    model: nn.Module | Mapping[str, nn.Module] | None = None,
+    optimizer: Any = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    every: int | None = None,
+    budget: float = 0.01,
+    rules_off: Iterable[str] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Watch:
+    """Watch a training run: statistics of activations, gradients, weights and updates, judged by health rules.
+
+    Watches from the call on; ``remove()`` or the end of a ``with`` block ends it. Computes nothing else than a bare
+    run, bit for bit; a failure of its own ends the watching, never the training.
+
+    Args:
+        model: one, or several by name; None: whatever is trained in this process, found by itself.
+        optimizer: one or a list: only their steps count. None: all that own parameters of the models.
+        out: a new folder for the record, see ``gaff.load``; None keeps no record, only findings.
+        only, skip: patterns of modules, such as ``["layer4.*"]``: which are looked at.
+        every: look at each nth step. None: as often as ``budget`` allows, and more often in the first steps.
+        budget: the share of the time that looking may take.
+        rules_off: names of health rules that are not asked (docs/rules).
+        tell: called with lines for a terminal, from another thread: alarms at once, progress every ten seconds.
+
+    Statistics are computed where the tensors are; values on a GPU are read by another thread. One thread trains: runs
+    of others are not seen. Raises SiteError for a filter that names nothing, PlanError for what cannot be done,
+    RecordError where ``out`` holds a run already.
+    """
+    from gaff.watching.handle import make_watch, settings_of
+
+    settings = settings_of(out, only, skip, every, budget, tell)
+    return make_watch(model, optimizer, settings=settings, rules_off=rules_off)

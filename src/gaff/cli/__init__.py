@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_apply(commands)
     _add_anatomy(commands)
     _add_nan(commands)
+    _add_watch(commands)
+    _add_report(commands)
     return parser
 
 
@@ -126,6 +128,46 @@ def _add_nan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="of a model its INPUT; of a script its arguments"
     )
+
+
+def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "run a training command unchanged, watch it, and tell what is wrong"
+    parser = commands.add_parser(
+        "watch",
+        help=summary,
+        description=f"{summary}. The command runs as itself; its exit code is returned; all of gaff goes to stderr.",
+        usage="gaff watch [options] -- COMMAND ...",
+    )
+    parser.set_defaults(command="watch")
+    parser.add_argument("--out", metavar="FOLDER", help="where the record goes; a new folder (default: gaff-runs/...)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="modules to look at, such as 'layer4.*'"
+    )
+    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="modules not to look at")
+    parser.add_argument("--every", type=int, metavar="N", help="look at each nth step (default: as the budget allows)")
+    parser.add_argument(
+        "--budget", type=float, default=0.01, metavar="SHARE", help="of the time that looking may take (default: 0.01)"
+    )
+    parser.add_argument(
+        "--rules-off", action="append", default=[], metavar="RULE", help="a health rule that is not asked; repeatable"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=10.0, metavar="SECONDS", help="between lines of progress (default: 10)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="tell nothing; the record has it all")
+    parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, and its arguments")
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "tell what was found in a watched run"
+    parser = commands.add_parser("report", help=summary, description=summary)
+    parser.set_defaults(command="report")
+    parser.add_argument("run", metavar="RUN", help="the folder that gaff watch --out has written")
+    parser.add_argument("--json", action="store_true", help="print data instead")
+    parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _command(

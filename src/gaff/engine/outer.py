@@ -1,15 +1,13 @@
 """What happens around the models of a process: calls from outside any module, backward passes, optimizer steps.
 
-Nothing here sits on a module or a tensor of the user's, so nothing of it is copied, pickled, exported or scripted. While
-no module hook is asked for, only the calls of known outermost modules cost anything: their class's ``__call__`` is
-wrapped, for a hook on the module would switch fused paths off and travel with its pickle.
+Nothing here sits on a module or a tensor of the user's, so nothing of it is copied, pickled, exported or scripted.
+While no module hook is asked for, only the calls of known outermost modules cost anything: their class's ``__call__``
+is wrapped, for a hook on the module would switch fused paths off and travel with its pickle.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +27,7 @@ class Calls:
 
     def __init__(self, around: Callable[[nn.Module, Any, Any, Callable[..., Any]], Any]) -> None:
         self._around = around
-        self._classes: dict[type, Any] = {}  # with the ``__call__`` of their own, if they had one
+        self._classes: dict[type, tuple[Any, Any]] = {}  # ours, and the ``__call__`` of their own if they had one
 
     def follow(self, kind: type) -> None:
         """Also modules of this class, whose ``__call__`` is wrapped."""
@@ -38,22 +36,22 @@ class Calls:
         original = kind.__call__
         around = self._around
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(module, *args, **kwargs)
             return around(module, args, kwargs, original)
 
-        __call__._gaff_original = original  # type: ignore[attr-defined]
-        self._classes[kind] = kind.__dict__.get("__call__")
+        self._classes[kind] = __call__, kind.__dict__.get("__call__")
         kind.__call__ = __call__  # type: ignore[method-assign]
 
     def close(self) -> None:
-        for kind, own in self._classes.items():
+        for kind, (ours, own) in self._classes.items():
+            if kind.__dict__.get("__call__") is not ours:
+                continue  # somebody has wrapped it since, and calls ours
             if own is not None:
                 kind.__call__ = own  # type: ignore[method-assign]
             else:
-                with suppress(AttributeError):
-                    del kind.__call__
+                del kind.__call__
         self._classes.clear()
 
 
@@ -105,6 +103,8 @@ class Around(Protocol):
 
     def loss_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None: ...
 
+    def function_compiled(self, function: Any) -> None: ...
+
 
 class Outer:
     """Tells ``told`` of every backward pass, optimizer step and scaled loss of the process, on any thread.
@@ -124,6 +124,7 @@ class Outer:
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.amp.GradScaler, "scale", self._scale)
         self._replace(torch.amp.GradScaler, "step", self._scaler_step)
+        self._replace(torch, "compile", self._compile)
 
     def close(self) -> None:
         while self._undo:
@@ -176,6 +177,14 @@ class Outer:
 
         return step
 
+    def _compile(self, original: Any) -> Any:
+        def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if model is not None and not isinstance(model, nn.Module):
+                self._told.function_compiled(model)
+            return original(model, *args, **kwargs)
+
+        return compile
+
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stepping and is_nested_step(optimizer):
             return
@@ -201,8 +210,3 @@ def is_compiled(module: nn.Module) -> bool:
         type(one).__name__ == "OptimizedModule" or getattr(one, "_compiled_call_impl", None) is not None
         for one in module.modules()
     )
-
-
-def uses_compiler() -> bool:
-    """Whether anything in this process can have been compiled so far."""
-    return "torch._dynamo.eval_frame" in sys.modules

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -22,15 +22,15 @@ from gaff.engine.session import Session
 from gaff.engine.steps import StepWatch
 from gaff.engine.stream import Stream
 from gaff.engine.taps import CallTap, Tap
-from gaff.errors import GaffError, NonFiniteError, PlanError
+from gaff.errors import NonFiniteError, PlanError
 from gaff.health.marks import STEP, UPDATED
 from gaff.health.origin import Examination
 from gaff.health.ranges import can_hold, has_nonfinite, plain, probe, range_of
 from gaff.health.report import Report
+from gaff.health.rerun import Batch, run_again
 from gaff.receipt import counted
 from gaff.select import Found, is_container, iter_modules, need_module, unwrap
-from gaff.tools.untouched import untouched
-from gaff.values import iter_tensors, map_tensors
+from gaff.values import iter_tensors
 
 _KEPT = 16  # runs of one step whose inputs are kept, for gradients that come from several micro-batches
 
@@ -44,9 +44,6 @@ _UNSEEN_OUTPUT = (
 )
 
 
-# What a model may raise when it is given a batch for the second time: used-up iterators, files, its own checks.
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, GaffError, LookupError, OSError, RuntimeError,
-             StopIteration, TypeError, ValueError)  # fmt: skip
 _OPEN: list[Guard] = []
 
 
@@ -54,21 +51,6 @@ class _State:
     """Whether some guard runs a batch again: no other takes that for a run of its own."""
 
     is_examining = False
-
-
-@dataclass(slots=True)
-class Batch:
-    """What one run was given, to run it again. Holds the inputs by reference, and what autograd brought back."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random: list[Tensor]
-    autocast: list[tuple[str, torch.dtype]]
-    has_grad: bool
-    versions: list[tuple[Tensor, int]]
-    sums: list[tuple[Probe, Tensor]] = field(default_factory=list)  # one number a module output
-    gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # of the outputs, by position
-    handles: list[Any] = field(default_factory=list)  # of the hooks that bring them
 
 
 class Probe(Stream):
@@ -167,15 +149,7 @@ class Guard:
             self._check_forward()
         if self._unstepped >= _KEPT and not self._unstepped & (self._unstepped - 1):
             self._check_skipped()
-        args, kwargs = map_tensors((args, kwargs), _itself, _itself)  # the model may take things out of a dict
-        self.current = Batch(
-            args,
-            kwargs,
-            _random_states(),
-            _autocasts(),
-            torch.is_grad_enabled(),
-            [(tensor, compat.version_of(tensor)) for _, tensor in iter_tensors((args, kwargs))],
-        )
+        self.current = Batch.of(args, kwargs)
         self._batches.append(self.current)
 
     def _end(self, output: Any, run: Any, call: int) -> None:
@@ -293,37 +267,15 @@ class Guard:
             warnings.warn(f"gaff: {report}", stacklevel=2)
 
     def _examine(self, batch: Batch) -> Report:
-        """Run the batch again with every op looked at; the model's modules may count it as one more call."""
-        changed = any(compat.version_of(tensor) != version for tensor, version in batch.versions)
-        examination = Examination(self._model, self._allow)
-        args, kwargs = map_tensors((batch.args, batch.kwargs), _leaf, _itself)
-        inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
-        if changed:
-            examination.notes.append("the batch was written to after the run: this is of what it is now")
         _State.is_examining = True
         try:
-            with ExitStack() as stack:
-                stack.enter_context(untouched(self._model, inputs))
-                for device, dtype in batch.autocast:
-                    stack.enter_context(torch.autocast(device, dtype))
-                stack.enter_context(torch.set_grad_enabled(batch.has_grad))
-                _set_random_states(batch.random)
-                return examination.run(lambda: self._again(args, kwargs, batch.gradients))
-        except _FAILURES as error:  # what fails when it is run again must not take the place of the alarm
-            self._failure = f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0]
-            self.notes.append(self._failure)
-            return Report(False)
+            report, failure = run_again(self._model, batch, self._allow)
         finally:
             _State.is_examining = False
-
-    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: list[tuple[int, Tensor]]) -> Any:
-        output = self._model(*args, **kwargs)
-        tensors = [tensor for _, tensor in iter_tensors(output)]
-        pairs = [(tensors[at], gradient) for at, gradient in gradients if at < len(tensors)]
-        pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
-        if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        return output
+        if failure:
+            self._failure = failure
+            self.notes.append(failure)
+        return report
 
     def _forget(self) -> None:
         for batch in self._batches:
@@ -335,17 +287,6 @@ class Guard:
 
 def _is_overflow(batch: Batch) -> bool:
     return any(has_nonfinite(gradient) for _, gradient in batch.gradients)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """Without the graph behind it, which the user's own backward has used up."""
-    if tensor.is_inference() or not tensor.requires_grad:
-        return tensor
-    return tensor.detach().requires_grad_()
 
 
 def _note(gradients: list[tuple[int, Tensor]], at: int, gradient: Tensor) -> None:
@@ -363,22 +304,3 @@ def _are_finite(sums: list[Tensor]) -> bool:
 def _is_nan(tensor: Tensor) -> Tensor:
     """0 where no element is NaN, else -inf."""
     return (~tensor.detach().isnan().any()).float().log()
-
-
-def _random_states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_random_states(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])
-
-
-def _autocasts() -> list[tuple[str, torch.dtype]]:
-    """The kinds of device for which autocast is on, with its type."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
-    return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]

@@ -1,0 +1,137 @@
+"""``gaff watch -- COMMAND``: run a command as it is, watch what it trains, and tell what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gaff import __version__
+from gaff.errors import GaffError, PlanError, RecordError
+from gaff.record.run import ENDING, HEAD, VERSION, load
+from gaff.views import watch_text
+from gaff.watching.launched import VARIABLE
+
+_FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
+
+
+def run(options: Namespace) -> int:
+    """The exit code is the command's; where a signal ended it, the same signal ends this process."""
+    command = options.rest[1:] if options.rest[:1] == ["--"] else options.rest
+    if not command:
+        raise PlanError("no command: expected gaff watch [options] -- python train.py")
+    program = shutil.which(command[0])
+    if program is None:
+        raise PlanError(f"{command[0]!r} is not found: expected a program, such as python")
+    out = _folder(options.out, command)
+    _check(options)
+    _build_kernel(options)
+    environment = _environment(options, out)
+    code = _wait(subprocess.Popen(command, executable=program, env=environment))
+    _tell(out, options)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _folder(out: str | None, command: list[str]) -> Path:
+    """A new folder with what the run is; raises RecordError where there is one already."""
+    name = next((Path(word).stem for word in command[1:] if word.endswith(".py")), Path(command[0]).name)
+    folder = Path(out) if out else Path("gaff-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    if folder.exists() and (not folder.is_dir() or (folder / HEAD).exists() or list(folder.glob(f"*{ENDING}"))):
+        raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {"version": VERSION, "gaff": __version__, "command": command, "began": time.time()}
+        (folder / HEAD).write_text(json.dumps(head, indent=1))
+    except OSError as error:
+        raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+    return folder
+
+
+def _check(options: Namespace) -> None:
+    if not 0 < options.budget < 1:
+        raise PlanError(f"--budget {options.budget}: expected a share of the time between 0 and 1, such as 0.01")
+    if options.every is not None and options.every < 1:
+        raise PlanError(f"--every {options.every}: expected a number of steps, 1 or more")
+    if options.rules_off:
+        from gaff.health import rules, rules_steps, rules_values  # noqa: F401
+
+        rules.select(options.rules_off)
+    from gaff.address import parse
+
+    for pattern in (*options.only, *options.skip):
+        parse(pattern)
+
+
+def _build_kernel(options: Namespace) -> None:
+    """Once a machine: a few seconds that make each look ten times cheaper. Without a compiler plain torch counts."""
+    from gaff.statistics import kernel
+
+    if os.environ.get("GAFF_NO_KERNEL") or kernel.path_of_build().is_file() or kernel.PACKED.is_file():
+        return
+    if not options.quiet:
+        sys.stderr.write("gaff: building the statistics kernel, once for this machine\n")
+    try:
+        kernel.build()
+    except GaffError as error:
+        sys.stderr.write(f"gaff: no kernel, looks are slower: {error}\n")
+
+
+def _environment(options: Namespace, out: Path) -> dict[str, str]:
+    inject = str(Path(__file__).parent.parent / "watching" / "inject")
+    package = str(Path(__file__).parent.parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    settings = {
+        "out": str(out.resolve()),
+        "only": options.only,
+        "skip": options.skip,
+        "every": options.every,
+        "budget": options.budget,
+        "rules_off": options.rules_off,
+        "quiet": options.quiet,
+        "plain": options.plain,
+        "interval_s": options.interval,
+        "package": package,
+    }
+    paths = [inject, *([known] if known else [])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(settings)}
+
+
+def _wait(child: subprocess.Popen[Any]) -> int:
+    """Until the command ends. Ctrl-C reaches it from the terminal by itself; other signals are handed on."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    known = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None)}
+    for name in _FORWARDED:
+        if hasattr(signal, name):
+            number = getattr(signal, name)
+            known[number] = signal.signal(number, hand_on)
+    try:
+        return child.wait()
+    finally:
+        for number, before in known.items():
+            signal.signal(number, before)
+
+
+def _tell(out: Path, options: Namespace) -> None:
+    """The report, on standard error: standard output is the command's."""
+    try:
+        record = load(out)
+    except RecordError:
+        sys.stderr.write(f"gaff: nothing was watched: the command trained no torch model; {out} holds no record\n")
+        return
+    if not options.quiet:
+        text = watch_text.report(record, plain=options.plain)
+        sys.stderr.write(f"{text}\ngaff report {out} shows this again\n")

@@ -1,0 +1,60 @@
+"""What a health rule has found. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from gaff.errors import RecordError
+
+SEVERITIES = ("error", "warning", "info")  # worst first
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One rule at one site, or at several of the same kind: the first of them is ``site``.
+
+    ``since``: the first step at which it was seen; ``last``: the latest; ``share``: of the looks in between and after.
+    ``evidence``: the numbers at the step where they were worst. ``look``: a line of Python that shows more.
+    """
+
+    rule: str
+    site: str
+    model: str
+    since: int
+    severity: str
+    message: str
+    cause: str
+    remedy: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    last: int = 0
+    share: float = 1.0
+    also: tuple[str, ...] = ()  # further sites
+    look: str = ""
+    rank: int = 0
+    is_over: bool = False  # not seen any more when the run ended
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "evidence": dict(self.evidence), "also": list(self.also)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Finding:
+        """Raises RecordError for what is no finding."""
+        known = {one.name for one in fields(cls)}
+        try:
+            given = {name: inner for name, inner in value.items() if name in known}
+            given["also"] = tuple(str(one) for one in given.get("also", ()))
+            finding = cls(**given)
+        except TypeError as error:
+            raise RecordError(f"a finding cannot be read: {error}") from None
+        if finding.severity not in SEVERITIES:
+            raise RecordError(f"a finding of severity {finding.severity!r}: expected one of {', '.join(SEVERITIES)}")
+        return finding
+
+    @property
+    def address(self) -> str:
+        """The model and the site in one, as messages show it."""
+        if not self.model:
+            return self.site or "the run"
+        return f"{self.model}{self.site}" if not self.site or self.site[0] == ":" else f"{self.model}.{self.site}"

@@ -1,0 +1,132 @@
+"""An append-only file of frames: nothing but the last frame can be torn, and that is seen. Needs no torch.
+
+Layout: eight bytes ``GAFFLOG1``; then frames, each a header of 32 bytes (magic, kind, three bytes of nothing, length of
+the payload, CRC-32 of all the rest, step, time in seconds since 1970) and a payload. One
+``write`` a frame and one writer a file, so that a reader needs no lock. Kinds that a reader does not know are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gaff.errors import RecordError
+
+MAGIC = b"GAFFLOG1"
+LAYOUT, MATRIX, SERIES, EVENT = range(1, 5)
+_FRAME = b"GFRM"
+_HEADER = struct.Struct("<4sB3xIIqd")  # magic, kind, length, CRC, step, time
+_LARGEST = 1 << 30  # bytes of one payload
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """``payload`` is as it was written: JSON of an EVENT or LAYOUT, see ``gaff.record.matrix`` for the others."""
+
+    kind: int
+    step: int
+    time: float
+    payload: bytes
+
+    def json(self) -> dict[str, Any]:
+        """Raises RecordError for what is no JSON object."""
+        try:
+            found = json.loads(self.payload)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"a frame of step {self.step} holds no JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise RecordError(f"a frame of step {self.step} holds a {type(found).__name__}, expected an object")
+        return found
+
+
+class LogWriter:
+    """Appends frames to a new file. Each is handed to the system before ``write`` returns; none is kept back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        self._write(MAGIC)
+        self.size_bytes = len(MAGIC)
+
+    def write(self, kind: int, payload: bytes, step: int = 0) -> None:
+        """Raises OSError when the disk is full; what was written before stays readable."""
+        now = time.time()
+        header = _HEADER.pack(_FRAME, kind, len(payload), _crc(kind, step, now, payload), step, now)
+        self._write(header + payload)
+        self.size_bytes += len(header) + len(payload)
+
+    def write_json(self, kind: int, value: dict[str, Any], step: int = 0) -> None:
+        self.write(kind, json.dumps(value, separators=(",", ":")).encode(), step)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _write(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):  # a system may take less than all of it, before it says that the disk is full
+            at += os.write(self._file, data[at:])
+
+
+class LogReader:
+    """Frames of one file. May be read on while the file grows: ``frames`` goes on where it stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = 0  # places inside the file at which bytes had to be passed over
+        self._at = 0
+        try:
+            with path.open("rb") as file:
+                start = file.read(len(MAGIC))
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+        if start != MAGIC:
+            raise RecordError(f"{path}: is no record of gaff: it begins with {start!r}, expected {MAGIC!r}")
+
+    def frames(self) -> Iterator[Frame]:
+        """Those that are complete and not returned yet. A torn one at the end is waited for, elsewhere passed over."""
+        with self.path.open("rb") as file:
+            data = file.read()
+        at = self._at or len(MAGIC)
+        while at + _HEADER.size <= len(data):
+            frame, after = _read(data, at)
+            if frame is None:
+                following = _resume(data, at)
+                if following is None:
+                    break  # the end: still being written, or torn by a kill
+                self.damaged += 1
+                at = following
+                continue
+            yield frame
+            at = self._at = after
+
+
+def _read(data: bytes, at: int) -> tuple[Frame | None, int]:
+    magic, kind, length, crc, step, when = _HEADER.unpack_from(data, at)
+    begin = at + _HEADER.size
+    if magic != _FRAME or length > _LARGEST or begin + length > len(data):
+        return None, at
+    payload = data[begin : begin + length]
+    if _crc(kind, step, when, payload) != crc:
+        return None, at
+    return Frame(kind, step, when, payload), begin + length
+
+
+def _crc(kind: int, step: int, when: float, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<BIqd", kind, len(payload), step, when)))
+
+
+def _resume(data: bytes, at: int) -> int | None:
+    """Where the next whole frame begins."""
+    found = data.find(_FRAME, at + 1)
+    while found != -1:
+        if found + _HEADER.size <= len(data) and _read(data, found)[0] is not None:
+            return found
+        found = data.find(_FRAME, found + 1)
+    return None

@@ -1,0 +1,295 @@
+"""A saved run, read back: ``gaff.load``. Needs no torch; may be opened while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gaff.address import nearest
+from gaff.errors import RecordError
+from gaff.record.finding import SEVERITIES, Finding
+from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader
+from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
+
+VERSION = 1
+HEAD = "run.json"
+ENDING = ".gaff"
+_DERIVED = ("rms", "norm", "nonfinite")  # not stored: they follow from what is
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One number over time: ``steps[i]`` is the optimizer steps completed before ``values[i]`` was seen."""
+
+    steps: list[int]
+    values: list[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return iter(zip(self.steps, self.values, strict=True))
+
+
+@dataclass
+class Part:
+    """What one process of the run has written."""
+
+    rank: int
+    reader: LogReader
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    tables: list[tuple[int, bytes]] = field(default_factory=list)  # step, payload
+    series: dict[str, array[float]] = field(default_factory=dict)
+    events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    parsed: dict[tuple[int, bool], Table] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """What has come since the last time."""
+        for frame in self.reader.frames():
+            if frame.kind == LAYOUT:
+                layout = Layout.from_json(frame.json())
+                self.layouts[layout.number] = layout
+            elif frame.kind == MATRIX:
+                self.tables.append((frame.step, frame.payload))
+            elif frame.kind == SERIES:
+                self._add_series(unpack_series(frame.payload))
+            elif frame.kind == EVENT:
+                self.events.append((frame.step, frame.json()))
+
+    def _add_series(self, columns: dict[str, array[float]]) -> None:
+        known = len(self.series.get("step", ()))
+        rows = len(columns.get("step", ()))
+        for name, values in columns.items():
+            if name not in self.series:
+                self.series[name] = array("d", [math.nan]) * known
+            self.series[name].extend(values)
+        for name, values in self.series.items():
+            if name not in columns:
+                values.extend([math.nan] * rows)
+
+    def table(self, at: int, *, with_magnitudes: bool = False) -> Table | None:
+        """None where its layout is not known: the frame that names it was damaged."""
+        known = self.parsed.get((at, with_magnitudes))
+        if known is None:
+            payload = self.tables[at][1]
+            layout = self.layouts.get(number_of(payload))
+            if layout is None:
+                return None
+            known = self.parsed[at, with_magnitudes] = unpack(layout, payload, with_magnitudes=with_magnitudes)
+        return known
+
+    def latest(self, kind: str) -> dict[str, Any] | None:
+        return next((one for _, one in reversed(self.events) if one.get("kind") == kind), None)
+
+
+class Record:
+    """A run of ``gaff watch`` or ``gaff.watch``: its findings, its sites, and any number of any site over time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        files = sorted(self.path.glob(f"*{ENDING}")) if self.path.is_dir() else []
+        if not files:
+            kind = "is no folder" if not self.path.is_dir() else f"holds no file *{ENDING}"
+            raise RecordError(f"{str(path)!r} {kind}: expected a folder that gaff watch --out has written")
+        self.head = _read_head(self.path / HEAD)
+        self._parts = [Part(_rank_of(file), LogReader(file)) for file in files]
+        self._parts.sort(key=lambda part: part.rank)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the run has written since."""
+        for part in self._parts:
+            part.read()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [part.rank for part in self._parts]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Of all processes, worst first; those that were over when the run ended come last."""
+        found = []
+        for part in self._parts:
+            told = part.latest("findings")
+            found += [Finding.from_dict(one) for one in (told or {}).get("findings", ())]
+        return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps completed."""
+        return max((int(max(part.series["step"])) + 1 for part in self._parts if part.series.get("step")), default=0)
+
+    @property
+    def overhead(self) -> float:
+        """The share of the run's time that watching took, as it measured itself."""
+        told = [part.latest("end") or part.latest("progress") for part in self._parts]
+        return max((float(one["overhead"]) for one in told if one and "overhead" in one), default=0.0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every process has said that it ended."""
+        return all(part.latest("end") is not None for part in self._parts)
+
+    @property
+    def sites(self) -> list[str]:
+        """Every address with numbers; with the model's name before it where there are several models."""
+        return list(self._names())
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not looked at, and why; damage of the files."""
+        told = [str(one) for part in self._parts for _, event in part.events for one in event.get("notes", ())]
+        damaged = sum(part.reader.damaged for part in self._parts)
+        if damaged:
+            told.append(f"{damaged} places in the record are damaged and were passed over")
+        return list(dict.fromkeys(told))
+
+    def describe(self, kind: str, rank: int = 0) -> dict[str, Any]:
+        """The latest event of one kind, such as ``model``, ``progress``, ``end``; empty where there is none."""
+        return self._part(rank).latest(kind) or {}
+
+    def scalar(self, name: str = "loss", rank: int = 0) -> Series:
+        """A number of each step: ``loss`` (the first that was found), ``loss:NAME``, ``lr``, ``grad_norm``, ``seconds``.
+
+        Steps without one are left out. Raises RecordError with the names that there are.
+        """
+        series = self._part(rank).series
+        if name == "loss":
+            name = next((one for one in series if one.startswith("loss:")), name)
+        if name not in series:
+            raise RecordError(f"no scalar {name!r} in {self.path}: expected one of {', '.join(self.scalars) or 'none'}")
+        pairs = [(int(step), value) for step, value in zip(series["step"], series[name], strict=True)]
+        kept = [(step, value) for step, value in pairs if not math.isnan(value) or name.startswith("loss")]
+        return Series([step for step, _ in kept], [value for _, value in kept])
+
+    @property
+    def scalars(self) -> list[str]:
+        return list(dict.fromkeys(name for part in self._parts for name in part.series if name != "step"))
+
+    def series(self, site: str, stat: str, phase: str = "train", rank: int = 0) -> Series:
+        """One number of one site over the sampled steps, such as ``record.series("fc1", "rms")``.
+
+        ``site``: as in ``sites``; the model's name may be left out where only one model has it. ``stat``: a column
+        (``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nan``, ``count`` ...) or ``rms``, ``norm``, ``nonfinite``.
+        Raises RecordError with near names.
+        """
+        key = self._find(site)
+        steps, values = [], []
+        stats: dict[str, None] = {}
+        part = self._part(rank)
+        for at, (step, _) in enumerate(part.tables):
+            table = part.table(at)
+            if table is None or table.phase != phase or key not in table.layout.index:
+                continue
+            stats.update(dict.fromkeys(table.columns))
+            value = _value(table, stat, table.layout.index[key])
+            if value is not None:
+                steps.append(step)
+                values.append(value)
+        if not steps and stats and stat not in stats:
+            raise RecordError(f"{site!r} has no {stat!r}: expected one of {', '.join([*stats, *_DERIVED])}")
+        return Series(steps, values)
+
+    def latest(self, site: str, phase: str = "train", rank: int = 0) -> dict[str, float]:
+        """All numbers of one site at the last look that has it, with its step; empty where there is none."""
+        key = self._find(site)
+        part = self._part(rank)
+        for at in range(len(part.tables) - 1, -1, -1):
+            table = part.table(at)
+            if table is not None and table.phase == phase and key in table.layout.index:
+                row = table.layout.index[key]
+                found = {name: values[row] for name, values in table.columns.items()}
+                derived = {name: _value(table, name, row) or 0.0 for name in _DERIVED}
+                return {"step": float(part.tables[at][0]), **found, **derived}
+        return {}
+
+    def magnitudes(self, site: str, phase: str = "train", rank: int = 0) -> list[tuple[int, list[float]]]:
+        """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %."""
+        key = self._find(site)
+        part = self._part(rank)
+        found = []
+        for at, (step, _) in enumerate(part.tables):
+            table = part.table(at, with_magnitudes=True)
+            if table is not None and table.phase == phase and key in table.layout.index:
+                found.append((step, table.shares(table.layout.index[key])))
+        return found
+
+    def __repr__(self) -> str:
+        return f"<gaff record {str(self.path)!r}: {self.steps} steps, {len(self.findings)} findings>"
+
+    def _part(self, rank: int) -> Part:
+        part = next((one for one in self._parts if one.rank == rank), None)
+        if part is None:
+            raise RecordError(f"no rank {rank} in {self.path}: expected one of {self.ranks}")
+        return part
+
+    def _names(self) -> dict[str, tuple[str, str]]:
+        keys = dict.fromkeys(row for part in self._parts for layout in part.layouts.values() for row in layout.rows)
+        models = {model for model, _ in keys}
+        return {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
+
+    def _find(self, site: str) -> tuple[str, str]:
+        names = self._names()
+        if site in names:
+            return names[site]
+        full = {_joined(*key): key for key in names.values()}
+        if site in full:
+            return full[site]
+        alike = [key for key in names.values() if key[1] == site]
+        if len(alike) == 1:
+            return alike[0]
+        if alike:
+            places = ", ".join(_joined(*one) for one in alike)
+            raise RecordError(f"{site!r} is in several models: expected one of {places}")
+        near = ", ".join(nearest(site, list(names))) or "none"
+        raise RecordError(f"no site {site!r} in {self.path} of {len(names)} sites; nearest: {near}")
+
+
+def load(path: str | Path) -> Record:
+    """Open the record of a run: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written.
+
+    Reads no tensor and needs no torch. A run that is still going on can be opened; ``refresh()`` reads on. Raises
+    RecordError where there is no record, or one of a later version.
+    """
+    return Record(path)
+
+
+def _joined(model: str, address: str) -> str:
+    return f"{model}{address}" if address.startswith((":", "[")) else f"{model}.{address}"
+
+
+def _value(table: Table, stat: str, row: int) -> float | None:
+    if stat in table.columns:
+        return table.columns[stat][row]
+    if stat not in _DERIVED or "std" not in table.columns:
+        return None
+    columns = table.columns
+    if stat == "nonfinite":
+        return columns["nan"][row] + columns["positive_inf"][row] + columns["negative_inf"][row]
+    rms = math.hypot(columns["mean"][row], columns["std"][row])
+    return rms if stat == "rms" else rms * math.sqrt(columns["count"][row])
+
+
+def _rank_of(file: Path) -> int:
+    digits = file.stem.removeprefix("rank").partition("-")[0]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _read_head(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot be read: {error}") from None
+    version = found.get("version") if isinstance(found, dict) else None
+    if not isinstance(version, int) or version > VERSION:
+        raise RecordError(
+            f"{path}: version {version!r} of the format: this gaff reads up to {VERSION}; install a later"
+        )
+    return dict(found)

@@ -1,0 +1,84 @@
+"""What one look at one step has seen, as plain numbers. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from gaff.address import parse_site
+from gaff.statistics.rows import Numbers
+
+Key = tuple[str, str]  # the model's name and the address in it
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Of each unit of a stream: largest and smallest value and sum of magnitudes in one sampled step."""
+
+    largest: list[float]
+    smallest: list[float]
+    magnitude: list[float]
+
+    @property
+    def dead(self) -> list[bool]:
+        """Which have been nothing but zero (below 1e-5 in magnitude, as in TheDeepChecker)."""
+        return [max(abs(high), abs(low)) < 1e-5 for high, low in zip(self.largest, self.smallest, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is known of a parameter at one optimizer step."""
+
+    kind: str  # "weight", "bias" (of one dimension), "embedding"
+    elements: int
+    requires_grad: bool
+    has_grad: bool
+    optimizer: int | None  # the number of the one that owns it; None: none that has made a step
+    lr: float
+    dtype: str = "float32"
+    was_cleared: bool = True  # its gradient was None or zero at some time since the last step
+    was_called: bool = True  # whether its module has been, in this sampled step
+    adam_rms: float | None = None  # root of the mean of g^2 / v (Wortsman et al., 2023, "RMS_t")
+    momentum: float | None = None  # norm of the first moment
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sampled step. ``phase``: ``train`` or ``eval``."""
+
+    step: int
+    phase: str
+    time: float  # seconds since the run began
+    rows: dict[Key, Numbers] = field(default_factory=dict)
+    units: dict[Key, Units] = field(default_factory=dict)
+    parameters: dict[Key, Parameter] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    shares: dict[tuple[str, Key], float] = field(default_factory=dict)  # "saturated" elements, "entropy" of attention
+    facts: dict[str, Any] = field(default_factory=dict)  # what holds for the step as a whole
+
+    def of(self, key: Key, port: str) -> Numbers | None:
+        """The row of another port of the same parameter: ``grad``, ``param``, ``update``."""
+        return self.rows.get((key[0], f"{path_of(key[1])}:{port}"))
+
+    def port(self, name: str) -> dict[Key, Numbers]:
+        """The rows of one port, such as ``output``, by key; in the order in which they were first seen."""
+        return {key: row for key, row in self.rows.items() if port_of(key[1]) == name}
+
+
+def port_of(address: str) -> str:
+    """``grad_output`` of ``fc1:grad_output``, ``output`` of ``fc1``."""
+    return _split(address)[1]
+
+
+def path_of(address: str) -> str:
+    """The module's or parameter's path in an address."""
+    return _split(address)[0]
+
+
+@lru_cache(maxsize=65536)
+def _split(address: str) -> tuple[str, str]:
+    if address.endswith(":update"):  # of a parameter; no port that can be asked for
+        return address.removesuffix(":update"), "update"
+    site = parse_site(address)
+    return site.path, site.port

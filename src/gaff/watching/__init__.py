@@ -1,0 +1,1 @@
+"""Watching a training run: what happens, what of it is looked at and when, and who is told."""

@@ -1,0 +1,278 @@
+"""Where looks arrive: they are judged, written and told on another thread, while training goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gaff.errors import RecordError
+from gaff.health import judge
+from gaff.health.judge import Judge
+from gaff.record.finding import Finding
+from gaff.record.run import ENDING, HEAD, VERSION
+from gaff.record.sample import Key, Sample, Units
+from gaff.statistics.rows import Numbers
+from gaff.views import watch_text
+from gaff.watching import facts, losses
+from gaff.watching.losses import Losses
+from gaff.watching.models import Model
+from gaff.watching.pace import Pace
+from gaff.watching.recorder import Recorder
+from gaff.watching.window import Window, unscaled
+from gaff.watching.writer import Writer
+
+if TYPE_CHECKING:
+    from gaff.watching.watcher import Settings
+
+_FLUSH_S = 1.0  # what a kill may cost
+_MOST_PULSES = 512
+
+
+class Desk:
+    """Everything that happens to a look after it was taken. The methods are called by the training thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._tell = settings.tell
+        self._path = str(settings.out) if settings.out is not None else ""
+        self._recorder = Recorder(_log_path(settings))
+        self._judge = Judge(settings.rules, self._alarm)
+        self._writer = Writer(self._job_failed)
+        self._pulses: list[tuple[int, float, float, dict[str, Any], float | None, int]] = []
+        self._began = perf_counter()
+        self._flushed = self._began
+        self._lined = self._began
+        self._spent = 0.0
+        self._norms: dict[int, float] = {}  # of all gradients, by step
+        self._latest: dict[str, float] = {}
+        self._batch = 0
+        self._has_failed = False
+        self._written: list[dict[str, Any]] = []  # findings, as they are in the record
+        self.failure: str | None = None
+        self._writer.put(lambda: self._recorder.event("begin", **_surroundings(settings)))
+
+    @property
+    def findings(self) -> list[Finding]:
+        """As of now: waits for the looks that are still to be judged."""
+        self._writer.stop()
+        return [judge.about(one, self._path) for one in self._judge.findings]
+
+    def model(self, model: Model, step: int) -> None:
+        """A model has been found."""
+        told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
+                "parameters": len(model.parameters)}  # fmt: skip
+        self._writer.put(lambda: self._recorder.event("model", step, **told))
+
+    def look(self, window: Window, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]) -> None:
+        """A window has closed. Its rows may still be on a device: they are read by the other thread."""
+        keys, rows = window.bank.take()
+        units, shares, told = dict(window.bank.units), dict(window.extras), dict(window.facts)
+        step, phase, scale = window.step, window.phase, window.scale
+        began = perf_counter() - self._began
+
+        def job() -> None:
+            table = torch.cat([one.cpu() for one in rows]) if rows else torch.zeros(0, 74, dtype=torch.float64)
+            table = _unscale(keys, table, scale)
+            sample = Sample(step, phase, began)
+            sample.rows = {key: Numbers(row) for key, row in zip(keys, table.tolist(), strict=True)}
+            sample.units = {key: Units(*one.tolist()) for key, one in units.items()}
+            sample.shares = {name: float(total) / max(1, count) for name, (total, count) in shares.items()}
+            sample.parameters = {key: facts.read(one) for key, one in parameters.items()}
+            sample.losses = {name: losses.read(value) for name, value in values.items()}
+            sample.facts = told
+            self._take(sample, keys, table)
+
+        self._writer.put(job)
+
+    def add(self, finding: Finding, step: int) -> None:
+        """Found by other means than a rule."""
+
+        def job() -> None:
+            self._judge.add(finding)
+            self._write_findings(step)
+
+        self._writer.put(job)
+
+    def pulse(self, step: int, seconds: float, known: Losses, skipped: int) -> None:
+        """Every step: what costs next to nothing."""
+        values = known.values()
+        if values or seconds:
+            self._pulses.append((step, seconds, known.lr, values, known.scale, skipped))
+
+    def tick(self, step: int, pace: Pace) -> None:
+        """Every step: see whether it is time to write, or to tell."""
+        now = perf_counter()
+        if now - self._flushed > _FLUSH_S or len(self._pulses) >= _MOST_PULSES:
+            self._flushed = now
+            self._flush(step, pace)
+        if self._tell is not None and now - self._lined > self._settings.interval_s:
+            self._lined = now
+            self._writer.put(lambda: self._line(step, pace))
+
+    def take_spent(self) -> float:
+        """Processor time of the other thread since the last time."""
+        spent, self._spent = self._writer.spent_s - self._spent, self._writer.spent_s
+        return spent
+
+    def pause(self) -> None:
+        self._writer.stop()
+
+    def abandon(self) -> None:
+        self._writer.abandon()
+        self._recorder.close()
+        self._tell = None
+
+    def fail(self, error: Exception, step: int) -> None:
+        """Watching has ended by a failure of ours: told once, on the terminal and in the record."""
+        place = _place_of(error)
+        self.failure = f"{type(error).__name__}: {error}{place}"
+        self._report_failure(f"gaff: watching has stopped at step {step}, training goes on: {self.failure}")
+        self._writer.put(lambda: self._recorder.event("failure", step, error=self.failure, notes=[self.failure]))
+
+    def close(self, step: int, pace: Pace, notes: Sequence[str], error: BaseException | None) -> None:
+        self._flush(step, pace)
+        self._writer.stop()
+        if self._writer.dropped:
+            notes = (*notes, f"{self._writer.dropped} looks were dropped: the record could not be written fast enough")
+        broken = [f"rule {name!r} raised {told}: not asked any more" for name, told in self._judge.broken.items()]
+        try:
+            self._write_findings(step, is_last=True)
+            self._recorder.event(
+                "end",
+                step,
+                overhead=pace.overhead,
+                seconds=pace.total_s,
+                notes=[*notes, *broken],
+                error=f"{type(error).__name__}: {error}" if error is not None else None,
+            )
+        except OSError as refused:
+            self._job_failed(refused)
+        self._recorder.close()
+
+    # on the other thread
+
+    def _take(self, sample: Sample, keys: Sequence[Key], table: Tensor) -> None:
+        norms = [row.norm for key, row in sample.rows.items() if key[1].endswith(":grad") and row.count]
+        if norms:
+            self._norms[sample.step] = self._latest["grad_norm"] = math.sqrt(sum(one * one for one in norms))
+        self._batch = sample.facts.get("batch", self._batch)
+        self._judge.look(sample)
+        self._recorder.look(sample, keys, table)
+        self._recorder.event("look", sample.step, phase=sample.phase, **_plain(sample.facts))
+        self._write_findings(sample.step)
+
+    def _flush(self, step: int, pace: Pace) -> None:
+        pulses, self._pulses = self._pulses, []
+        told = {"overhead": pace.overhead, "every": pace.distance, "seconds": pace.total_s, "memory": _memory()}
+
+        def job() -> None:
+            if pulses:
+                self._recorder.series(self._columns(pulses))
+            self._recorder.event("progress", step, **told)
+
+        self._writer.put(job)
+
+    def _columns(self, pulses: Sequence[tuple[int, float, float, dict[str, Any], float | None, int]]) -> dict[str, Any]:
+        nothing = math.nan
+        names = dict.fromkeys(name for one in pulses for name in one[3])
+        columns: dict[str, list[float]] = {
+            "step": [float(one[0]) for one in pulses],
+            "seconds": [one[1] or nothing for one in pulses],
+            "lr": [one[2] for one in pulses],
+            "grad_norm": [self._norms.pop(one[0], nothing) for one in pulses],
+        }
+        for name in names:
+            columns[f"loss:{name}"] = [losses.read(one[3].get(name, nothing)) for one in pulses]
+        if any(one[4] is not None for one in pulses):
+            columns["scale"] = [nothing if one[4] is None else one[4] for one in pulses]
+            columns["skipped"] = [float(one[5]) for one in pulses]
+        self._latest.update((name, values[-1]) for name, values in columns.items() if not math.isnan(values[-1]))
+        return columns
+
+    def _line(self, step: int, pace: Pace) -> None:
+        if self._tell is not None:
+            self._tell(watch_text.line(step, self._latest, self._judge.findings, pace.overhead, pace.distance))
+
+    def _alarm(self, finding: Finding) -> None:
+        if self._tell is not None:
+            self._tell(watch_text.alarm(judge.about(finding, self._path)))
+
+    def _write_findings(self, step: int, *, is_last: bool = False) -> None:
+        found = [judge.about(one, self._path) for one in self._judge.findings]
+        told = [{"rule": one.rule, "site": one.site, "model": one.model, "over": one.is_over} for one in found]
+        if told != self._written or is_last:
+            self._written = told
+            self._recorder.findings(found, step)
+
+    def _job_failed(self, error: Exception) -> None:
+        if isinstance(error, OSError):
+            self._recorder.give_up()
+            self._report_failure(f"gaff: the record is not written any further, training goes on: {error}")
+        else:
+            self.failure = f"{type(error).__name__}: {error}{_place_of(error)}"
+            self._report_failure(f"gaff: a look could not be judged or written, training goes on: {self.failure}")
+
+    def _report_failure(self, text: str) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            (self._tell or self._settings.complain)(text)
+
+
+def _log_path(settings: Settings) -> Path | None:
+    """A new file for this process; raises RecordError where the folder holds a run already."""
+    if settings.out is None:
+        return None
+    folder = settings.out
+    path = folder / f"rank{settings.rank}{ENDING}"
+    if path.exists():
+        raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        head = folder / HEAD
+        if not head.exists():
+            head.write_text(json.dumps({"version": VERSION, **settings.head}, indent=1))
+    except OSError as error:
+        raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _surroundings(settings: Settings) -> dict[str, Any]:
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.cuda.is_available(),
+            "rank": settings.rank, "budget": settings.budget, "every": settings.every}  # fmt: skip
+
+
+def _unscale(keys: Sequence[Key], table: Tensor, scale: float) -> Tensor:
+    """Gradients of activations belong to the scaled loss; those of parameters are unscaled before the step."""
+    if scale == 1.0:
+        return table
+    rows = [unscaled(row, scale) if ":grad_output" in key[1] else row for key, row in zip(keys, table, strict=True)]
+    return torch.stack(rows)
+
+
+def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in told.items() if isinstance(value, (str, int, float, bool, type(None), list))}
+
+
+def _memory() -> dict[str, int]:
+    """Peak, in bytes: of the process, and of what torch has allocated on the GPU."""
+    told = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_initialized():
+        told["cuda"] = torch.cuda.max_memory_allocated()
+    return told
+
+
+def _place_of(error: Exception) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return f" (in {Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"

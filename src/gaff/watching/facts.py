@@ -1,0 +1,99 @@
+"""What holds for a step as a whole: the size of its batch, its precision, what is known of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.record.sample import Key, Parameter
+from gaff.select import iter_modules
+from gaff.values import iter_tensors
+from gaff.watching.models import Models
+from gaff.watching.updates import Update
+
+
+def batch_size(args: Any, kwargs: Any) -> int:
+    """The first dimension of the first tensor that the model is given; 1 where there is none."""
+    tensor = next((tensor for _, tensor in iter_tensors((args, kwargs)) if tensor.dim()), None)
+    return int(tensor.shape[0]) if tensor is not None else 1
+
+
+def precision(module: nn.Module) -> str:
+    """``float16`` where autocast or the first parameter says so, else the first parameter's type."""
+    parameter = next(module.parameters(), None)
+    kind = parameter.device.type if parameter is not None else "cpu"
+    if torch.is_autocast_enabled(kind):
+        return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
+
+
+def has_dropout(module: nn.Module) -> bool:
+    kind = nn.modules.dropout._DropoutNd
+    return any(isinstance(one, kind) and one.p > 0 and one.training for one in module.modules())
+
+
+def parameters(
+    models: Models, updates: Iterable[Update], optimizers: Mapping[Any, int], called: set[Key]
+) -> dict[Key, dict[str, Any]]:
+    """Every parameter of every model that trains, as arguments of ``Parameter``; some values still tensors.
+
+    Those that an optimizer owns which made no step in this window are left out: nothing is known of their gradients.
+    """
+    found: dict[Key, dict[str, Any]] = {}
+    numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+    for update in updates:
+        for one in update.owned:
+            found[one.key] = {
+                **_plain(one.parameter),
+                "optimizer": numbers.get(id(update.optimizer)),
+                "lr": float(one.group.get("lr", 0.0)),
+                "was_cleared": update.was_cleared,
+                "adam_rms": one.adam_rms,
+                "momentum": one.momentum,
+                "had_grad": one.had_grad,
+            }
+    owned = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    trained = {key[0] for key in found}
+    for model in models.all:
+        root = model.root()
+        if root is None or model.name not in trained:
+            continue
+        for path, module, _ in iter_modules(root):
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                key = model.name, f"{path}.{name}:param" if path else f"{name}:param"
+                if key in found:
+                    found[key]["kind"] = _kind(module, parameter)
+                    found[key]["was_called"] = (model.name, path) in called
+                elif id(parameter) not in owned and models.name_of(parameter) == (model.name, key[1][: -len(":param")]):
+                    found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
+                                  "had_grad": parameter.grad is not None}  # fmt: skip
+    return found
+
+
+def read(known: Mapping[str, Any]) -> Parameter:
+    """As plain numbers; waits for the device."""
+    given: dict[str, Any] = {
+        name: value.item() if isinstance(value, Tensor) else value for name, value in known.items()
+    }
+    given["has_grad"] = given.pop("had_grad")
+    return Parameter(**given)
+
+
+def _plain(parameter: Tensor) -> dict[str, Any]:
+    return {
+        "kind": "weight" if parameter.dim() > 1 else "bias",
+        "elements": parameter.numel(),
+        "requires_grad": parameter.requires_grad,
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+    }
+
+
+def _kind(module: nn.Module, parameter: Tensor) -> str:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
+    return "weight" if parameter.dim() > 1 else "bias"

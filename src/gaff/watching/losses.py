@@ -1,0 +1,172 @@
+"""Losses: the numbers on which backward is called, under the names that they have in the script."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from gaff.watching.names import caller, name_of_loss
+from gaff.watching.window import Window
+
+_LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
+_LEAST = 32
+_DEVIATIONS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """A loss far above those before it."""
+
+    name: str
+    value: float
+    mean: float
+    deviation: float
+
+
+class Losses:
+    """Of the current step. Values on the CPU are read at once; others are copied and read later, by another thread."""
+
+    def __init__(self) -> None:
+        self.names: dict[Any, str] = {}  # by place in the code
+        self.lr = math.nan
+        self.scale: float | None = None  # of a GradScaler, when it was last known
+        self.facts: dict[str, Any] = {}
+        self.latest = ""
+        self.is_nonfinite = False
+        self._scaler: Any = None
+        self._now: dict[str, list[Any]] = {}
+        self._past: dict[str, Past] = {}
+        self._scaled: list[tuple[ref[Tensor], ref[Tensor], Any]] = []
+
+    def note_scale(self, loss: Tensor, scaled: Tensor, scaler: Any) -> None:
+        """A GradScaler has multiplied ``loss``: what comes back is ``scaled``."""
+        self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
+        self._scaled.append((ref(scaled), ref(loss), scaler))
+
+    def note(self, tensor: Tensor, window: Window | None) -> Spike | None:
+        """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting."""
+        known = next((one for one in self._scaled if one[0]() is tensor), None)
+        loss, scaler = (known[1](), known[2]) if known is not None else (None, None)
+        self.is_nonfinite = False
+        named = loss if loss is not None else tensor
+        place = caller()
+        if place not in self.names:
+            self.names[place] = self._new_name(name_of_loss(named))
+        name = self.latest = self.names[place]
+        scale = 1.0
+        if scaler is not None:
+            self._scaler = scaler
+            scale = self._read_scale()
+        if window is not None:
+            window.scale = scale
+            self.facts.update(facts_of_graph(named, name))
+        value = named.detach() if scale == 1.0 or loss is not None else tensor.detach() / scale
+        if value.device.type != "cpu":
+            self._now.setdefault(name, []).append(value.clone())
+            return None
+        number = float(value)
+        self._now.setdefault(name, []).append(number)
+        self.is_nonfinite = not math.isfinite(number)
+        return None if self.is_nonfinite else self._spike(name, number)
+
+    def values(self) -> dict[str, Any]:
+        """The mean of each loss over the backward passes of this step; tensors where they are on a device."""
+        return {name: _mean(values) for name, values in self._now.items()}
+
+    def forget(self) -> None:
+        self._now = {}
+
+    def _read_scale(self) -> float:
+        scale = getattr(self._scaler, "_scale", None)
+        if isinstance(scale, Tensor) and scale.device.type != "cpu":
+            self.scale = None  # not worth waiting for
+            return 1.0
+        self.scale = float(self._scaler.get_scale())
+        return self.scale
+
+    def _new_name(self, name: str) -> str:
+        taken = set(self.names.values())
+        numbered = (name if not number else f"{name}#{number + 1}" for number in range(len(taken) + 1))
+        return next(one for one in numbered if one not in taken)
+
+    def _spike(self, name: str, value: float) -> Spike | None:
+        """Six standard deviations above the last 128 (OLMo-core), twice their mean, and a fifth of the first loss."""
+        past = self._past.setdefault(name, Past(value))
+        found = None
+        if len(past.values) >= _LEAST:
+            mean, deviation = past.moments()
+            if value > mean + _DEVIATIONS * deviation and value > 2 * abs(mean) and value > 0.2 * abs(past.first):
+                found = Spike(name, value, mean, deviation)
+        past.add(value)
+        return found
+
+
+class Past:
+    """The last values of a loss, with their sums kept up."""
+
+    def __init__(self, first: float) -> None:
+        self.first = first
+        self.values: deque[float] = deque()
+        self._sum = 0.0  # of differences to the first
+        self._squares = 0.0
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self._count(value - self.first, 1)
+        if len(self.values) > _LENGTH:
+            self._count(self.values.popleft() - self.first, -1)
+
+    def moments(self) -> tuple[float, float]:
+        """Mean and standard deviation."""
+        offset = self._sum / len(self.values)
+        return self.first + offset, math.sqrt(max(0.0, self._squares / len(self.values) - offset * offset))
+
+    def _count(self, difference: float, sign: int) -> None:
+        self._sum += sign * difference
+        self._squares += sign * difference * difference
+
+
+def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
+    """What the autograd nodes just behind a loss tell: the number of classes, and functions applied twice."""
+    found: dict[str, Any] = {}
+    node: Any = loss.grad_fn
+    chain: list[Any] = []
+    while node is not None and len(chain) < 6:
+        chain.append(node)
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    names = [one.name().removesuffix("0") for one in chain]
+    for at, one in enumerate(names):
+        behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
+        if one.startswith("NllLoss") and behind != "LogSoftmaxBackward":
+            found["nll"] = name
+        if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
+            shape = getattr(chain[at]._saved_result, "shape", ())
+            if len(shape):
+                found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
+            if behind == "SoftmaxBackward":
+                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "softmax"}
+            if behind == "LogSoftmaxBackward":
+                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "log_softmax"}
+        if one == "BinaryCrossEntropyWithLogitsBackward" and behind == "SigmoidBackward":
+            found["doubled"] = {"loss": name, "outer": "sigmoid (with logits)", "inner": "sigmoid"}
+    return found
+
+
+def _is_view(name: str) -> bool:
+    return name in ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
+                    "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
+
+
+def _mean(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else sum(values[1:], start=values[0]) / len(values)
+
+
+def read(value: Any) -> float:
+    """A loss as a number; waits for its device."""
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)

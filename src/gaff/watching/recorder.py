@@ -1,0 +1,131 @@
+"""From rows of one look to frames of the record; runs on the writer's thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.record.finding import Finding
+from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogWriter
+from gaff.record.matrix import Layout, pack, pack_series, to_bytes
+from gaff.record.sample import Key, Sample, path_of, port_of
+from gaff.statistics.rows import COUNT, M2, MAX, MEAN, MIN, NAN, NEGATIVE, POSITIVE, SAMPLED, ZEROS
+
+_COLUMNS = (("count", "d"), ("mean", "f"), ("std", "f"), ("min", "f"), ("max", "f"), ("zeros", "f"), ("nan", "f"),
+            ("positive_inf", "f"), ("negative_inf", "f"))  # fmt: skip
+_EXTRAS = {
+    "activations": ("saturated", "entropy", "dead", "outlier"),
+    "parameters": ("update_ratio", "adam_rms", "momentum", "lr"),
+}
+_GROUPS = {"param": "parameters", "grad": "parameters", "update": "parameters"}
+_OCTAVES = 24
+
+
+class Recorder:
+    """Writes looks, series of steps and events to one log; lays a table out anew when its rows change."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._log = LogWriter(path) if path is not None else None
+        self._layouts: dict[tuple[str, tuple[Key, ...]], Layout] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return self._log.size_bytes if self._log is not None else 0
+
+    def look(self, sample: Sample, keys: Sequence[Key], rows: Tensor) -> None:
+        """One sampled step; ``rows``: [n, 74] on the CPU, in the order of ``keys``."""
+        if self._log is None:
+            return
+        groups: dict[str, list[int]] = {}
+        for at, key in enumerate(keys):
+            groups.setdefault(_GROUPS.get(port_of(key[1]), "activations"), []).append(at)
+        for group, places in groups.items():
+            named = tuple(keys[at] for at in places)
+            layout = self._layout(group, named, sample.step)
+            extras = [_extra(sample, name, named) for name in _EXTRAS[group]]
+            columns = _columns(rows[torch.tensor(places)])
+            payload = pack(layout.number, sample.phase, [*columns[:-1], *extras, columns[-1]])
+            self._log.write(MATRIX, payload, sample.step)
+
+    def series(self, columns: dict[str, list[float]]) -> None:
+        """Numbers of consecutive steps."""
+        if self._log is not None and columns.get("step"):
+            self._log.write(SERIES, pack_series(columns), int(columns["step"][0]))
+
+    def event(self, kind: str, step: int = 0, **told: Any) -> None:
+        if self._log is not None:
+            self._log.write_json(EVENT, {"kind": kind, **told}, step)
+
+    def findings(self, findings: Sequence[Finding], step: int) -> None:
+        self.event("findings", step, findings=[one.to_dict() for one in findings])
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def give_up(self) -> None:
+        """After the disk has refused: nothing more is written."""
+        self.close()
+
+    def _layout(self, group: str, rows: tuple[Key, ...], step: int) -> Layout:
+        known = self._layouts.get((group, rows))
+        if known is None:
+            columns = (*_COLUMNS, *((name, "f") for name in _EXTRAS[group]))
+            known = self._layouts[group, rows] = Layout(len(self._layouts), group, rows, columns, has_magnitudes=True)
+            assert self._log is not None
+            self._log.write_json(LAYOUT, known.to_json(), step)
+        return known
+
+
+def _columns(rows: Tensor) -> list[bytes]:
+    """The stored columns as bytes, and last the magnitudes."""
+    count = rows[:, COUNT]
+    is_empty = count == 0
+    std = (rows[:, M2] / count.clamp(min=1)).clamp(min=0).sqrt()
+    nothing = torch.full_like(count, float("nan"))
+    moments = [torch.where(is_empty, nothing, one) for one in (rows[:, MEAN], std, rows[:, MIN], rows[:, MAX])]
+    zeros = rows[:, ZEROS] / count.clamp(min=1)
+    floats = [*moments, zeros, rows[:, NAN], rows[:, POSITIVE], rows[:, NEGATIVE]]
+    shares = rows[:, SAMPLED + 1 :] / rows[:, SAMPLED : SAMPLED + 1].clamp(min=1)
+    scaled = (255 + shares.log2() * (254 / _OCTAVES)).round().clamp(1, 255)
+    magnitudes = torch.where(shares > 0, scaled, 0.0).to(torch.uint8).t()
+    return [_bytes(count), *(_bytes(one.float()) for one in floats), _bytes(magnitudes)]
+
+
+def _bytes(values: Tensor) -> bytes:
+    values = values.contiguous()
+    return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
+
+
+def _extra(sample: Sample, name: str, keys: Sequence[Key]) -> bytes:
+    return to_bytes("f", [_number(sample, name, key) for key in keys])
+
+
+def _number(sample: Sample, name: str, key: Key) -> float:
+    """NaN where there is none."""
+    nothing = float("nan")
+    if name in ("saturated", "entropy"):
+        return sample.shares.get((name, key), nothing)
+    if name in ("dead", "outlier"):
+        units = sample.units.get(key)
+        if units is None or not units.largest:
+            return nothing
+        if name == "dead":
+            return sum(units.dead) / len(units.largest)
+        sizes = sorted(units.magnitude)
+        middle = sizes[len(sizes) // 2]
+        return sizes[-1] / middle if middle else nothing
+    if port_of(key[1]) != "param":
+        return nothing
+    known = sample.parameters.get(key)
+    if name == "update_ratio":
+        weight, update = sample.rows.get(key), sample.rows.get((key[0], f"{path_of(key[1])}:update"))
+        return update.rms / weight.rms if weight and update and weight.count and weight.rms else nothing
+    value = getattr(known, name, None) if known is not None else None
+    return nothing if value is None else float(value)

@@ -1,0 +1,134 @@
+"""What is found out at the moment that something goes wrong, while the batch and the weights are still there."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.health.report import Report
+from gaff.health.rerun import Batch, run_again
+from gaff.health.rules import RULES
+from gaff.record.finding import Finding
+from gaff.values import iter_tensors
+from gaff.watching.bank import readable
+from gaff.watching.losses import Spike
+from gaff.watching.models import Model
+
+_ODD = 5.0  # times the median over the batch: a sample that stands out
+_MOST_SAMPLES = 8
+_MOST_BYTES = 1 << 16
+
+
+def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *, has_gradients: bool) -> Finding:
+    """A NaN or inf: the batches of the step are run again, with every op looked at, until one tells where it began.
+
+    What the model prints meanwhile is not shown; its buffers, gradients and random states are left as they were.
+    """
+    known = RULES["nonfinite"]
+    told = "NaN or inf"
+    for model, batch in reversed(batches):
+        root = model.root()
+        if root is None:
+            continue
+        with redirect_stdout(io.StringIO()):
+            report, _ = run_again(root, batch)
+            if not report and has_gradients:
+                report, _ = run_again(root, batch, assume_ones=True)
+        if report:
+            return Finding(
+                rule="nonfinite",
+                site=report.site,
+                model=model.name,
+                since=step,
+                severity=known.severity,
+                message=f"{what} is not finite: {_first_line(report)}",
+                cause=report.cause,
+                remedy=known.remedy,
+                evidence=_evidence(report),
+                last=step,
+            )
+    where = "outside the model: in the loss itself, or in a batch from before" if batches else told
+    return Finding(
+        rule="nonfinite",
+        site="",
+        model="",
+        since=step,
+        severity=known.severity,
+        message=f"{what} is not finite, and every op of the model is fine",
+        cause=f"it began {where}",
+        remedy="gaff nan --again SCRIPT looks at the ops outside the model, too",
+        last=step,
+    )
+
+
+def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) -> Finding:
+    """A loss far above those before it, with the batch behind it and the samples in it that stand out."""
+    evidence: dict[str, Any] = {"loss": spike.value, "mean_before": spike.mean, "deviation_before": spike.deviation}
+    samples: list[int] = []
+    for model, batch in batches[-1:]:
+        evidence["model"] = model.name
+        evidence["batch"] = fingerprint(batch.args, batch.kwargs)
+        samples = odd_samples(batch.args, batch.kwargs)
+        if samples:
+            evidence["samples"] = samples
+    who = (
+        f"samples {samples} of the batch are far larger than the others" if samples else "no sample stands out by size"
+    )
+    return Finding(
+        rule="loss_spike",
+        site="",
+        model="",
+        since=step,
+        severity="warning",
+        message=f"the loss {spike.name!r} jumped to {spike.value:.4g} from about {spike.mean:.4g}; {who}",
+        cause="an example that is wrong or rare, or a learning rate at the edge of what is stable",
+        remedy="look at that batch; clip gradients with gaff.clip_gradients(optimizer, norm=1.0)",
+        evidence=evidence,
+        last=step,
+    )
+
+
+def fingerprint(args: Any, kwargs: Any) -> str:
+    """Equal for equal batches: a checksum of the beginning of every tensor. Only of those on the CPU."""
+    crc = 0
+    for _, tensor in iter_tensors((args, kwargs)):
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
+            flat = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()].contiguous()
+            crc = zlib.crc32(bytes(flat.view(torch.uint8).tolist()), crc) if not flat.is_complex() else crc
+    return f"{crc:08x}"
+
+
+def odd_samples(args: Any, kwargs: Any) -> list[int]:
+    """Positions in the batch of samples whose rms is five times the median or not finite; of floating inputs."""
+    for _, tensor in iter_tensors((args, kwargs)):
+        value = readable(tensor) if tensor.is_floating_point() else None
+        if value is not None and value.dim() and value.shape[0] > 2:
+            return _odd_rows(value)
+    return []
+
+
+def _odd_rows(value: Tensor) -> list[int]:
+    with torch.no_grad():
+        sizes = value.reshape(value.shape[0], -1).float().square().mean(1).sqrt()
+        is_odd = ~(sizes <= _ODD * sizes.nanmedian())
+        return [int(at) for at in is_odd.nonzero()[:_MOST_SAMPLES, 0]]
+
+
+def _first_line(report: Report) -> str:
+    return str(report).partition("\n")[0]
+
+
+def _evidence(report: Report) -> dict[str, Any]:
+    told: dict[str, Any] = {"op": report.op, "direction": report.direction, "line": report.line, "code": report.code}
+    told["inputs"] = [f"{one.name}: {one}" for one in report.inputs]
+    if report.output is not None:
+        told["output"] = f"{report.output.name}: {report.output}"
+    if report.notes:
+        told["notes"] = list(report.notes)
+    return {name: value for name, value in told.items() if value}

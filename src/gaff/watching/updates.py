@@ -1,0 +1,169 @@
+"""What an optimizer's step does: gradients as it is given them, weights before it, and what it changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff import compat
+from gaff.record.sample import Key
+from gaff.statistics.plain import in_memory_order
+from gaff.watching.bank import Bank, readable
+from gaff.watching.models import Models
+
+_WHOLE = 1 << 16  # elements; of larger tensors a sample of an odd stride is copied
+_PROBES = 4  # parameters asked whether their gradients were cleared
+
+
+@dataclass(slots=True)
+class Owned:
+    """A parameter of an optimizer, as it is before a step."""
+
+    key: Key  # of the parameter itself
+    parameter: Tensor
+    group: dict[str, Any]
+    before: Tensor | None  # a copy of some of its elements
+    had_grad: bool = False
+    adam_rms: Any = None  # 0-dim tensors until they are read
+    momentum: Any = None
+
+
+class Update:
+    """One step of one optimizer in a sampled window. Adds to ``bank``; never synchronises.
+
+    Reads gradients and weights once each, and copies at most 65,536 elements of every weight for the time of the step.
+    """
+
+    def __init__(self, optimizer: Any, models: Models, bank: Bank, *, has_closure: bool) -> None:
+        self.optimizer = optimizer
+        self.owned: list[Owned] = []
+        self.was_cleared = True
+        self._has_closure = has_closure  # it brings the gradients, during the step
+        self._models = models
+        self._bank = bank
+
+    def begin(self) -> None:
+        """Before the step."""
+        with torch.no_grad(), compat.outside_modes():
+            for group, parameter in parameters_of(self.optimizer):
+                named = self._models.name_of(parameter)
+                value = readable(parameter)
+                if named is not None and value is not None:
+                    self.owned.append(Owned((named[0], f"{named[1]}:param"), parameter, group, some_of(value).clone()))
+            if not self._has_closure:
+                self._read_gradients()
+            self._observe(":param", [(one, readable(one.parameter)) for one in self.owned])
+
+    def _read_gradients(self) -> None:
+        """Accumulated, reduced, and unscaled where a GradScaler leaves that to a fused optimizer."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        pairs = []
+        for one in self.owned:
+            gradient = one.parameter.grad
+            one.had_grad = gradient is not None
+            if gradient is not None:
+                value = readable(gradient)
+                if value is not None and scale is not None:
+                    value = value / scale.to(value.device)
+                pairs.append((one, value))
+        self._observe(":grad", pairs)
+
+    def end(self) -> None:
+        """After the step."""
+        with torch.no_grad(), compat.outside_modes():
+            if self._has_closure:
+                self._read_gradients()
+            changes = []
+            for one in self.owned:
+                value = readable(one.parameter)
+                if value is not None and one.before is not None and value.device == one.before.device:
+                    now = some_of(value)
+                    if now.shape == one.before.shape:
+                        changes.append((one, now - one.before))
+                one.before = None
+                self._read_state(one)
+            self._observe(":update", changes)
+
+    def _read_state(self, one: Owned) -> None:
+        """Of optimizers that keep first and second moments under the names that torch's Adam gives them."""
+        state = self.optimizer.state.get(one.parameter) if hasattr(self.optimizer, "state") else None
+        if not isinstance(state, dict):
+            return
+        first = state.get("exp_avg", state.get("momentum_buffer"))
+        second, gradient = state.get("exp_avg_sq"), one.parameter.grad
+        if isinstance(first, Tensor) and (first := readable(first)) is not None:
+            one.momentum = some_of(first).norm() * math.sqrt(max(1.0, first.numel() / max(1, some_of(first).numel())))
+        if not isinstance(second, Tensor) or gradient is None or gradient.layout != torch.strided:
+            return
+        second, value = readable(second), readable(gradient)
+        betas, count = one.group.get("betas"), state.get("step")
+        if second is None or value is None or second.shape != value.shape or not betas or count is None:
+            return
+        correction = 1 - betas[1] ** (count if not isinstance(count, Tensor) else count.to(second.device))
+        expected = (some_of(second) / correction).clamp(min=float(one.group.get("eps", 1e-8)) ** 2)
+        one.adam_rms = (some_of(value).square() / expected).mean().sqrt()
+
+    def _observe(self, port: str, pairs: Sequence[tuple[Owned, Tensor | None]]) -> None:
+        known = [(one, value) for one, value in pairs if value is not None]
+        keys = [(one.key[0], one.key[1].removesuffix(":param") + port) for one, _ in known]
+        self._bank.observe_many(keys, [value for _, value in known if value is not None])
+
+
+class Clearing:
+    """Whether an optimizer's gradients were None or zero at some time since its last step.
+
+    Asked at the beginning of backward passes and steps in a sampled window; reads at most four small gradients, and
+    waits for the device for them.
+    """
+
+    def __init__(self) -> None:
+        self._cleared: dict[int, bool] = {}
+        self._stepped: dict[int, list[Tensor]] = {}
+
+    def stepped(self, optimizer: Any) -> None:
+        given = [one for _, one in parameters_of(optimizer) if one.grad is not None and _is_nonzero(one)]
+        self._stepped[id(optimizer)] = sorted(given, key=Tensor.numel)[:_PROBES]
+        self._cleared[id(optimizer)] = False
+
+    def look(self) -> None:
+        for which, probes in self._stepped.items():
+            if not self._cleared[which] and any(one.grad is None or not _is_nonzero(one) for one in probes):
+                self._cleared[which] = True
+
+    def was_cleared(self, optimizer: Any) -> bool:
+        """True where nothing is known: no step has been seen, or no gradient was there to be cleared."""
+        self.look()
+        return self._cleared.get(id(optimizer), True) or not self._stepped.get(id(optimizer))
+
+    def forget(self) -> None:
+        self._cleared.clear()
+        self._stepped.clear()
+
+
+def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield group, parameter
+
+
+def some_of(value: Tensor) -> Tensor:
+    """All elements, or a sample of an odd stride of a large tensor: a view where it can be one."""
+    elements = value.numel()
+    if elements <= _WHOLE:
+        return value.reshape(-1)
+    return in_memory_order(value)[:: (elements // _WHOLE) | 1]
+
+
+def _is_nonzero(parameter: Tensor) -> bool:
+    gradient = readable(parameter.grad) if parameter.grad is not None else None
+    if gradient is None or not gradient.numel():
+        return False
+    with torch.no_grad(), compat.outside_modes(), suppress(RuntimeError):
+        return bool(gradient.ne(0).any())
+    return False
