@@ -133,5 +133,5 @@ def _tell(out: Path, options: Namespace) -> None:
         sys.stderr.write(f"gaff: nothing was watched: the command trained no torch model; {out} holds no record\n")
         return
     if not options.quiet:
-        text = watch_text.report(record, plain=options.plain)
-        sys.stderr.write(f"{text}\ngaff report {out} shows this again\n")
+        text = watch_text.report(record, plain=options.plain, brief=True)
+        sys.stderr.write(f"{text}\ngaff report {out} tells more of each finding\n")

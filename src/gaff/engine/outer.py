@@ -56,15 +56,15 @@ class Calls:
 
 
 class ModuleHooks:
-    """Global hooks, on and off: ``left(module, args, output)`` after, ``entered(module)`` before a module's forward.
+    """Global hooks, on and off: ``entered(module, args)`` before, ``left(module, args, output)`` after a forward.
 
     Global ones do not switch off the fused paths of torch's transformer layers; what runs inside those is not seen.
     """
 
-    def __init__(self, entered: Callable[[nn.Module], None], left: Callable[[nn.Module, Any, Any], None]) -> None:
+    def __init__(self, entered: Callable[[nn.Module, Any], None], left: Callable[[nn.Module, Any, Any], None]) -> None:
         def enter(module: nn.Module, args: Any) -> None:
             if not torch.compiler.is_compiling():
-                entered(module)
+                entered(module, args)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():

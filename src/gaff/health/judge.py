@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gaff.health.rules import Hit, Past, Rule
+from gaff.health.rules import Activity, Hit, Past, Rule
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.sample import Key, Sample
 
 _FIRST = 5  # looks whose losses are kept as the beginning
 _RECENT = 10
-_FORGET = 400  # looks after which units must have been active again
 _MOST_SITES = 40  # of one finding
 _PATIENCE = 3  # looks that a finding must stand before anybody is alarmed: what explains it may come later
 
@@ -53,7 +52,8 @@ class Judge:
     def look(self, sample: Sample) -> None:
         """Judge one sampled step."""
         self._remember(sample)
-        self._looks[sample.phase] += 1
+        if not self._is_nonfinite:  # what held when that came holds still
+            self._looks[sample.phase] += 1
         for one in self._rules:
             if one.phase != sample.phase or one.name in self.broken or (self._is_nonfinite and one.name != "nonfinite"):
                 continue
@@ -135,7 +135,7 @@ class Judge:
         )
 
     def _tell(self) -> None:
-        standing = [one for one in self.findings if not one.is_over]
+        standing = [one for one in self.findings if not one.is_over and one.severity != "info"]
         self._standing = Counter({(one.rule, one.model): self._standing[one.rule, one.model] + 1 for one in standing})
         for finding in standing:
             which = finding.rule, finding.model
@@ -153,15 +153,8 @@ class Judge:
             return
         past.first = past.first or sample
         past.looks += 1
-        batch = sample.facts.get("batch", 1)
         for key, units in sample.units.items():
-            active = [not dead for dead in units.dead]
-            known, inputs = past.active.get(key, ([], 0))
-            if len(known) == len(active) and past.looks % _FORGET:
-                active = [one or other for one, other in zip(active, known, strict=True)]
-            else:
-                inputs = 0
-            past.active[key] = active, inputs + batch
+            past.active.setdefault(key, Activity()).add(units.active, units.inputs)
         for (name, key), value in sample.shares.items():
             if name == "entropy":
                 past.entropy[key] = max(value, past.entropy.get(key, 0.0))
@@ -171,10 +164,10 @@ class Judge:
                 first.append(value)
             past.recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
 
-
-def about(finding: Finding, path: str) -> Finding:
-    """With the line of Python that looks closer."""
-    port = "rms" if finding.site else ""
-    if finding.site and path:
-        return replace(finding, look=f"gaff.load({path!r}).series({finding.site!r}, {port!r})")
-    return replace(finding, look=f"gaff.load({path!r}).scalar('loss')" if path else "")
+    def about(self, finding: Finding, path: str) -> Finding:
+        """With the line of Python that looks closer, into the record at ``path``."""
+        if not path:
+            return finding
+        is_known = (finding.model, finding.site) in self._order
+        what = f"series({finding.site!r}, 'rms')" if is_known else "scalar('loss')"
+        return replace(finding, look=f"gaff.load({path!r}).{what}")

@@ -38,6 +38,33 @@ class Hit:
 
 
 @dataclass(slots=True)
+class Activity:
+    """Which units of a stream were active lately: in this period and in the one before it."""
+
+    now: int = 0
+    before: int = 0
+    inputs: int = 0  # values of each unit in this period
+    inputs_before: int = 0
+    looks: int = 0
+
+    def add(self, active: int, inputs: int) -> None:
+        if self.looks >= 6 and self.inputs >= 1024:
+            self.before, self.inputs_before = self.now, self.inputs
+            self.now = self.inputs = self.looks = 0
+        self.now |= active
+        self.inputs += inputs
+        self.looks += 1
+
+    @property
+    def active(self) -> int:
+        return self.now | self.before
+
+    @property
+    def seen(self) -> int:
+        return self.inputs + self.inputs_before
+
+
+@dataclass(slots=True)
 class Past:
     """What earlier looks have seen, for rules that compare. Rules read it; only the judge writes."""
 
@@ -45,7 +72,7 @@ class Past:
     looks: int = 0  # at training steps
     evals: int = 0
     train_outputs: dict[Key, float] = field(default_factory=dict)  # rms at the latest training step
-    active: dict[Key, tuple[list[bool], int]] = field(default_factory=dict)  # units that ever did anything, inputs
+    active: dict[Key, Activity] = field(default_factory=dict)
     entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones

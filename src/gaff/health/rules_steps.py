@@ -17,7 +17,7 @@ from gaff.record.sample import Key, Parameter, Sample, path_of
     remedy="gaff nan SCRIPT finds the op and its line; guard that op, lower the learning rate, or clip gradients",
     least=1,
     share=0.0,
-    hides=("exploding", "update_large", "diverging", "loss_spike", "grad_spike", "output_constant", "never_updated"),
+    hides=("exploding", "update_large", "loss_spike", "output_constant", "never_updated", "scaler_stuck"),
 )
 def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
     """A NaN in what a module returned, or a NaN or inf in a gradient, a parameter or a loss; the first of them.
@@ -43,7 +43,7 @@ def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
     remedy="call optimizer.zero_grad() once before each accumulation of gradients",
     least=3,
     share=0.5,
-    hides=("grad_spike", "exploding", "update_large", "diverging", "loss_spike"),
+    hides=("exploding", "update_large", "diverging", "loss_spike"),
 )
 def not_cleared(sample: Sample, past: Past) -> Iterator[Hit]:
     """A gradient that was not zero after the last step has been neither None nor zero since. Certain."""

@@ -21,14 +21,15 @@ from gaff.statistics.rows import Numbers
     hides=("zero_gradient", "sparse_gradient", "vanishing", "no_signal"),
 )
 def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
-    """More than half of the units below 1e-5 in magnitude (TheDeepChecker) on at least 256 inputs and three looks."""
+    """More than half of the units below 1e-5 in magnitude (TheDeepChecker) on at least 256 inputs, the latest ones."""
     for key in sample.units:
-        active, inputs = past.active.get(key, ([], 0))
-        row = sample.rows.get(key)
-        if inputs >= 256 and past.looks >= 3 and row is not None and row.zeros > 0.4:
-            dead = active.count(False)
-            if dead > len(active) / 2:
-                yield Hit(key, dead=dead, units=len(active), inputs=inputs)
+        known, row = past.active.get(key), sample.rows.get(key)
+        if known is None or row is None or known.seen < 256 or past.looks < 3 or row.zeros <= 0.4:
+            continue
+        count = sample.units[key].count
+        dead = count - known.active.bit_count()
+        if dead > count / 2:
+            yield Hit(key, dead=dead, units=count, inputs=known.seen)
 
 
 @rule(
@@ -60,6 +61,7 @@ def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
     remedy="add residual connections or normalisation, or initialise for the activation (He, Xavier)",
     least=5,
     share=0.3,
+    hides=("never_updated", "update_small"),
 )
 def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
     """norm(first weight's gradient) < 1e-3 norm(last's) and < 1e-4 (AutoTrainer, beta 1 and 2). In 30 % of looks."""
@@ -145,9 +147,8 @@ def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """Each unit of the model's output spreads less over the batch than 1e-6 of its magnitude; batches of two or more."""
     for key, units in sample.units.items():
         if key[1].startswith((":output", ":grad")) and sample.facts.get("batch", 0) >= 2:
-            pairs = list(zip(units.largest, units.smallest, strict=True))
-            if pairs and all(high - low <= 1e-6 * max(abs(high), abs(low)) for high, low in pairs):
-                yield Hit(key, units=len(pairs), batch=sample.facts["batch"])
+            if units.is_constant:
+                yield Hit(key, units=units.count, batch=sample.facts["batch"])
 
 
 @rule(
@@ -173,9 +174,10 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
     remedy="nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh; or add normalisation",
     least=1,
     share=0.0,
+    hides=("update_small",),
 )
 def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
-    """At the first look, what some layer returns is 1e4 times larger or smaller than what the first one returns."""
+    """At the first look, what some layer returns is 1e3 times larger or smaller than what the first one returns."""
     if past.looks > 1 or sample.step > 1:
         return
     scales: dict[str, float] = {}
@@ -184,7 +186,7 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
         if known is None or known.kind != "weight" or not row.count or not row.rms:
             continue
         first = scales.setdefault(key[0], row.rms)
-        if not 1e-4 < row.rms / first < 1e4:
+        if not 1e-3 < row.rms / first < 1e3:
             yield Hit(key, rms=row.rms, first_rms=first)
             return
 
@@ -362,7 +364,9 @@ def train_mode_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
 
 def _weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
     """Gradients of the weights of each model in the order in which its modules were called; embeddings left out."""
-    order = {key: at for at, key in enumerate(sample.port("output"))}
+    order: dict[Key, int] = {}
+    for at, (model, address) in enumerate(sample.port("output")):
+        order.setdefault((model, path_of(address)), at)
     found: dict[str, list[tuple[int, Key, Numbers]]] = {}
     for key, row in sample.port("grad").items():
         known = sample.parameters.get((key[0], key[1].replace(":grad", ":param")))

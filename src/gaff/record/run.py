@@ -97,8 +97,12 @@ class Record:
             kind = "is no folder" if not self.path.is_dir() else f"holds no file *{ENDING}"
             raise RecordError(f"{str(path)!r} {kind}: expected a folder that gaff watch --out has written")
         self.head = _read_head(self.path / HEAD)
-        self._parts = [Part(_rank_of(file), LogReader(file)) for file in files]
-        self._parts.sort(key=lambda part: part.rank)
+        self._parts: list[Part] = []
+        for file in sorted(files, key=lambda one: (_rank_of(one), len(one.name))):
+            rank = _rank_of(file)
+            if any(part.rank == rank for part in self._parts):  # several processes without ranks
+                rank = 1 + max(part.rank for part in self._parts)
+            self._parts.append(Part(rank, LogReader(file)))
         self.refresh()
 
     def refresh(self) -> None:

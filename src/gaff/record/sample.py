@@ -14,16 +14,22 @@ Key = tuple[str, str]  # the model's name and the address in it
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Of each unit of a stream: largest and smallest value and sum of magnitudes in one sampled step."""
+    """What the units of a stream did in one sampled step.
 
-    largest: list[float]
-    smallest: list[float]
-    magnitude: list[float]
+    ``active``: a number whose lowest bit of each byte tells of one unit whether it was ever above 1e-5 in magnitude (the
+    limit of TheDeepChecker); ``|`` joins two steps. ``is_constant``: no unit differed between inputs by more than 1e-6
+    of its magnitude. ``outlier``: the mean magnitude of the largest unit, relative to the median one.
+    """
+
+    count: int
+    inputs: int  # values of each that were seen
+    active: int
+    is_constant: bool
+    outlier: float
 
     @property
-    def dead(self) -> list[bool]:
-        """Which have been nothing but zero (below 1e-5 in magnitude, as in TheDeepChecker)."""
-        return [max(abs(high), abs(low)) < 1e-5 for high, low in zip(self.largest, self.smallest, strict=True)]
+    def dead(self) -> int:
+        return self.count - self.active.bit_count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class Sample:
     losses: dict[str, float] = field(default_factory=dict)
     shares: dict[tuple[str, Key], float] = field(default_factory=dict)  # "saturated" elements, "entropy" of attention
     facts: dict[str, Any] = field(default_factory=dict)  # what holds for the step as a whole
+    ports: dict[str, dict[Key, Numbers]] = field(default_factory=dict)  # filled when first asked for
 
     def of(self, key: Key, port: str) -> Numbers | None:
         """The row of another port of the same parameter: ``grad``, ``param``, ``update``."""
@@ -63,7 +70,10 @@ class Sample:
 
     def port(self, name: str) -> dict[Key, Numbers]:
         """The rows of one port, such as ``output``, by key; in the order in which they were first seen."""
-        return {key: row for key, row in self.rows.items() if port_of(key[1]) == name}
+        if not self.ports:
+            for key, row in self.rows.items():
+                self.ports.setdefault(port_of(key[1]), {})[key] = row
+        return self.ports.get(name, {})
 
 
 def port_of(address: str) -> str:

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kChunk = 4096;         // elements that stay in the nearest cache
 constexpr int64_t kBlock = 1 << 17;      // elements that one thread takes at once; fixed, so that sums do not depend on it
-constexpr int64_t kAllCounted = 1 << 16; // above this many elements the powers of two are counted on a sample
+constexpr int64_t kAllCounted = 1 << 14; // above this many elements the powers of two are counted on a sample
 constexpr int kBuckets = 64;
 constexpr int kSubnormal = 0;            // the bucket of what is below the smallest normal number of float32
 constexpr int kRow = 10 + kBuckets;      // count mean m2 min max zeros nan +inf -inf sampled, buckets

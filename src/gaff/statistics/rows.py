@@ -15,7 +15,7 @@ BUCKETS = 64
 COUNT, MEAN, M2, MIN, MAX, ZEROS, NAN, POSITIVE, NEGATIVE, SAMPLED = range(10)
 WIDTH = 10 + BUCKETS
 EMPTY = (0.0, 0.0, 0.0, math.inf, -math.inf, *([0.0] * (WIDTH - 5)))
-ALL_COUNTED = 1 << 16  # above this many elements the powers of two are counted on a sample of an odd stride
+ALL_COUNTED = 1 << 14  # above this many elements the powers of two are counted on a sample of an odd stride
 
 # The magnitude with which a number rounds to zero, or to infinity, in a format: as powers of two that are certain.
 # Sources: IEEE 754-2019 for float16; Micikevicius et al., "FP8 formats for deep learning", 2022.

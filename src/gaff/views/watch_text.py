@@ -72,8 +72,11 @@ def verdict(record: Record) -> str:
     return f"{worst.severity}: {worst.rule} at {worst.address} since step {worst.since}{more}, in {size}"
 
 
-def report(record: Record, *, plain: bool = False, width: int = _WIDTH) -> str:
-    """The verdict, the findings with evidence and remedy, and a tree of the sites with their numbers."""
+def report(record: Record, *, plain: bool = False, brief: bool = False, width: int = _WIDTH) -> str:
+    """The verdict, the findings with evidence and remedy, and the sites with their numbers over time.
+
+    ``brief``: one line a finding, where alarms have told the rest.
+    """
     parts = [f"{record.path}: {verdict(record)}"]
     for name in record.scalars:
         if name.startswith("loss:") or name == "grad_norm":
@@ -84,7 +87,10 @@ def report(record: Record, *, plain: bool = False, width: int = _WIDTH) -> str:
     findings = record.findings
     for finding in findings:
         title = f"{finding.severity}: {finding.rule} at {finding.address}" + (" (over)" if finding.is_over else "")
-        parts.append(box(title, body_of(finding), plain=plain))
+        if brief:
+            parts.append(f"  {title}, since step {finding.since}{_extent(finding)}: {finding.message}")
+        else:
+            parts.append(box(title, body_of(finding), plain=plain))
     tree = site_table(record, findings, plain=plain, width=width)
     if tree:
         parts.append(tree)

@@ -16,6 +16,7 @@ from gaff.statistics import plain as in_torch
 from gaff.statistics.rows import EMPTY
 
 _ROOM = 64
+_UNITS = 1 << 16
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,6 +45,7 @@ class Bank:
         self._rows: dict[Key, Tensor] = {}
         self._room: dict[torch.device, list[Tensor]] = {}
         self.units: dict[Key, Tensor] = {}
+        self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
 
     def __contains__(self, key: Key) -> bool:
         return key in self._rows
@@ -51,20 +53,24 @@ class Bank:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def observe(self, key: Key, tensor: Tensor, units: tuple[int, int] | None = None, histogram: bool = True) -> None:
-        """Add a readable tensor's numbers to the row of ``key``, and to the table of its units. No synchronisation."""
+    def observe(self, key: Key, tensor: Tensor, histogram: bool = True) -> None:
+        """Add a readable tensor's numbers to the row of ``key``. No synchronisation."""
         row = self._rows.get(key)
         if row is None or row.device != tensor.device:
             row = self._rows[key] = self._new_row(tensor.device)
         with compat.outside_modes():
-            if units is None:
-                self._ops(tensor.device).observe_(tensor, row, histogram)
-                return
-            count, inner = units
-            table = self.units.get(key)
-            if table is None or table.shape[1] != count:
-                table = self.units[key] = _new_table(count, tensor.device)
-            self._ops(tensor.device).observe_units_(tensor, row, table, inner, histogram)
+            self._ops(tensor.device).observe_(tensor, row, histogram)
+
+    def observe_units(self, key: Key, tensor: Tensor, count: int, inner: int) -> None:
+        """Add to the table of the units of ``key`` what the first inputs of a batch show: 65,536 elements or one input."""
+        each = tensor[0].numel()
+        some = tensor[: max(1, _UNITS // each)]
+        table = self.units.get(key)
+        if table is None or table.shape[1] != count:
+            table = self.units[key] = _new_table(count, tensor.device)
+        self.inputs[key] = self.inputs.get(key, 0) + some.numel() // (count * inner) * inner
+        with compat.outside_modes():
+            self._ops(tensor.device).observe_units_(some, self._scratch(tensor.device), table, inner, False)
 
     def observe_many(self, keys: Sequence[Key], tensors: Sequence[Tensor], histogram: bool = True) -> None:
         """The same of many readable tensors, each to a new row, in one call for each device."""
@@ -82,7 +88,7 @@ class Bank:
         if known in self._rows:
             self._rows[key] = self._rows[known]
         if known in self.units:
-            self.units[key] = self.units[known]
+            self.units[key], self.inputs[key] = self.units[known], self.inputs[known]
 
     def rows(self, ending: str) -> Iterator[tuple[Key, Tensor]]:
         """Those whose address ends so."""
@@ -101,6 +107,9 @@ class Bank:
 
     def _ops(self, device: torch.device) -> Any:
         return self._kernel if self._kernel is not None and device.type == "cpu" else in_torch
+
+    def _scratch(self, device: torch.device) -> Tensor:
+        return torch.tensor(EMPTY, dtype=torch.float64, device=device)
 
     def _new_row(self, device: torch.device) -> Tensor:
         room = self._room.setdefault(device, [])

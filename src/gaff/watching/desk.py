@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gaff.errors import RecordError
-from gaff.health import judge
 from gaff.health.judge import Judge
 from gaff.record.finding import Finding
 from gaff.record.run import ENDING, HEAD, VERSION
@@ -25,7 +25,7 @@ from gaff.watching import facts, losses
 from gaff.watching.losses import Losses
 from gaff.watching.models import Model
 from gaff.watching.pace import Pace
-from gaff.watching.recorder import Recorder
+from gaff.watching.recorder import Recorder, bytes_of
 from gaff.watching.window import Window, unscaled
 from gaff.watching.writer import Writer
 
@@ -43,7 +43,7 @@ class Desk:
         self._settings = settings
         self._tell = settings.tell
         self._path = str(settings.out) if settings.out is not None else ""
-        self._recorder = Recorder(_log_path(settings))
+        self._recorder = Recorder(lambda: _log_path(settings))
         self._judge = Judge(settings.rules, self._alarm)
         self._writer = Writer(self._job_failed)
         self._pulses: list[tuple[int, float, float, dict[str, Any], float | None, int]] = []
@@ -57,24 +57,33 @@ class Desk:
         self._has_failed = False
         self._written: list[dict[str, Any]] = []  # findings, as they are in the record
         self.failure: str | None = None
-        self._writer.put(lambda: self._recorder.event("begin", **_surroundings(settings)))
+        if not settings.is_lazy:
+            _prepare(settings)
+            self._recorder.open()
+        self._recorder.event("begin", **_surroundings(settings))
 
     @property
     def findings(self) -> list[Finding]:
         """As of now: waits for the looks that are still to be judged."""
         self._writer.stop()
-        return [judge.about(one, self._path) for one in self._judge.findings]
+        return [self._judge.about(one, self._path) for one in self._judge.findings]
 
     def model(self, model: Model, step: int) -> None:
         """A model has been found."""
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters)}  # fmt: skip
-        self._writer.put(lambda: self._recorder.event("model", step, **told))
+
+        def job() -> None:
+            self._recorder.open()
+            self._recorder.event("model", step, **told)
+
+        self._writer.put(job)
 
     def look(self, window: Window, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]) -> None:
         """A window has closed. Its rows may still be on a device: they are read by the other thread."""
         keys, rows = window.bank.take()
         units, shares, told = dict(window.bank.units), dict(window.extras), dict(window.facts)
+        inputs = dict(window.bank.inputs)
         step, phase, scale = window.step, window.phase, window.scale
         began = perf_counter() - self._began
 
@@ -83,7 +92,7 @@ class Desk:
             table = _unscale(keys, table, scale)
             sample = Sample(step, phase, began)
             sample.rows = {key: Numbers(row) for key, row in zip(keys, table.tolist(), strict=True)}
-            sample.units = {key: Units(*one.tolist()) for key, one in units.items()}
+            sample.units = {key: _units(one.cpu(), inputs[key]) for key, one in units.items()}
             sample.shares = {name: float(total) / max(1, count) for name, (total, count) in shares.items()}
             sample.parameters = {key: facts.read(one) for key, one in parameters.items()}
             sample.losses = {name: losses.read(value) for name, value in values.items()}
@@ -203,10 +212,10 @@ class Desk:
 
     def _alarm(self, finding: Finding) -> None:
         if self._tell is not None:
-            self._tell(watch_text.alarm(judge.about(finding, self._path)))
+            self._tell(watch_text.alarm(self._judge.about(finding, self._path)))
 
     def _write_findings(self, step: int, *, is_last: bool = False) -> None:
-        found = [judge.about(one, self._path) for one in self._judge.findings]
+        found = [self._judge.about(one, self._path) for one in self._judge.findings]
         told = [{"rule": one.rule, "site": one.site, "model": one.model, "over": one.is_over} for one in found]
         if told != self._written or is_last:
             self._written = told
@@ -214,7 +223,7 @@ class Desk:
 
     def _job_failed(self, error: Exception) -> None:
         if isinstance(error, OSError):
-            self._recorder.give_up()
+            self._recorder.close()
             self._report_failure(f"gaff: the record is not written any further, training goes on: {error}")
         else:
             self.failure = f"{type(error).__name__}: {error}{_place_of(error)}"
@@ -226,27 +235,47 @@ class Desk:
             (self._tell or self._settings.complain)(text)
 
 
-def _log_path(settings: Settings) -> Path | None:
-    """A new file for this process; raises RecordError where the folder holds a run already."""
-    if settings.out is None:
-        return None
+def _prepare(settings: Settings) -> None:
+    """Make the folder; raises RecordError where it holds a run already."""
     folder = settings.out
-    path = folder / f"rank{settings.rank}{ENDING}"
-    if path.exists():
-        raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
+    if folder is None:
+        return
     try:
+        if folder.exists() and (not folder.is_dir() or list(folder.glob(f"rank{settings.rank}*{ENDING}"))):
+            raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
         head = folder / HEAD
         if not head.exists():
-            head.write_text(json.dumps({"version": VERSION, **settings.head}, indent=1))
+            head.write_text(json.dumps({"version": VERSION}))
     except OSError as error:
         raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
-    return path
+
+
+def _log_path(settings: Settings) -> Path | None:
+    """A new file for this process, named by its rank, and by its number where there are several of one rank."""
+    if settings.out is None:
+        return None
+    distributed = torch.distributed
+    known = distributed.is_available() and distributed.is_initialized()
+    rank = distributed.get_rank() if known else settings.rank
+    path = settings.out / f"rank{rank}{ENDING}"
+    return settings.out / f"rank{rank}-{os.getpid()}{ENDING}" if path.exists() else path
 
 
 def _surroundings(settings: Settings) -> dict[str, Any]:
     return {"torch": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.cuda.is_available(),
             "rank": settings.rank, "budget": settings.budget, "every": settings.every}  # fmt: skip
+
+
+def _units(table: Tensor, inputs: int) -> Units:
+    """``table``: [3, n], see ``gaff.statistics.plain.observe_units_``."""
+    largest, smallest, magnitude = table
+    size = torch.maximum(largest.abs(), smallest.abs())
+    active = int.from_bytes(bytes_of(size >= 1e-5), "little")
+    is_constant = bool((largest - smallest <= 1e-6 * size).all()) and bool((size > 0).any())
+    middle = float(magnitude.median())
+    outlier = float(magnitude.max()) / middle if middle else math.nan
+    return Units(table.shape[1], inputs, active, is_constant, outlier)
 
 
 def _unscale(keys: Sequence[Key], table: Tensor, scale: float) -> Tensor:

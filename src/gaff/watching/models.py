@@ -83,8 +83,11 @@ class Models:
         self._skip = [_module_filter(one) for one in skip]
         self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def find(self, module: nn.Module) -> tuple[Model, nn.Module] | None:
-        """The model that an outermost call of ``module`` belongs to, made known if it is new, with its root.
+    def named(self, name: str) -> Model:
+        return next(one for one in self.all if one.name == name)
+
+    def find(self, module: nn.Module) -> Model | None:
+        """The model that an outermost call of ``module`` belongs to, made known if it is new.
 
         None for a module without parameters and without a holder that has some: a loss, an activation.
         """
@@ -94,7 +97,7 @@ class Models:
         if next(holder.parameters(), None) is None and next(holder.buffers(), None) is None:
             self._passed_over.add(module)
             return None
-        return self.add(name, holder), holder
+        return self.add(name, holder)
 
     def add(self, name: str, root: nn.Module) -> Model:
         known = next((one for one in self.all if one.root() is root), None)

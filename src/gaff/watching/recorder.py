@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,26 @@ _OCTAVES = 24
 
 
 class Recorder:
-    """Writes looks, series of steps and events to one log; lays a table out anew when its rows change."""
+    """Writes looks, series of steps and events to one log; lays a table out anew when its rows change.
 
-    def __init__(self, path: Path | None) -> None:
-        self._log = LogWriter(path) if path is not None else None
+    The log is made by ``open``; events from before wait for it.
+    """
+
+    def __init__(self, make: Callable[[], Path | None]) -> None:
+        self._make = make
+        self._log: LogWriter | None = None
+        self._waiting: list[tuple[str, int, dict[str, Any]]] = []
+        self._is_closed = False
         self._layouts: dict[tuple[str, tuple[Key, ...]], Layout] = {}
 
-    @property
-    def size_bytes(self) -> int:
-        return self._log.size_bytes if self._log is not None else 0
+    def open(self) -> None:
+        """Make the log, once. Raises OSError where that cannot be."""
+        path = self._make() if self._log is None and not self._is_closed else None
+        if path is not None:
+            self._log = LogWriter(path)
+            for kind, step, told in self._waiting:
+                self.event(kind, step, **told)
+        self._waiting = []
 
     def look(self, sample: Sample, keys: Sequence[Key], rows: Tensor) -> None:
         """One sampled step; ``rows``: [n, 74] on the CPU, in the order of ``keys``."""
@@ -60,18 +71,18 @@ class Recorder:
     def event(self, kind: str, step: int = 0, **told: Any) -> None:
         if self._log is not None:
             self._log.write_json(EVENT, {"kind": kind, **told}, step)
+        elif not self._is_closed:
+            self._waiting.append((kind, step, told))
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
         self.event("findings", step, findings=[one.to_dict() for one in findings])
 
     def close(self) -> None:
+        """Nothing more is written."""
+        self._is_closed = True
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def give_up(self) -> None:
-        """After the disk has refused: nothing more is written."""
-        self.close()
 
     def _layout(self, group: str, rows: tuple[Key, ...], step: int) -> Layout:
         known = self._layouts.get((group, rows))
@@ -95,10 +106,11 @@ def _columns(rows: Tensor) -> list[bytes]:
     shares = rows[:, SAMPLED + 1 :] / rows[:, SAMPLED : SAMPLED + 1].clamp(min=1)
     scaled = (255 + shares.log2() * (254 / _OCTAVES)).round().clamp(1, 255)
     magnitudes = torch.where(shares > 0, scaled, 0.0).to(torch.uint8).t()
-    return [_bytes(count), *(_bytes(one.float()) for one in floats), _bytes(magnitudes)]
+    return [bytes_of(count), *(bytes_of(one.float()) for one in floats), bytes_of(magnitudes)]
 
 
-def _bytes(values: Tensor) -> bytes:
+def bytes_of(values: Tensor) -> bytes:
+    """The memory of a tensor on the CPU."""
     values = values.contiguous()
     return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
 
@@ -114,13 +126,9 @@ def _number(sample: Sample, name: str, key: Key) -> float:
         return sample.shares.get((name, key), nothing)
     if name in ("dead", "outlier"):
         units = sample.units.get(key)
-        if units is None or not units.largest:
+        if units is None:
             return nothing
-        if name == "dead":
-            return sum(units.dead) / len(units.largest)
-        sizes = sorted(units.magnitude)
-        middle = sizes[len(sizes) // 2]
-        return sizes[-1] / middle if middle else nothing
+        return units.dead / units.count if name == "dead" else units.outlier
     if port_of(key[1]) != "param":
         return nothing
     known = sample.parameters.get(key)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import threading
 import zlib
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaff.health.report import Report
 from gaff.health.rerun import Batch, run_again
@@ -36,10 +38,9 @@ def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *
         root = model.root()
         if root is None:
             continue
-        with redirect_stdout(io.StringIO()):
-            report, _ = run_again(root, batch)
-            if not report and has_gradients:
-                report, _ = run_again(root, batch, assume_ones=True)
+        report = _examine(root, batch, assume_ones=False)
+        if not report and has_gradients:
+            report = _examine(root, batch, assume_ones=True)
         if report:
             return Finding(
                 rule="nonfinite",
@@ -63,6 +64,23 @@ def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *
         message=f"{what} is not finite, and every op of the model is fine",
         cause=f"it began {where}",
         remedy="gaff nan --again SCRIPT looks at the ops outside the model, too",
+        last=step,
+    )
+
+
+def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:
+    """A GradScaler that has skipped every step for long."""
+    known = RULES["scaler_stuck"]
+    return Finding(
+        rule=known.name,
+        site="",
+        model="",
+        since=step,
+        severity=known.severity,
+        message=f"{known.means}: {skipped} in a row, down to a scale of {scale}",
+        cause=known.cause,
+        remedy=known.remedy,
+        evidence={"scale": scale, "skipped": skipped},
         last=step,
     )
 
@@ -92,6 +110,22 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
         evidence=evidence,
         last=step,
     )
+
+
+def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> Report:
+    """On a thread of its own: no line of the user's code that is running now is taken for one of the model's."""
+    found: list[Report] = []
+
+    def job() -> None:
+        with redirect_stdout(io.StringIO()), suppress(Exception):  # what a model may raise when it is run once more
+            found.append(run_again(model, batch, assume_ones=assume_ones)[0])
+
+    thread = threading.Thread(target=job, name="gaff-origin")
+    thread.start()
+    thread.join()
+    report = found[0] if found else Report(False)
+    is_ours = report.line.startswith("threading.py")  # no code of the user's calls this module: torch's containers do
+    return replace(report, line="", code="") if is_ours else report
 
 
 def fingerprint(args: Any, kwargs: Any) -> str:

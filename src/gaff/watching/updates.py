@@ -17,7 +17,8 @@ from gaff.statistics.plain import in_memory_order
 from gaff.watching.bank import Bank, readable
 from gaff.watching.models import Models
 
-_WHOLE = 1 << 16  # elements; of larger tensors a sample of an odd stride is copied
+_WHOLE = 1 << 14  # elements; of larger tensors a sample of an odd stride is copied
+_FEW = 1 << 12
 _PROBES = 4  # parameters asked whether their gradients were cleared
 
 
@@ -37,7 +38,7 @@ class Owned:
 class Update:
     """One step of one optimizer in a sampled window. Adds to ``bank``; never synchronises.
 
-    Reads gradients and weights once each, and copies at most 65,536 elements of every weight for the time of the step.
+    Reads gradients and weights once each, and copies at most 16,384 elements of every weight for the time of the step.
     """
 
     def __init__(self, optimizer: Any, models: Models, bank: Bank, *, has_closure: bool) -> None:
@@ -79,35 +80,49 @@ class Update:
         with torch.no_grad(), compat.outside_modes():
             if self._has_closure:
                 self._read_gradients()
-            changes = []
+            pairs = [(one, readable(one.parameter)) for one in self.owned]
+            same: list[tuple[Owned, Tensor, Tensor]] = []
+            for one, value in pairs:
+                now = _like(value, one.before)
+                if now is not None and one.before is not None:
+                    same.append((one, now, one.before))
+            if same:
+                changes = torch._foreach_sub([now for _, now, _ in same], [before for *_, before in same])
+                self._observe(":update", [(one, change) for (one, *_), change in zip(same, changes, strict=True)])
             for one in self.owned:
-                value = readable(one.parameter)
-                if value is not None and one.before is not None and value.device == one.before.device:
-                    now = some_of(value)
-                    if now.shape == one.before.shape:
-                        changes.append((one, now - one.before))
                 one.before = None
-                self._read_state(one)
-            self._observe(":update", changes)
+            self._read_moments()
 
-    def _read_state(self, one: Owned) -> None:
-        """Of optimizers that keep first and second moments under the names that torch's Adam gives them."""
-        state = self.optimizer.state.get(one.parameter) if hasattr(self.optimizer, "state") else None
-        if not isinstance(state, dict):
-            return
-        first = state.get("exp_avg", state.get("momentum_buffer"))
-        second, gradient = state.get("exp_avg_sq"), one.parameter.grad
-        if isinstance(first, Tensor) and (first := readable(first)) is not None:
-            one.momentum = some_of(first).norm() * math.sqrt(max(1.0, first.numel() / max(1, some_of(first).numel())))
-        if not isinstance(second, Tensor) or gradient is None or gradient.layout != torch.strided:
-            return
-        second, value = readable(second), readable(gradient)
-        betas, count = one.group.get("betas"), state.get("step")
-        if second is None or value is None or second.shape != value.shape or not betas or count is None:
-            return
-        correction = 1 - betas[1] ** (count if not isinstance(count, Tensor) else count.to(second.device))
-        expected = (some_of(second) / correction).clamp(min=float(one.group.get("eps", 1e-8)) ** 2)
-        one.adam_rms = (some_of(value).square() / expected).mean().sqrt()
+    def _read_moments(self) -> None:
+        """Of optimizers that keep first and second moments under the names that torch's Adam gives them.
+
+        Their norms, and the root of the mean of g^2 / v, are read from a sample of at most 4,096 elements each.
+        """
+        states = getattr(self.optimizer, "state", {})
+        firsts: list[tuple[Owned, Tensor]] = []
+        seconds: list[tuple[Owned, Tensor, Tensor, float]] = []
+        for one in self.owned:
+            state = states.get(one.parameter)
+            if not isinstance(state, dict):
+                continue
+            first = _moment(state.get("exp_avg", state.get("momentum_buffer")))
+            if first is not None:
+                firsts.append((one, some_of(first, _FEW)))
+            known = _second_moment(state, one)
+            if known is not None:
+                seconds.append((one, *known))
+        if firsts:
+            norms = torch._foreach_norm([first for _, first in firsts])
+            for (one, first), norm in zip(firsts, norms, strict=True):
+                one.momentum = norm * math.sqrt(one.parameter.numel() / max(1, first.numel()))
+        if seconds:
+            expected = torch._foreach_div([second for _, _, second, _ in seconds], [scale for *_, scale in seconds])
+            smallest = [float(one.group.get("eps", 1e-8)) ** 2 for one, *_ in seconds]
+            torch._foreach_clamp_min_(expected, smallest)
+            torch._foreach_sqrt_(expected)
+            ratios = torch._foreach_norm(torch._foreach_div([gradient for _, gradient, _, _ in seconds], expected))
+            for (one, gradient, _, _), ratio in zip(seconds, ratios, strict=True):
+                one.adam_rms = ratio / math.sqrt(max(1, gradient.numel()))
 
     def _observe(self, port: str, pairs: Sequence[tuple[Owned, Tensor | None]]) -> None:
         known = [(one, value) for one, value in pairs if value is not None]
@@ -127,8 +142,8 @@ class Clearing:
         self._stepped: dict[int, list[Tensor]] = {}
 
     def stepped(self, optimizer: Any) -> None:
-        given = [one for _, one in parameters_of(optimizer) if one.grad is not None and _is_nonzero(one)]
-        self._stepped[id(optimizer)] = sorted(given, key=Tensor.numel)[:_PROBES]
+        given = sorted((one for _, one in parameters_of(optimizer) if one.grad is not None), key=Tensor.numel)
+        self._stepped[id(optimizer)] = [one for one in given[: 2 * _PROBES] if _is_nonzero(one)][:_PROBES]
         self._cleared[id(optimizer)] = False
 
     def look(self) -> None:
@@ -152,12 +167,35 @@ def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
             yield group, parameter
 
 
-def some_of(value: Tensor) -> Tensor:
+def some_of(value: Tensor, most: int = _WHOLE) -> Tensor:
     """All elements, or a sample of an odd stride of a large tensor: a view where it can be one."""
     elements = value.numel()
-    if elements <= _WHOLE:
+    if elements <= most:
         return value.reshape(-1)
-    return in_memory_order(value)[:: (elements // _WHOLE) | 1]
+    return in_memory_order(value)[:: (elements // most) | 1]
+
+
+def _like(value: Tensor | None, before: Tensor | None) -> Tensor | None:
+    """The same elements of a parameter, if it is still where and of the size that it was."""
+    if value is None or before is None or value.device != before.device or value.dtype != before.dtype:
+        return None
+    now = some_of(value)
+    return now if now.shape == before.shape else None
+
+
+def _moment(value: Any) -> Tensor | None:
+    return readable(value) if isinstance(value, Tensor) else None
+
+
+def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, float] | None:
+    """Samples of the gradient and of Adam's second moment, and by what the moment is too small (its bias)."""
+    second, gradient = _moment(state.get("exp_avg_sq")), _moment(one.parameter.grad)
+    betas, count = one.group.get("betas"), state.get("step")
+    if second is None or gradient is None or second.shape != gradient.shape or not betas or count is None:
+        return None
+    if isinstance(count, Tensor) and count.device.type != "cpu":
+        return None  # of a capturable or fused optimizer: not worth waiting for
+    return some_of(gradient, _FEW), some_of(second, _FEW), 1 - float(betas[1]) ** float(count)
 
 
 def _is_nonzero(parameter: Tensor) -> bool:

@@ -32,6 +32,7 @@ from gaff.watching.pace import Pace
 from gaff.watching.updates import Clearing, Update, parameters_of
 from gaff.watching.window import Window
 
+_STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
 _KEPT = 16  # batches of one step that are kept for a look at what went wrong
 
 
@@ -89,6 +90,7 @@ class Watcher:
         self._inside: nn.Module | None = None  # the outermost module in progress
         self._thread = 0
         self._skipped = 0
+        self._in_a_row = 0  # skipped without a step in between
         self._evals = 0  # runs without gradients since the last step
         self._eval_modes: dict[str, int] = {}
         self._since = 0.0
@@ -173,25 +175,29 @@ class Watcher:
 
     # calls of models
 
-    def _entered(self, module: nn.Module) -> None:
+    def _entered(self, module: nn.Module, args: Any) -> None:
         """Before any module, while hooks are on: an unknown outermost one is a model that nobody has told us of."""
         if self._inside is None and threading.get_ident() == self._thread and not hasattr(module, "_is_replica"):
             self._inside = module
-            self._guarded(self._discover, module)
+            self._guarded(self._discover, module, args)
 
-    def _discover(self, module: nn.Module) -> None:
-        if self._is_given or module in self._known:
+    def _discover(self, module: nn.Module, args: Any) -> None:
+        if module in self._known or type(module).__module__.startswith("gaff."):
             return
-        if type(module).__module__.startswith("gaff."):
+        entry = self._models.entries.get(module)
+        if entry is not None:  # a part that is called by itself, such as an encoder
+            model = self._models.named(entry.model)
+        elif self._is_given:
             return
-        found = self._models.find(module)
-        if found is None:
-            return
-        model, _ = found
+        else:
+            found = self._models.find(module)
+            if found is None:
+                return
+            model = found
+            self._desk.model(model, self.step)
         self._know(model, module)
-        self._desk.model(model, self.step)
         if self._window is not None and self._phase(module) == "train":
-            self._target = self._window
+            self._begin_run(model, module, args, {})
 
     def _know(self, model: Model, module: nn.Module) -> None:
         """Calls of ``module`` are runs of ``model``."""
@@ -329,12 +335,12 @@ class Watcher:
         if not self._is_counted(optimizer):
             return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        self._in_a_row = 0
         if self._window is not None:
             began = perf_counter()
             update = self._updates.get(id(optimizer))
             if update is not None:
                 update.end()
-            self._clearing.stepped(optimizer)
             self._window.cost_s += perf_counter() - began
         self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
         if count > self.step:
@@ -344,6 +350,10 @@ class Watcher:
         """A GradScaler has found gradients that are not finite: what the window has seen of them is its business."""
         if self._is_counted(optimizer):
             self._skipped += 1
+            self._in_a_row += 1
+            if self._in_a_row == _STUCK:
+                self._desk.add(trouble.of_stuck_scaler(self.step, self._losses.scale, self._in_a_row), self.step)
+                self._find_origin("a gradient", has_gradients=True)
             self._batches.clear()
             self._updates.clear()
             if self._window is not None:
@@ -354,10 +364,11 @@ class Watcher:
         now = perf_counter()
         seconds, self._since = now - self._since, now
         window = self._window
-        self._pulse(seconds)
         self._pace.spend(self._desk.take_spent())
         if window is not None:
             self._end_window(is_whole=True)
+        self._pulse(seconds)
+        if window is not None:
             self._pace.looked(seconds, window.cost_s + perf_counter() - now)
         else:
             self._pace.passed(seconds)
@@ -378,6 +389,8 @@ class Watcher:
 
     def _begin_window(self) -> None:
         self._window = Window(self.step, "train", self._models)
+        for optimizer in self._counts:
+            self._clearing.stepped(optimizer)
         if not self._has_compiled_function:
             self._hooks.switch_on()
         self._target = self._window

@@ -88,6 +88,7 @@ class Window:
             if value is not None and at < _MOST_INPUTS:
                 place = key[2:] if key[:2] == (0, 0) else key[1:]
                 self.bank.observe((model, str(Site(port="input", key=place))), value)
+                self._latest, self._latest_key, self._alive = (id(tensor), compat.version_of(tensor)), None, tensor
         self.cost_s += perf_counter() - began
 
     def _called(self, entry: Entry, module: nn.Module, args: Any, output: Any) -> None:
@@ -112,8 +113,7 @@ class Window:
             return
         value = readable(tensor)
         if value is not None:
-            units = units_of(value, entry.channels_at or -1) if self.phase == "train" else None
-            self.bank.observe(entry.key("input"), value, units)
+            self._observe(entry.key("input"), value, entry.channels_at or -1)
 
     def _returned(self, entry: Entry, place: tuple[int | str, ...], tensor: Tensor) -> None:
         key = entry.key("output", place)
@@ -131,8 +131,8 @@ class Window:
             if tensor.is_floating_point():
                 self.notes.add(f"{key[1]}: a {type(tensor).__name__} of {tensor.layout} is not looked at")
             return
-        has_units = self.phase == "train" and entry.kind in ("rectifier", "tanh", "sigmoid")
-        self.bank.observe(key, value, units_of(value, self._channels_at) if has_units else None)
+        has_units = entry.kind in ("rectifier", "tanh", "sigmoid") or not entry.path
+        self._observe(key, value, self._channels_at if has_units else None)
         if entry.kind in ("tanh", "sigmoid"):
             self._count_saturated(key, value, entry.kind)
         self._latest, self._latest_key, self._alive = (id(tensor), compat.version_of(tensor)), key, tensor
@@ -165,6 +165,12 @@ class Window:
         if value is not None:
             self.bank.observe(key, value)
         self.cost_s += perf_counter() - began
+
+    def _observe(self, key: Key, value: Tensor, channels_at: int | None) -> None:
+        self.bank.observe(key, value)
+        units = units_of(value, channels_at) if channels_at is not None and self.phase == "train" else None
+        if units is not None:
+            self.bank.observe_units(key, value, *units)
 
     def _count_saturated(self, key: Key, value: Tensor, kind: str) -> None:
         """Tanh beyond 0.97 in magnitude; sigmoid nearer to 0 or 1 than 0.015, which has the same slope of 6 %."""
