@@ -1,5 +1,7 @@
 """Healthy training runs, each a few dozen steps on real or structured data: no health rule may end in an alarm."""
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits, load_sample_images
@@ -236,7 +238,7 @@ def gpt2_language():
     """Characters of this file."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    text = open(__file__).read()
+    text = Path(__file__).read_text()
     tokens = torch.tensor([min(ord(one), 127) for one in text])
     config = GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, n_positions=32, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)

@@ -578,7 +578,7 @@ def attention_that_looks_at_one_place():
         def __init__(self):
             super().__init__()
             self.embed = nn.Linear(8, 32)
-            self.attend = nn.MultiheadAttention(32, 2, batch_first=True)
+            self.attend = nn.MultiheadAttention(32, 1, batch_first=True)
             self.head = nn.Linear(32, 10)
             self.gain = 1.0
             self.place = nn.Parameter(torch.randn(8, 32))

@@ -261,7 +261,7 @@ def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> 
     return list_sites(model, what, inputs, ops=ops)
 
 
-def watch(
+def watch(  # noqa: PLR0913  # what to watch, where to keep it, and how often
     model: nn.Module | Mapping[str, nn.Module] | None = None,
     optimizer: Any = None,
     *,

@@ -8,7 +8,8 @@ is wrapped, for a hook on the module would switch fused paths off and travel wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,22 +89,16 @@ class ModuleHooks:
         self._handles = []
 
 
-class Around(Protocol):
-    """What is told of a training run as it happens; see ``Outer``."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What to call as a training run goes on; see ``Outer``."""
 
-    def backward_begins(self, losses: Any) -> None: ...
-
-    def backward_ended(self) -> None: ...
-
-    def step_begins(self, optimizer: Any, has_closure: bool) -> None: ...
-
-    def step_ended(self, optimizer: Any) -> None: ...
-
-    def step_skipped(self, optimizer: Any) -> None: ...
-
-    def loss_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None: ...
-
-    def function_compiled(self, function: Any) -> None: ...
+    backward_begins: Callable[[Any], None]  # with the tensors it begins from
+    step_begins: Callable[[Any, bool], None]  # with the optimizer, and whether it was given a closure
+    step_ended: Callable[[Any], None]
+    step_skipped: Callable[[Any], None]  # by a GradScaler
+    loss_scaled: Callable[[Any, Any, Any], None]  # with the loss, what it has become, and the GradScaler
+    function_compiled: Callable[[Any], None]
 
 
 class Outer:
@@ -112,7 +107,7 @@ class Outer:
     Nested ones (a reentrant checkpoint's backward, ``super().step()``) are not told.
     """
 
-    def __init__(self, told: Around) -> None:
+    def __init__(self, told: Told) -> None:
         self._told = told
         self._undo: list[Callable[[], None]] = []
         self._stepping: set[int] = set()  # optimizers inside a step
@@ -150,9 +145,7 @@ class Outer:
             if compat.backward_task() != -1 or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             told.backward_begins(args[0] if args else kwargs.get("tensors"))
-            result = original(*args, **kwargs)
-            told.backward_ended()
-            return result
+            return original(*args, **kwargs)
 
         return backward
 

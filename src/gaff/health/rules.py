@@ -85,7 +85,7 @@ Check = Callable[[Sample, Past], Iterable[Hit]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``means``: one sentence; ``least``, ``share``: when hits become a finding; ``hides``: rules that follow from it."""
+    """``means``: one sentence; ``least``, ``share``: when hits become a finding; ``hides``: what follows from it."""
 
     name: str
     check: Check
@@ -106,7 +106,7 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(
+def rule(  # noqa: PLR0913  # one keyword for each line of a finding
     name: str,
     *,
     severity: str,

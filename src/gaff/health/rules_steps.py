@@ -75,8 +75,8 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     "no_gradient",
     severity="warning",
     means="a parameter never gets a gradient: it never changes",
-    cause="what it computes is not used for the loss, or the graph is cut by detach(), .data, no_grad or an integer op",
-    remedy="find where the graph ends with gaff.trace(model, x, backward=...), or set requires_grad=False if it is meant",
+    cause="what it computes is not used for the loss, or the graph is cut by detach, no_grad or an integer op",
+    remedy="gaff.trace(model, x, backward=...) tells where the graph ends; or set requires_grad=False if it is meant",
     least=3,
     share=0.95,
 )
@@ -177,7 +177,7 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """rms(update) / rms(weight) above 0.1 (TheDeepChecker) in more than half of the weights; biases are left out."""
-    for model, ratios in _ratios(sample).items():
+    for ratios in _ratios(sample).values():
         large = {key: ratio for key, ratio in ratios.items() if ratio > 0.1}
         if len(large) > len(ratios) / 2 and sample.step >= 3:
             key = max(large, key=lambda one: large[one])

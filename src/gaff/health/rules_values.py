@@ -77,7 +77,7 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
     "exploding",
     severity="warning",
     means="gradients grow from the output towards the input, or from step to step",
-    cause="weights that are too large for the depth, a recurrent net without clipping, a learning rate that is too high",
+    cause="weights that are too large for the depth, a recurrent net without clipping, or too high a learning rate",
     remedy="gaff.clip_gradients(optimizer, norm=1.0), smaller initial weights, or normalisation",
     least=5,
     share=0.1,
@@ -144,11 +144,11 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Each unit of the model's output spreads less over the batch than 1e-6 of its magnitude; batches of two or more."""
+    """Each unit of the output spreads less over a batch of two or more than 1e-6 of its magnitude."""
+    batch = sample.facts.get("batch", 0)
     for key, units in sample.units.items():
-        if key[1].startswith((":output", ":grad")) and sample.facts.get("batch", 0) >= 2:
-            if units.is_constant:
-                yield Hit(key, units=units.count, batch=sample.facts["batch"])
+        if key[1].startswith(":output") and batch >= 2 and units.is_constant:
+            yield Hit(key, units=units.count, batch=batch)
 
 
 @rule(
@@ -201,14 +201,14 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.0,
 )
 def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Cross entropy above twice ln(classes) at step 0 (TheDeepChecker); fine-tuned models begin below, which is fine."""
+    """Cross entropy above twice ln(classes) + 1 at step 0 (TheDeepChecker); fine-tuned models begin below it."""
     classes = sample.facts.get("classes")
     if past.looks > 1 or sample.step or not classes:
         return
     name, expected = classes["loss"], math.log(classes["count"])
     value = sample.losses.get(name)
     if value is not None and value > 2 * expected + 1:
-        yield Hit(("", ""), f"the first loss is {value:.4g}, where guessing gives ln({classes['count']}) = {expected:.4g}",
+        yield Hit(("", ""), f"the first loss is {value:.4g}; guessing gives ln({classes['count']}) = {expected:.4g}",
                   loss=value, expected=expected, classes=classes["count"])  # fmt: skip
 
 

@@ -148,6 +148,7 @@ def _decompress(packed: bytes, size: int, what: str) -> bytes:
 
 
 def to_array(code: str, data: bytes) -> array[float]:
+    """Little-endian numbers, whatever the machine's order is."""
     values: array[float] = array(code)
     values.frombytes(data)
     if sys.byteorder == "big":
@@ -156,6 +157,7 @@ def to_array(code: str, data: bytes) -> array[float]:
 
 
 def to_bytes(code: str, values: Sequence[float]) -> bytes:
+    """What ``to_array`` reads."""
     if code == "f":  # beyond float32: inf, as a cast does
         values = [one if not math.isfinite(one) or abs(one) <= 3.4028234e38 else math.copysign(math.inf, one)
                   for one in values]  # fmt: skip

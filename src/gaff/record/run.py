@@ -158,7 +158,7 @@ class Record:
         return self._part(rank).latest(kind) or {}
 
     def scalar(self, name: str = "loss", rank: int = 0) -> Series:
-        """A number of each step: ``loss`` (the first that was found), ``loss:NAME``, ``lr``, ``grad_norm``, ``seconds``.
+        """A number of each step: ``loss`` (the first that was found), ``loss:NAME``, ``lr``, ``grad_norm`` ...
 
         Steps without one are left out. Raises RecordError with the names that there are.
         """

@@ -16,9 +16,9 @@ Key = tuple[str, str]  # the model's name and the address in it
 class Units:
     """What the units of a stream did in one sampled step.
 
-    ``active``: a number whose lowest bit of each byte tells of one unit whether it was ever above 1e-5 in magnitude (the
-    limit of TheDeepChecker); ``|`` joins two steps. ``is_constant``: no unit differed between inputs by more than 1e-6
-    of its magnitude. ``outlier``: the mean magnitude of the largest unit, relative to the median one.
+    ``active``: a number whose lowest bit of each byte tells of one unit whether it was ever above 1e-5 in magnitude
+    (TheDeepChecker's limit); ``|`` joins two steps. ``is_constant``: no unit differed between inputs by more than
+    1e-6 of its magnitude. ``outlier``: the mean magnitude of the largest unit, relative to the median one.
     """
 
     count: int

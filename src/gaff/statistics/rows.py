@@ -55,8 +55,8 @@ def stride_of(elements: int) -> int:
 class Numbers:
     """The numbers of one tensor stream, read from its row. All but the shares of formats are exact up to rounding.
 
-    ``mean``, ``std`` (of the population), ``min``, ``max``, ``rms``, ``norm`` (L2) are of the finite elements, NaN where
-    there are none; ``zeros`` is their fraction that is exactly zero. ``nan``, ``positive_inf``, ``negative_inf`` count.
+    ``mean``, ``std`` (of the population), ``min``, ``max``, ``rms``, ``norm`` (L2) are of the finite elements, NaN
+    where there are none; ``zeros`` is their fraction that is exactly zero. ``nan`` and the infinities are counts.
     """
 
     __slots__ = ("_row", "count", "mean", "std")

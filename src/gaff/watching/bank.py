@@ -62,7 +62,7 @@ class Bank:
             self._ops(tensor.device).observe_(tensor, row, histogram)
 
     def observe_units(self, key: Key, tensor: Tensor, count: int, inner: int) -> None:
-        """Add to the table of the units of ``key`` what the first inputs of a batch show: 65,536 elements or one input."""
+        """Add to the table of the units of ``key`` the first inputs of a batch: 65,536 elements or one input."""
         each = tensor[0].numel()
         some = tensor[: max(1, _UNITS // each)]
         table = self.units.get(key)

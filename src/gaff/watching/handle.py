@@ -102,6 +102,7 @@ def settings_of(
     budget: float,
     tell: Callable[[str], None] | None,
 ) -> dict[str, Any]:
+    """As ``Settings`` takes them. Raises PlanError for a text in place of a list."""
     for name, value in (("only", only), ("skip", skip)):
         if isinstance(value, str):
             raise PlanError(f"{name}={value!r}: expected a list of patterns, such as [{value!r}]")

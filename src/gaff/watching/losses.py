@@ -158,9 +158,12 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     return found
 
 
+_VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
+          "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
+
+
 def _is_view(name: str) -> bool:
-    return name in ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
-                    "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
+    return name in _VIEWS
 
 
 def _mean(values: list[Any]) -> Any:

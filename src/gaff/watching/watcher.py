@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,20 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.engine.outer import Calls, ModuleHooks, Outer
-from gaff.health.rerun import Batch
+from gaff.engine.outer import Outer, Told
 from gaff.health.rules import Rule
-from gaff.select import unwrap
 from gaff.watching import facts, trouble
 from gaff.watching.desk import Desk
 from gaff.watching.losses import Losses
 from gaff.watching.models import Model, Models
 from gaff.watching.pace import Pace
+from gaff.watching.runs import Runs
 from gaff.watching.updates import Clearing, Update, parameters_of
 from gaff.watching.window import Window
 
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
-_KEPT = 16  # batches of one step that are kept for a look at what went wrong
 
 
 def to_stderr(text: str) -> None:
@@ -71,41 +69,43 @@ class Watcher:
     ) -> None:
         self.step = 0
         self.is_open = False
+        self.pace = Pace(settings.budget, settings.every)
         self._models = Models(settings.only, settings.skip)
+        self._runs = Runs(self._models, self, is_given=models is not None)
         self._is_given = models is not None
         self._optimizers = list(optimizers)
-        self._desk = Desk(settings)
-        self._pace = Pace(settings.budget, settings.every)
-        self._losses = Losses()
-        self._clearing = Clearing()
-        self._outer = Outer(self)
-        self._calls = Calls(self._called)
-        self._hooks = ModuleHooks(self._entered, self._left)
-        self._known: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()  # called from outside
-        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps, by optimizer
-        self._window: Window | None = None
-        self._target: Window | None = None  # of what is called now
-        self._updates: dict[int, Update] = {}
-        self._batches: list[tuple[Model, Batch]] = []
-        self._inside: nn.Module | None = None  # the outermost module in progress
-        self._thread = 0
-        self._skipped = 0
-        self._in_a_row = 0  # skipped without a step in between
-        self._evals = 0  # runs without gradients since the last step
-        self._eval_modes: dict[str, int] = {}
-        self._since = 0.0
-        self._has_compiled_function = False
-        self._is_examined = False  # where a NaN or inf began; only the first
         for name, model in (models or {}).items():
             self._models.select(model)
-            self._know(self._models.add(name, model), model)
+            self._runs.know(self._models.add(name, model), model)
+        self.desk = Desk(settings)
+        self._losses = Losses()
+        self._clearing = Clearing()
+        safely = partial(partial, self.guarded)
+        self._outer = Outer(
+            Told(
+                safely(self._backward_begins),
+                safely(self._step_begins),
+                safely(self._step_ended),
+                safely(self._step_skipped),
+                safely(self._losses.note_scale),
+                safely(self._function_compiled),
+            )
+        )
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps, by optimizer
+        self._updates: dict[int, Update] = {}
+        self._skipped = 0
+        self._in_a_row = 0  # skipped without a step in between
+        self._since = 0.0
+        self._is_examined = False  # where a NaN or inf began; only the first
 
     def open(self) -> None:
         self.is_open = True
         self._since = perf_counter()
-        self._thread = threading.get_ident()
+        self._runs.open()
         self._outer.open()
         _follow_forks(self)
+        for model in self._models.all:
+            self.desk.model(model, 0)
         self._begin_window()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -115,183 +115,47 @@ class Watcher:
         self._end_window(is_whole=False)
         self._pulse(0.0)
         self._remove()
-        missed = tuple(self._models.missed)
-        self._desk.close(self.step, self._pace, (*missed, *self._notes()), error)
-
-    @property
-    def desk(self) -> Desk:
-        return self._desk
-
-    @property
-    def pace(self) -> Pace:
-        return self._pace
+        self.desk.close(self.step, self.pace, (*self._models.missed, *self._notes()), error)
 
     def _remove(self) -> None:
         self.is_open = False
-        self._hooks.switch_off()
-        self._calls.close()
+        self._runs.close()
         self._outer.close()
-        if self._window is not None:
-            self._window.is_open = False
-        self._window = self._target = None
-        self._batches.clear()
         self._updates.clear()
 
-    def _guarded(self, action: Callable[..., None], *arguments: Any) -> None:
+    def guarded(self, action: Callable[..., None], *arguments: Any) -> None:
         if not self.is_open:
             return
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001  # nothing of ours may end a training run
             self._remove()
-            self._desk.fail(error, self.step)
+            self.desk.fail(error, self.step)
 
-    # what the engine tells
+    # what the runs tell
 
-    def backward_begins(self, losses: Any) -> None:
-        self._guarded(self._backward_begins, losses)
+    def model_found(self, model: Model) -> None:
+        self.desk.model(model, self.step)
 
-    def backward_ended(self) -> None:
-        pass
+    def evaluated(self, window: Window) -> None:
+        self.desk.look(window, {}, {})
 
-    def step_begins(self, optimizer: Any, has_closure: bool) -> None:
-        self._guarded(self._step_begins, optimizer, has_closure)
-
-    def step_ended(self, optimizer: Any) -> None:
-        self._guarded(self._step_ended, optimizer)
-
-    def step_skipped(self, optimizer: Any) -> None:
-        self._guarded(self._step_skipped, optimizer)
-
-    def loss_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None:
-        self._guarded(self._losses.note_scale, loss, scaled, scaler)
-
-    def function_compiled(self, function: Any) -> None:
+    def _function_compiled(self, function: Any) -> None:
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, (torch.optim.Optimizer, nn.Module)):
-            return  # steps are told in any case; a module knows that it is compiled
-        self._has_compiled_function = True
-        self._hooks.switch_off()
-
-    # calls of models
-
-    def _entered(self, module: nn.Module, args: Any) -> None:
-        """Before any module, while hooks are on: an unknown outermost one is a model that nobody has told us of."""
-        if self._inside is None and threading.get_ident() == self._thread and not hasattr(module, "_is_replica"):
-            self._inside = module
-            self._guarded(self._discover, module, args)
-
-    def _discover(self, module: nn.Module, args: Any) -> None:
-        if module in self._known or type(module).__module__.startswith("gaff."):
-            return
-        entry = self._models.entries.get(module)
-        if entry is not None:  # a part that is called by itself, such as an encoder
-            model = self._models.named(entry.model)
-        elif self._is_given:
-            return
-        else:
-            found = self._models.find(module)
-            if found is None:
-                return
-            model = found
-            self._desk.model(model, self.step)
-        self._know(model, module)
-        if self._window is not None and self._phase(module) == "train":
-            self._begin_run(model, module, args, {})
-
-    def _know(self, model: Model, module: nn.Module) -> None:
-        """Calls of ``module`` are runs of ``model``."""
-        self._known[module] = model
-        self._calls.follow(type(module))
-        inner = unwrap(module)
-        if inner is not module:
-            self._known[inner] = model
-            self._calls.follow(type(inner))
-
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        target = self._target
-        if target is not None:
-            self._guarded(target.left, module, args, output)
-        if module is self._inside:
-            self._inside = None
-
-    def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
-        """A call of a module of a followed class: of an outermost one, a run."""
-        model = self._known.get(module) if self.is_open and self._inside is None else None
-        if model is None or threading.get_ident() != self._thread:
-            return call(module, *args, **kwargs)
-        self._inside = module
-        self._guarded(self._begin_run, model, module, args, kwargs)
-        states = self._random_state if self._target is not None and self._target.phase == "eval" else None
-        try:
-            return call(module, *args, **kwargs)
-        finally:
-            self._inside = None
-            self._guarded(self._end_run, model, module, states)
-
-    @property
-    def _random_state(self) -> Tensor:
-        return torch.get_rng_state()
-
-    def _phase(self, module: nn.Module) -> str:
-        return "train" if torch.is_grad_enabled() and module.training else "eval"
-
-    def _begin_run(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
-        phase = self._phase(module)
-        if phase == "train":
-            self._evals = 0
-            self._eval_modes.clear()
-            self._target = self._window
-            if self._window is not None:
-                self._window.root_given(model.name, args, kwargs)
-                self._window.facts.setdefault("batch", facts.batch_size(args, kwargs))
-                self._window.facts.setdefault("precision", facts.precision(module))
-            if len(self._batches) < _KEPT:
-                self._batches.append((model, Batch.of(args, kwargs)))
-        else:
-            self._begin_eval(model, module, args, kwargs)
-        if model.is_compiled or self._has_compiled_function:
-            self._hooks.switch_off()
-
-    def _begin_eval(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The first run of each evaluation is looked at, and then ever fewer."""
-        self._evals += 1
-        if module.training and not torch.is_grad_enabled():
-            self._eval_modes[model.name] = self._eval_modes.get(model.name, 0) + 1
-        self._target = None
-        if self._evals in (1, 10, 100, 1000, 10_000):
-            self._target = Window(self.step, "eval", self._models)
-            self._target.facts["training"] = module.training
-            if self._eval_modes.get(model.name, 0) >= 10 and facts.has_dropout(module):
-                self._target.facts["train_mode"] = [model.name]
-            self._target.root_given(model.name, args, kwargs)
-            self._hooks.switch_on()
-
-    def _end_run(self, model: Model, module: nn.Module, state: Tensor | None) -> None:
-        target = self._target
-        if target is not None and target.phase == "eval":
-            if state is not None and not module.training and not torch.equal(state, self._random_state):
-                target.facts["random_in_eval"] = [model.name]
-            target.close()
-            self._desk.look(target, {}, {})
-            self._target = None
-        if self._window is None:
-            self._hooks.switch_off()
-        elif not self._has_compiled_function:
-            self._hooks.switch_on()
-            self._target = self._window  # for what a checkpoint recomputes
+        if not isinstance(owner, (torch.optim.Optimizer, nn.Module)):  # a module knows that it is compiled
+            self._runs.stop_hooks()
 
     # backward passes and steps
 
     def _backward_begins(self, losses: Any) -> None:
-        self._inside = None
+        self._runs.left_model()
         if self._window is not None:
             self._clearing.look()
         for loss in [losses] if isinstance(losses, Tensor) else losses:
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 spike = self._losses.note(loss, self._window)
                 if spike is not None:
-                    self._desk.add(trouble.of_spike(spike, self.step, self._batches), self.step)
+                    self.desk.add(trouble.of_spike(spike, self.step, self._runs.batches), self.step)
         if self._losses.is_nonfinite:
             self._find_origin(f"the loss {self._losses.latest!r}", has_gradients=False)
 
@@ -300,14 +164,13 @@ class Watcher:
         if not self._is_examined:
             self._is_examined = True
             self.is_open = False  # what is run again is not watched
-            self._hooks.switch_off()
+            resume = self._runs.pause()
             try:
-                finding = trouble.of_nonfinite(what, self.step, self._batches, has_gradients=has_gradients)
+                finding = trouble.of_nonfinite(what, self.step, self._runs.batches, has_gradients=has_gradients)
             finally:
                 self.is_open = True
-            if self._window is not None and not self._has_compiled_function:
-                self._hooks.switch_on()
-            self._desk.add(finding, self.step)
+                resume()
+            self.desk.add(finding, self.step)
 
     def _is_counted(self, optimizer: Any) -> bool:
         if self._optimizers:
@@ -317,7 +180,7 @@ class Watcher:
         return any(self._models.name_of(parameter) for _, parameter in parameters_of(optimizer))
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
-        self._inside = None
+        self._runs.left_model()
         if not self._is_counted(optimizer):
             return
         if self._window is not None:
@@ -352,9 +215,9 @@ class Watcher:
             self._skipped += 1
             self._in_a_row += 1
             if self._in_a_row == _STUCK:
-                self._desk.add(trouble.of_stuck_scaler(self.step, self._losses.scale, self._in_a_row), self.step)
+                self.desk.add(trouble.of_stuck_scaler(self.step, self._losses.scale, self._in_a_row), self.step)
                 self._find_origin("a gradient", has_gradients=True)
-            self._batches.clear()
+            self._runs.batches.clear()
             self._updates.clear()
             if self._window is not None:
                 self._window.is_open = False
@@ -364,41 +227,37 @@ class Watcher:
         now = perf_counter()
         seconds, self._since = now - self._since, now
         window = self._window
-        self._pace.spend(self._desk.take_spent())
+        self.pace.spend(self.desk.take_spent())
         if window is not None:
             self._end_window(is_whole=True)
         self._pulse(seconds)
         if window is not None:
-            self._pace.looked(seconds, window.cost_s + perf_counter() - now)
+            self.pace.looked(seconds, window.cost_s + perf_counter() - now)
         else:
-            self._pace.passed(seconds)
+            self.pace.passed(seconds)
         self.step = count
-        self._batches.clear()
+        self._runs.batches.clear()
         self._updates.clear()
-        if self._pace.is_due(count):
+        if self.pace.is_due(count):
             self._begin_window()
         else:
             self._clearing.forget()
-        self._desk.tick(count, self._pace)
+        self.desk.tick(count, self.pace)
 
     def _pulse(self, seconds: float) -> None:
-        self._desk.pulse(self.step, seconds, self._losses, self._skipped)
+        self.desk.pulse(self.step, seconds, self._losses, self._skipped)
         self._losses.forget()
 
     # windows
 
     def _begin_window(self) -> None:
-        self._window = Window(self.step, "train", self._models)
         for optimizer in self._counts:
             self._clearing.stepped(optimizer)
-        if not self._has_compiled_function:
-            self._hooks.switch_on()
-        self._target = self._window
+        self._runs.look(Window(self.step, "train", self._models))
 
     def _end_window(self, *, is_whole: bool) -> None:
         window = self._window
-        self._window = self._target = None
-        self._hooks.switch_off()
+        self._runs.look(None)
         if window is None:
             return
         window.close()
@@ -407,11 +266,15 @@ class Watcher:
                 optimizers=len(self._counts), skipped=self._skipped, scale=self._losses.scale, **self._losses.facts
             )
             parameters = facts.parameters(self._models, self._updates.values(), self._counts, window.modules_called)
-            self._desk.look(window, parameters, self._losses.values())
+            self.desk.look(window, parameters, self._losses.values())
+
+    @property
+    def _window(self) -> Window | None:
+        return self._runs.window
 
     def _notes(self) -> list[str]:
         told = []
-        if self._has_compiled_function:
+        if self._runs.has_compiled_function:
             told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
         for model in self._models.all:
             if model.is_compiled:
@@ -422,12 +285,12 @@ class Watcher:
 
     def before_fork(self) -> None:
         if self.is_open:
-            self._desk.pause()  # a lock that another thread holds would be held for ever in the child
+            self.desk.pause()  # a lock that another thread holds would be held for ever in the child
 
     def in_child(self) -> None:
         """A forked child (a DataLoader's worker) is not watched."""
         if self.is_open:
-            self._desk.abandon()
+            self.desk.abandon()
             self._remove()
 
 

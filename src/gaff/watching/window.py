@@ -197,12 +197,14 @@ class Window:
             self.add_entropy(entry.key("output"), some)
 
     def add_entropy(self, key: Key, probabilities: Tensor) -> None:
-        """Shannon's, of each row relative to a uniform one over what is not masked: of the head where it is lowest."""
-        allowed = (probabilities > 0).sum(-1)
-        rows = torch.special.entr(probabilities).sum(-1) / allowed.clamp(min=2).log()
-        rows = torch.where(allowed > 1, rows, torch.nan)
-        heads = rows.nanmean(-1).reshape(-1) if rows.dim() > 2 else rows.nanmean().reshape(1)
-        self._add("entropy", key, heads.min(), 1)
+        """Shannon's entropy of the rows of attention over that of uniform ones, which a causal mask makes smaller."""
+        queries, keys = probabilities.shape[-2:]
+        behind = torch.arange(queries, device=probabilities.device) + keys - queries + 1.0
+        is_causal = (probabilities.triu(keys - queries + 1) == 0).all()
+        largest = torch.where(is_causal & (behind > 0), behind, float(keys)).log()
+        rows = torch.special.entr(probabilities).sum(-1)
+        mean = rows.mean(tuple(range(rows.dim() - 1)))
+        self._add("entropy", key, mean.sum() / largest.sum().clamp(min=1e-9), 1)
 
     def _add(self, name: str, key: Key, value: Tensor, count: int) -> None:
         known, number = self.extras.get((name, key), (0.0, 0))

@@ -1,0 +1,202 @@
+"""Runs of models: which calls come from outside any model, in which mode, and which of them are looked at."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gaff.engine.outer import Calls, ModuleHooks
+from gaff.health.rerun import Batch
+from gaff.select import unwrap
+from gaff.watching import facts
+from gaff.watching.models import Model, Models
+from gaff.watching.window import Window
+
+_KEPT = 16  # batches of one step that are kept for a look at what went wrong
+_LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
+
+
+class Listener(Protocol):
+    """Who is told of runs. ``guarded`` calls a function and never lets an error of it out."""
+
+    step: int
+
+    def guarded(self, action: Callable[..., None], *arguments: Any) -> None: ...
+
+    def model_found(self, model: Model) -> None: ...
+
+    def evaluated(self, window: Window) -> None: ...
+
+
+class Runs:
+    """Follows the calls of ``models``; finds new ones unless ``is_given``. Only on the thread that opened it."""
+
+    def __init__(self, models: Models, listener: Listener, *, is_given: bool) -> None:
+        self.batches: list[tuple[Model, Batch]] = []  # of the step in progress
+        self.window: Window | None = None  # of the step in progress, if it is looked at
+        self.has_compiled_function = False
+        self._models = models
+        self._listener = listener
+        self._is_given = is_given
+        self._calls = Calls(self._called)
+        self._hooks = ModuleHooks(self._entered, self._left)
+        self._known: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
+        self._target: Window | None = None  # of what is called now
+        self._inside: nn.Module | None = None  # the outermost module in progress
+        self._hooked: nn.Module | None = None  # the same where only a hook has told of it
+        self._thread = 0
+        self._is_open = False
+        self._evals = 0  # runs without gradients since the last one with
+        self._in_training_mode: dict[str, int] = {}  # how many of them, by model
+
+    def open(self) -> None:
+        self._is_open = True
+        self._thread = threading.get_ident()
+
+    def close(self) -> None:
+        self._is_open = False
+        self._hooks.switch_off()
+        self._calls.close()
+        if self.window is not None:
+            self.window.is_open = False
+        self.window = self._target = self._inside = None
+        self.batches.clear()
+
+    def know(self, model: Model, module: nn.Module) -> None:
+        """Calls of ``module`` are runs of ``model``."""
+        for one in (module, unwrap(module)):
+            if one not in self._known:
+                self._known[one] = model
+                self._calls.follow(type(one))
+
+    def look(self, window: Window | None) -> None:
+        """From now on runs in training mode go to ``window``; None: to nobody, and no hook is left."""
+        self.window = self._target = window
+        if window is not None and not self.has_compiled_function:
+            self._hooks.switch_on()
+        else:
+            self._hooks.switch_off()
+
+    def left_model(self) -> None:
+        """Backward or a step has begun: no model is running, whatever an exception has left."""
+        self._inside = self._hooked = None
+
+    def stop_hooks(self) -> None:
+        """Compiled code must not see hooks: it would be compiled once more."""
+        self.has_compiled_function = True
+        self._hooks.switch_off()
+
+    def pause(self) -> Callable[[], None]:
+        """Nobody is told of anything until what is returned is called."""
+        was_on, self._is_open = self._hooks.is_on, False
+        self._hooks.switch_off()
+
+        def resume() -> None:
+            self._is_open = True
+            if was_on:
+                self._hooks.switch_on()
+
+        return resume
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        """Before any module, while hooks are on: an unknown outermost one may be a model that nobody has told of."""
+        if self._inside is None and threading.get_ident() == self._thread:
+            self._inside = self._hooked = module
+            self._listener.guarded(self._discover, module, args)
+
+    def _discover(self, module: nn.Module, args: Any) -> None:
+        if module in self._known or type(module).__module__.startswith("gaff."):
+            return
+        entry = self._models.entries.get(module)
+        if entry is not None:  # a part that is called by itself, such as an encoder
+            model = self._models.named(entry.model)
+        else:
+            found = None if self._is_given else self._models.find(module)
+            if found is None:
+                return
+            model = found
+            self._listener.model_found(model)
+        self.know(model, module)
+        if self._phase(module) == "train":
+            self._begin_train(model, module, args, {})
+        else:
+            self._target = None  # too late for a look: its hooks are past
+        if model.is_compiled:
+            self._hooks.switch_off()
+            self._inside = None
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._target is not None and threading.get_ident() == self._thread:
+            self._listener.guarded(self._target.left, module, args, output)
+        if module is self._hooked:
+            self._inside = self._hooked = None
+            self._target = self.window
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """A call of a module of a followed class: of an outermost one that is known, a run."""
+        model = self._known.get(module) if self._is_open and self._inside is None else None
+        if model is None or threading.get_ident() != self._thread:
+            return call(module, *args, **kwargs)
+        self._inside = module
+        self._listener.guarded(self._begin, model, module, args, kwargs)
+        state = torch.get_rng_state() if self._target is not None and self._target.phase == "eval" else None
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._inside = None
+            self._listener.guarded(self._end, model, module, state)
+
+    def _phase(self, module: nn.Module) -> str:
+        return "train" if torch.is_grad_enabled() and module.training else "eval"
+
+    def _begin(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._phase(module) == "train":
+            self._begin_train(model, module, args, kwargs)
+        else:
+            self._begin_eval(model, module, args, kwargs)
+        if model.is_compiled:
+            self._hooks.switch_off()
+
+    def _begin_train(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._evals = 0
+        self._in_training_mode.clear()
+        window = self._target = self.window
+        if window is not None:
+            window.root_given(model.name, args, kwargs)
+            window.facts.setdefault("batch", facts.batch_size(args, kwargs))
+            window.facts.setdefault("precision", facts.precision(module))
+        if len(self.batches) < _KEPT:
+            self.batches.append((model, Batch.of(args, kwargs)))
+
+    def _begin_eval(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The first run of each evaluation is looked at, and then ever fewer."""
+        self._evals += 1
+        if module.training and not torch.is_grad_enabled():
+            self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + 1
+        self._target = None
+        if self._evals in _LOOKED_AT:
+            window = self._target = Window(self._listener.step, "eval", self._models)
+            window.facts["training"] = module.training
+            if self._in_training_mode.get(model.name, 0) >= 10 and facts.has_dropout(module):
+                window.facts["train_mode"] = [model.name]
+            window.root_given(model.name, args, kwargs)
+            if not self.has_compiled_function:
+                self._hooks.switch_on()
+
+    def _end(self, model: Model, module: nn.Module, state: Tensor | None) -> None:
+        target = self._target
+        if target is not None and target.phase == "eval":
+            if state is not None and not module.training and not torch.equal(state, torch.get_rng_state()):
+                target.facts["random_in_eval"] = [model.name]
+            target.close()
+            self._listener.evaluated(target)
+        self._target = self.window  # for what a checkpoint recomputes
+        if self.window is not None and not self.has_compiled_function:
+            self._hooks.switch_on()
+        else:
+            self._hooks.switch_off()
