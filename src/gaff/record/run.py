@@ -126,7 +126,12 @@ class Record:
     @property
     def steps(self) -> int:
         """Optimizer steps completed."""
-        return max((int(max(part.series["step"])) + 1 for part in self._parts if part.series.get("step")), default=0)
+        most = 0
+        for part in self._parts:
+            for step, seconds in zip(part.series.get("step", ()), part.series.get("seconds", ()), strict=True):
+                if not math.isnan(seconds):  # else it had begun only
+                    most = max(most, int(step) + 1)
+        return most
 
     @property
     def overhead(self) -> float:
