@@ -46,7 +46,7 @@ class Desk:
         self._recorder = Recorder(lambda: _log_path(settings))
         self._judge = Judge(settings.rules, self._alarm)
         self._writer = Writer(self._job_failed)
-        self._pulses: list[tuple[int, float, float, dict[str, Any], float | None, int]] = []
+        self._pulses: list[tuple[int, float, float, dict[str, Any], Any, int]] = []
         self._began = perf_counter()
         self._flushed = self._began
         self._lined = self._began
@@ -89,14 +89,14 @@ class Desk:
 
         def job() -> None:
             table = torch.cat([one.cpu() for one in rows]) if rows else torch.zeros(0, 74, dtype=torch.float64)
-            table = _unscale(keys, table, scale)
+            table = _unscale(keys, table, losses.read(scale))
             sample = Sample(step, phase, began)
             sample.rows = {key: Numbers(row) for key, row in zip(keys, table.tolist(), strict=True)}
             sample.units = {key: _units(one.cpu(), inputs[key]) for key, one in units.items()}
             sample.shares = {name: float(total) / max(1, count) for name, (total, count) in shares.items()}
             sample.parameters = {key: facts.read(one) for key, one in parameters.items()}
             sample.losses = {name: losses.read(value) for name, value in values.items()}
-            sample.facts = told
+            sample.facts = {**told, "scale": None if told.get("scale") is None else losses.read(told["scale"])}
             self._take(sample, keys, table)
 
         self._writer.put(job)
@@ -189,7 +189,7 @@ class Desk:
 
         self._writer.put(job)
 
-    def _columns(self, pulses: Sequence[tuple[int, float, float, dict[str, Any], float | None, int]]) -> dict[str, Any]:
+    def _columns(self, pulses: Sequence[tuple[int, float, float, dict[str, Any], Any, int]]) -> dict[str, Any]:
         nothing = math.nan
         names = dict.fromkeys(name for one in pulses for name in one[3])
         columns: dict[str, list[float]] = {
@@ -201,7 +201,7 @@ class Desk:
         for name in names:
             columns[f"loss:{name}"] = [losses.read(one[3].get(name, nothing)) for one in pulses]
         if any(one[4] is not None for one in pulses):
-            columns["scale"] = [nothing if one[4] is None else one[4] for one in pulses]
+            columns["scale"] = [nothing if one[4] is None else losses.read(one[4]) for one in pulses]
             columns["skipped"] = [float(one[5]) for one in pulses]
         self._latest.update((name, values[-1]) for name, values in columns.items() if not math.isnan(values[-1]))
         return columns

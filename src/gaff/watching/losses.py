@@ -35,38 +35,34 @@ class Losses:
     def __init__(self) -> None:
         self.names: dict[Any, str] = {}  # by place in the code
         self.lr = math.nan
-        self.scale: float | None = None  # of a GradScaler, when it was last known
+        self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
         self.latest = ""
         self.is_nonfinite = False
-        self._scaler: Any = None
         self._now: dict[str, list[Any]] = {}
         self._past: dict[str, Past] = {}
-        self._scaled: list[tuple[ref[Tensor], ref[Tensor], Any]] = []
+        self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
 
     def note_scale(self, loss: Tensor, scaled: Tensor, scaler: Any) -> None:
         """A GradScaler has multiplied ``loss``: what comes back is ``scaled``."""
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
-        self._scaled.append((ref(scaled), ref(loss), scaler))
+        self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
     def note(self, tensor: Tensor, window: Window | None) -> Spike | None:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting."""
         known = next((one for one in self._scaled if one[0]() is tensor), None)
-        loss, scaler = (known[1](), known[2]) if known is not None else (None, None)
+        named = tensor if known is None else known[1]()
         self.is_nonfinite = False
-        named = loss if loss is not None else tensor
         place = caller()
         if place not in self.names:
-            self.names[place] = self._new_name(name_of_loss(named))
+            self.names[place] = self._new_name(name_of_loss(named) if named is not None else "loss")
         name = self.latest = self.names[place]
-        scale = 1.0
-        if scaler is not None:
-            self._scaler = scaler
-            scale = self._read_scale()
+        if known is not None:
+            self.scale = _scale_of(known[3])
         if window is not None:
-            window.scale = scale
-            self.facts.update(facts_of_graph(named, name))
-        value = named.detach() if scale == 1.0 or loss is not None else tensor.detach() / scale
+            window.scale = 1.0 if known is None else self.scale
+            self.facts.update(facts_of_graph(tensor if named is None else named, name))
+        value = tensor.detach() if known is None else known[2]
         if value.device.type != "cpu":
             self._now.setdefault(name, []).append(value.clone())
             return None
@@ -81,14 +77,6 @@ class Losses:
 
     def forget(self) -> None:
         self._now = {}
-
-    def _read_scale(self) -> float:
-        scale = getattr(self._scaler, "_scale", None)
-        if isinstance(scale, Tensor) and scale.device.type != "cpu":
-            self.scale = None  # not worth waiting for
-            return 1.0
-        self.scale = float(self._scaler.get_scale())
-        return self.scale
 
     def _new_name(self, name: str) -> str:
         taken = set(self.names.values())
@@ -168,6 +156,14 @@ def _is_view(name: str) -> bool:
 
 def _mean(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else sum(values[1:], start=values[0]) / len(values)
+
+
+def _scale_of(scaler: Any) -> Any:
+    """Without waiting for a device."""
+    scale = getattr(scaler, "_scale", None)
+    if isinstance(scale, Tensor) and scale.device.type != "cpu":
+        return scale.detach().clone()
+    return float(scaler.get_scale())
 
 
 def read(value: Any) -> float:

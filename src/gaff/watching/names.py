@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -24,7 +26,7 @@ def holder_of(module: nn.Module) -> tuple[str, nn.Module]:
     """
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for frame in reversed(list(_frames())):
-        for name, holder in _modules_in(frame.f_locals):
+        for name, holder in _modules_in(_variables(frame)):
             if any(one is module for one in holder.modules()):
                 found.setdefault(id(holder), (holder, []))[1].append(name)
     if not found:
@@ -36,7 +38,7 @@ def holder_of(module: nn.Module) -> tuple[str, nn.Module]:
 def name_of_variable(value: Any) -> str:
     """The plain variable of the nearest function outside gaff that holds ``value``; empty where there is none."""
     frame = next(_frames(), None)
-    names = [] if frame is None else [name for name, held in frame.f_locals.items() if held is value]
+    names = [] if frame is None else [name for name, held in _variables(frame).items() if held is value]
     return next((name for name in names if name not in _PASSED_ON), "")
 
 
@@ -44,7 +46,7 @@ def name_of_loss(loss: Tensor) -> str:
     """The variable that holds ``loss`` in the nearest function that is no library's; ``loss`` where there is none."""
     for frame in _frames():
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            for name, value in frame.f_locals.items():
+            for name, value in _variables(frame).items():
                 if value is loss and name not in _PASSED_ON:
                     return name
             break
@@ -65,6 +67,21 @@ def _frames() -> Iterator[FrameType]:
         if frame.f_globals.get("__name__", "").partition(".")[0] != "gaff":
             yield frame
         frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's variables, which leaves nothing behind.
+
+    Before Python 3.13 a function's frame keeps the dict that it was asked for, and with it every object in it, until
+    the function returns. It is emptied again, unless it was there before: then somebody has asked for ``locals()``.
+    """
+    is_kept = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
+    before = [id(one) for one in gc.get_referents(frame) if type(one) is dict] if is_kept else []
+    found = frame.f_locals
+    copied = dict(found)
+    if is_kept and id(found) not in before:
+        found.clear()
+    return copied
 
 
 def _modules_in(variables: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:

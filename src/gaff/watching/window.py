@@ -42,7 +42,7 @@ class Window:
         self.facts: dict[str, Any] = {}
         self.modules_called: set[Key] = set()
         self.is_open = True
-        self.scale = 1.0  # of the loss whose gradients come
+        self.scale: Any = 1.0  # of the loss whose gradients come; a tensor where it is on a device
         self._models = models
         self._latest: tuple[int, int] = (0, 0)  # identity and version of the last tensor
         self._latest_key: Key | None = None

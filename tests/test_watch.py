@@ -1,0 +1,578 @@
+"""Watching in code: nothing changes, the numbers are those of float64, what is found is named rightly."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gaff
+from gaff.errors import PlanError, RecordError, SiteError
+from gaff.values import iter_tensors
+from gaff.watching.pace import Pace
+from gaff.watching.window import Window
+from zoo import ZOO, loss_of
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(6, 8)
+        self.act = nn.ReLU()
+        self.fc2 = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def train(model, optimizer, steps, data=lambda: torch.randn(5, 6), loss=lambda out: out.square().mean()):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(data())).backward()
+        optimizer.step()
+
+
+def watched(model, optimizer, tmp_path, steps=3, **options):
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1, **options) as watch:
+        train(model, optimizer, steps)
+    assert watch.failure is None
+    return gaff.load(tmp_path / "run")
+
+
+def sgd(model, lr=0.1, **options):
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+# what must not change
+
+
+def steps_of(model, args, kwargs):
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        output = model(*args, **kwargs)
+        loss_of(output).backward()
+        found += [tensor.detach().clone() for _, tensor in iter_tensors(output)]
+        found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        optimizer.step()
+    return [*found, *(one.clone() for one in model.state_dict().values()), torch.rand(3)]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("build", ZOO, ids=lambda build: build.__name__)
+def test_watched_steps_have_the_bits_of_bare_ones(build, is_training):
+    model, args, kwargs = build()
+    model.train(is_training)
+    twin, args2, kwargs2 = copy.deepcopy((model, args, kwargs))
+    bare = steps_of(twin, args2, kwargs2)
+    with gaff.watch(model, every=1) as watch:
+        seen = steps_of(model, args, kwargs)
+    assert watch.failure is None
+    assert watch.step == 3
+    assert all(torch.equal(one, other) for one, other in zip(bare, seen, strict=True))
+
+
+def test_nothing_is_left_when_it_closes():
+    def surroundings():
+        scaler = torch.amp.GradScaler
+        return (
+            torch.autograd.backward,
+            scaler.scale,
+            scaler.step,
+            torch.compile,
+            Small.__call__,
+            "__call__" in vars(Small),
+        )
+
+    before = surroundings()
+    model = Small()
+    state = {name: dict(vars(module)) for name, module in model.named_modules()}
+    watch = gaff.watch(model, every=1)
+    assert surroundings() != before
+    train(model, sgd(model), 2)
+    watch.remove()
+    watch.remove()
+    assert surroundings() == before
+    for name, module in model.named_modules():
+        assert vars(module).keys() == state[name].keys()
+        assert not module._forward_hooks
+
+
+def test_watches_that_close_in_any_order_leave_nothing():
+    before = torch.autograd.backward, Small.__call__
+    model = Small()
+    first, second = gaff.watch(model, every=1), gaff.watch(model, every=1)
+    train(model, sgd(model), 2)
+    first.remove()
+    train(model, sgd(model), 2)
+    second.remove()
+    assert (first.step, second.step) == (2, 2)
+    third = gaff.watch(model)
+    third.remove()
+    train(model, sgd(model), 1)
+    assert torch.autograd.backward(torch.ones(1, requires_grad=True)) is None
+    assert before[1] is not None
+
+
+def test_copies_and_pickles_made_while_watched_know_nothing_of_it():
+    model = Small()
+    bare = pickle.dumps(model)
+    with gaff.watch(model, every=1):
+        assert pickle.dumps(model) == bare
+        twin = copy.deepcopy(model)
+        torch.jit.script(model)
+        torch.export.export(model, (torch.randn(2, 6),))
+    assert not any(vars(module).get("_forward_hooks") for module in twin.modules())
+
+
+def test_models_batches_and_optimizers_are_let_go():
+    model = Small()
+    optimizer = sgd(model)
+    inputs = []
+
+    def data():
+        x = torch.randn(5, 6)
+        inputs.append(weakref.ref(x))
+        return x
+
+    with gaff.watch(every=1) as watch:
+        train(model, optimizer, 4, data)
+        refs = [weakref.ref(model), weakref.ref(optimizer)]
+        assert [one() for one in inputs[:-1]] == [None] * 3
+        del model, optimizer
+        gc.collect()
+        assert [one() for one in refs] == [None, None]
+    assert watch.step == 4
+
+
+def test_an_error_of_ours_ends_the_watching_only(monkeypatch):
+    def broken(*arguments):
+        raise ValueError("of ours")
+
+    told = []
+    model = Small()
+    twin = copy.deepcopy(model)
+    monkeypatch.setattr(Window, "left", broken)
+    with gaff.watch(model, every=1, tell=told.append) as watch:
+        train(model, sgd(model), 3)
+    torch.manual_seed(0)
+    assert "ValueError: of ours" in watch.failure
+    assert len([one for one in told if "training goes on" in one]) == 1
+    assert len(twin.state_dict()) == len(model.state_dict())
+
+
+def test_an_error_of_the_users_passes_and_the_next_step_is_seen(tmp_path):
+    model = Small()
+    optimizer = sgd(model)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        train(model, optimizer, 2)
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(2, 5))
+        train(model, optimizer, 2)
+    record = gaff.load(tmp_path / "run")
+    assert record.steps == 4
+    assert record.series("fc1", "count").values == [40.0] * 4
+
+
+# the numbers
+
+
+def numbers(tensor):
+    tensor = tensor.detach().double()
+    return {
+        "count": tensor.numel(),
+        "mean": tensor.mean().item(),
+        "std": tensor.std(correction=0).item(),
+        "min": tensor.min().item(),
+        "max": tensor.max().item(),
+        "zeros": (tensor == 0).double().mean().item(),
+        "rms": tensor.square().mean().sqrt().item(),
+    }
+
+
+def check(record, site, tensor, at=0, phase="train"):
+    for name, value in numbers(tensor).items():
+        found = record.series(site, name, phase).values[at]
+        assert found == pytest.approx(value, rel=3e-6, abs=1e-7), (site, name)
+
+
+def test_numbers_are_those_of_the_moment(tmp_path):
+    class Net(nn.Module):
+        """Writes into what a module returned, calls one twice, returns a tuple, uses a functional activation."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.relu, self.twice = nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)
+            self.rnn, self.last = nn.GRU(6, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            self.seen = {"fc1": (first := self.fc1(x)).clone()}
+            first += 1
+            x = self.relu(first)
+            one = self.twice(x)
+            two = self.twice(one)
+            self.seen["twice"] = torch.stack([one, two])
+            out, hidden = self.rnn(two[None])
+            self.seen["rnn:output[0]"], self.seen["rnn:output[1]"] = out.clone(), hidden.clone()
+            x = torch.tanh(out[0])
+            self.seen["last:input"] = x
+            self.seen["last"] = self.last(x)
+            return self.seen["last"]
+
+    model = Net()
+    optimizer = sgd(model, weight_decay=0.1, momentum=0.9)
+    x = torch.randn(5, 6)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        out = model(x)
+        seen = model.seen
+        for tensor in seen.values():
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.retain_grad()
+        out.square().mean().backward()
+        before = {name: one.detach().clone() for name, one in model.named_parameters()}
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+        optimizer.step()
+        after = {name: one.detach().clone() for name, one in model.named_parameters()}
+    assert watch.failure is None
+    record = gaff.load(tmp_path / "run")
+    check(record, ":input", x)
+    check(record, "fc1", seen["fc1"])
+    check(record, "twice", seen["twice"])
+    check(record, "rnn:output[0]", seen["rnn:output[0]"])
+    check(record, "rnn:output[1]", seen["rnn:output[1]"])
+    check(record, "last:input", seen["last:input"])
+    check(record, ":output", seen["last"])
+    check(record, "last:grad_output", seen["last"].grad)
+    for name in before:
+        check(record, f"{name}:param", before[name])
+        check(record, f"{name}:grad", gradients[name])
+        check(record, f"{name}:update", after[name] - before[name])
+    ratio = numbers(after["fc1.weight"] - before["fc1.weight"])["rms"] / numbers(before["fc1.weight"])["rms"]
+    assert record.series("fc1.weight:param", "update_ratio").values[0] == pytest.approx(ratio, rel=1e-5)
+    norm = math.sqrt(sum(one.square().sum().item() for one in gradients.values()))
+    assert record.scalar("grad_norm").values[0] == pytest.approx(norm, rel=1e-5)
+    assert record.scalar("loss").values == pytest.approx([out.square().mean().item()])
+
+
+def test_gradients_of_activations_are_the_total_that_arrives(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.y = self.a(x)
+            return self.y + self.b(self.y)
+
+    model = Net()
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        out = model(torch.randn(3, 4))
+        model.y.retain_grad()
+        (out * torch.arange(12.0).view(3, 4)).sum().backward()
+        gradient = model.y.grad
+        sgd(model).step()
+    check(gaff.load(tmp_path / "run"), "a:grad_output", gradient)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_is_counted_once_and_its_gradients_are_seen(use_reentrant, tmp_path):
+    class Net(Small):
+        def forward(self, x):
+            return self.fc2(checkpoint(lambda y: self.act(self.fc1(y)), x, use_reentrant=use_reentrant))
+
+    model = Net()
+    x = torch.randn(5, 6, requires_grad=True)
+    with gaff.watch(model, out=tmp_path / "run", every=1) as watch:
+        loss = model(x).square().mean()
+        loss.backward()
+        sgd(model).step()
+    assert watch.failure is None
+    record = gaff.load(tmp_path / "run")
+    assert record.series("fc1", "count").values == [40.0]
+    assert record.series("fc1:grad_output", "count").values == [40.0]
+
+
+def test_accumulated_batches_merge(tmp_path):
+    model = Small()
+    optimizer = sgd(model)
+    batches = [torch.randn(5, 6), torch.randn(2, 6)]
+    outputs = []
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for x in batches:
+            outputs.append(model.fc1(x).detach())
+            (model(x).square().mean() / 2).backward()
+        gradient = model.fc1.weight.grad.clone()
+        optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    check(record, "fc1.weight:grad", gradient)
+    assert record.series("fc1", "count").values[0] == 2 * 56  # called by itself, and inside the model
+
+
+def test_scaled_gradients_are_told_as_those_of_the_loss(tmp_path):
+    model = Small()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x = torch.randn(5, 6)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        out = model(x)
+        out.retain_grad()
+        scaler.scale(out.square().mean()).backward()
+        gradient = model.fc1.weight.grad / 1024
+        activation = out.grad / 1024
+        scaler.step(optimizer)
+        scaler.update()
+    record = gaff.load(tmp_path / "run")
+    check(record, "fc1.weight:grad", gradient)
+    check(record, "fc2:grad_output", activation)
+    assert record.scalar("loss").values == pytest.approx([out.square().mean().item()])
+
+
+def test_steps_that_a_scaler_skips_are_no_steps(tmp_path):
+    model = Small()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with gaff.watch(model, out=tmp_path / "run", every=1) as watch:
+        for _ in range(8):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(5, 6)).square().mean() * 1e6).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    record = gaff.load(tmp_path / "run")
+    done = 8 - int(math.log2(2.0**120 / scaler.get_scale()))
+    assert record.steps == watch.step == done
+    assert not watch.findings
+
+
+def test_evaluation_is_kept_apart(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    optimizer = sgd(model)
+    x = torch.randn(20, 6)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        train(model, optimizer, 2)
+        model.eval()
+        with torch.no_grad():
+            expected = model(x)
+    record = gaff.load(tmp_path / "run")
+    check(record, "2", expected, phase="eval")
+    assert record.series("0", "count").values == [40.0, 40.0]
+
+
+def test_only_asked_modules_are_looked_at(tmp_path):
+    model = Small()
+    record = watched(model, sgd(model), tmp_path, only=["fc*"], skip=["fc2"])
+    assert [name for name in record.sites if ":" not in name] == ["fc1"]
+
+
+def test_magnitudes_are_kept(tmp_path):
+    model = Small()
+    record = watched(model, sgd(model), tmp_path)
+    step, shares = record.magnitudes("fc1")[0]
+    assert step == 0
+    assert sum(shares) == pytest.approx(1.0, rel=0.05)
+
+
+# names and findings
+
+
+def test_models_and_losses_are_found_and_named(tmp_path):
+    class Trainer:
+        def __init__(self):
+            self.actor = Small()
+            self.nets = {"critic": Small()}
+
+        def fit(self):
+            optimizers = [sgd(self.actor), sgd(self.nets["critic"])]
+            for _ in range(3):
+                x = torch.randn(4, 6)
+                policy_loss = self.actor(x).mean()
+                policy_loss.backward()
+                value_loss = self.nets["critic"](x).square().mean()
+                value_loss.backward()
+                for one in optimizers:
+                    one.step()
+                    one.zero_grad()
+
+    with gaff.watch(out=tmp_path / "run", every=1):
+        Trainer().fit()
+    record = gaff.load(tmp_path / "run")
+    assert {"self.actor.fc1", "self.nets['critic'].fc1"} <= set(record.sites)
+    assert {"loss:policy_loss", "loss:value_loss"} <= set(record.scalars)
+    with pytest.raises(RecordError, match=r"'fc1' is in several models: expected one of self.actor.fc1"):
+        record.series("fc1", "rms")
+
+
+def test_a_part_that_is_called_by_itself_belongs_to_its_model(tmp_path):
+    class Auto(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(6, 3), nn.Linear(3, 6)
+
+    auto = Auto()
+    optimizer = sgd(auto)
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            auto.decoder(auto.encoder(torch.randn(4, 6))).square().mean().backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.describe("model")["name"] == "auto"
+    assert len(record.series("encoder", "rms")) == len(record.series("decoder:grad_output", "rms")) == 3
+
+
+def test_a_nan_is_told_with_the_op_that_made_it(tmp_path):
+    class Net(Small):
+        def forward(self, x):
+            return self.fc2(torch.log(self.fc1(x) - 100))
+
+    told = []
+    model = Net()
+    with gaff.watch(model, out=tmp_path / "run", tell=told.append, every=1):
+        train(model, sgd(model), 2)
+    [finding] = gaff.load(tmp_path / "run").findings
+    assert (finding.rule, finding.site, finding.since, finding.severity) == ("nonfinite", "/log#0", 0, "error")
+    assert "test_watch.py" in finding.evidence["line"]
+    assert "torch.log" in finding.evidence["code"]
+    assert "nonfinite" in told[0]
+    assert "remedy:" in told[0]
+
+
+def test_a_spike_names_the_batch_and_the_sample():
+    model = Small()
+    optimizer = sgd(model, lr=1e-4)
+    with gaff.watch(model, optimizer) as watch:
+        train(model, optimizer, 40)
+
+        def data():
+            x = torch.randn(5, 6)
+            x[3] *= 1000
+            return x
+
+        train(model, optimizer, 1, data)
+    [finding] = [one for one in watch.findings if one.rule == "loss_spike"]
+    assert finding.since == 40
+    assert finding.evidence["samples"] == [3]
+    assert len(finding.evidence["batch"]) == 8
+
+
+def test_a_rule_of_ones_own():
+    from gaff.health.rules import RULES, Hit, rule
+
+    @rule("wide", severity="warning", means="a layer is wide", cause="c", remedy="r", least=2)
+    def wide(sample, past):
+        for key, row in sample.port("output").items():
+            if row.count > 30 and past.looks:
+                yield Hit(key, count=row.count)
+
+    @rule("broken", severity="warning", means="m", cause="c", remedy="r")
+    def broken(sample, past):
+        raise KeyError("mine")
+
+    try:
+        model = Small()
+        with gaff.watch(model, every=1) as watch:
+            train(model, sgd(model), 4)
+        assert [(one.rule, one.site, one.also) for one in watch.findings] == [("wide", "fc1", ("act",))]
+        with gaff.watch(model, every=1, rules_off=["wide"]) as watch:
+            train(model, sgd(model), 4)
+        assert not watch.findings
+        assert watch.failure is None
+    finally:
+        del RULES["wide"], RULES["broken"]
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"every": 0}, PlanError, "every=0: expected a number of steps, 1 or more"),
+        ({"budget": 2}, PlanError, "budget=2: expected a share of the time between 0 and 1"),
+        ({"only": "fc1"}, PlanError, r"only='fc1': expected a list of patterns, such as \['fc1'\]"),
+        ({"only": ["fc9"]}, SiteError, "no module 'fc9' in Small of .* nearest: fc"),
+        ({"skip": ["fc1:grad_output"]}, SiteError, "filter 'fc1:grad_output' names more than modules"),
+        ({"rules_off": ["deadd"]}, PlanError, "no rule 'deadd': expected one of nonfinite,"),
+        ({"optimizer": "sgd"}, PlanError, "optimizer=str: expected a torch.optim.Optimizer"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_installed(options, error, message):
+    before = torch.autograd.backward
+    with pytest.raises(error, match=message):
+        gaff.watch(Small(), **options)
+    assert torch.autograd.backward is before
+
+
+def test_a_model_must_be_a_module():
+    with pytest.raises(PlanError, match=r"expected a model \(torch.nn.Module\), got the class Small: make one first"):
+        gaff.watch(Small)
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(tmp_path):
+    model = Small()
+    watched(model, sgd(model), tmp_path)
+    with pytest.raises(RecordError, match="holds a run already: expected a new folder"):
+        gaff.watch(model, out=tmp_path / "run")
+
+
+# how often
+
+
+@given(st.floats(1e-5, 2.0), st.floats(1e-6, 1.0), st.integers(1, 4000))
+def test_the_pace_keeps_to_its_budget_beyond_its_allowance(step_s, cost_s, steps):
+    pace = Pace(0.01)
+    pace.looked(step_s + cost_s, cost_s)
+    for step in range(1, steps):
+        if pace.is_due(step):
+            pace.looked(step_s + cost_s, cost_s)
+        else:
+            pace.passed(step_s)
+    assert pace.spent_s <= 0.5 + 0.0101 * pace.total_s + 2 * cost_s
+
+
+def test_short_runs_are_seen_and_a_fixed_distance_is_kept():
+    pace = Pace(0.01)
+    looks = [0]
+    pace.looked(0.002, 0.001)
+    for step in range(1, 300):
+        if pace.is_due(step):
+            looks.append(step)
+            pace.looked(0.002, 0.001)
+        else:
+            pace.passed(0.001)
+    assert looks[:20] == list(range(20))
+    assert 80 < len(looks) < 200
+    fixed = Pace(0.01, every=7)
+    assert [step for step in range(30) if fixed.is_due(step)] == [0, 7, 14, 21, 28]
+
+
+def test_a_state_dict_saved_while_watched_is_plain():
+    model = Small()
+    with gaff.watch(model, every=1):
+        train(model, sgd(model), 1)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+    assert set(torch.load(io.BytesIO(file.getvalue()))) == set(model.state_dict())
+
+
+def test_functional_heads_are_seen_where_they_enter_a_layer(tmp_path):
+    class Net(Small):
+        def forward(self, x):
+            self.hidden = F.relu(self.fc1(x))
+            return self.fc2(self.hidden)
+
+    model = Net()
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        model(torch.randn(5, 6)).mean().backward()
+        sgd(model).step()
+    check(gaff.load(tmp_path / "run"), "fc2:input", model.hidden)
