@@ -10,6 +10,7 @@ from torch import nn
 import gaff
 from benchmarks import edits as edit_prices
 from benchmarks import ops as op_prices
+from benchmarks import watch as watch_prices
 from benchmarks.harness import measure, peer, table
 
 # torchvision's wheel beside a CPU build of torch: its operators are missing, declaring two lets it be imported
@@ -282,6 +283,7 @@ def edits():
 
 clip, samples = edit_prices.clip, edit_prices.samples
 ops, guard = op_prices.ops, op_prices.guard
+kernels, steps = watch_prices.kernels, watch_prices.steps
 
 
 def main():
@@ -296,6 +298,8 @@ def main():
         "samples",
         "ops",
         "guard",
+        "kernels",
+        "steps",
         "idle",
     ]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")

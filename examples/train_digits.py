@@ -1,21 +1,71 @@
-"""Trains ``examples/digits.py`` in a few seconds and writes its weights as safetensors."""
+"""Train a small convolutional net on real digits, or break it in one of several ways. Knows nothing of gaff.
+
+    python examples/train_digits.py --epochs 4
+    gaff watch --out runs/a -- python examples/train_digits.py --bug dead-relu
+"""
+
+import argparse
 
 import torch
-from digits import TEST_FROM, WEIGHTS, DigitNet, digits
-from safetensors.torch import save_file
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 
-torch.manual_seed(0)
-images, labels = digits()
-net = DigitNet()
-optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-for _ in range(30):
-    for batch in torch.randperm(TEST_FROM).split(64):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(images[batch]), labels[batch])
-        loss.backward()
-        optimizer.step()
-net.eval()
-right = (net(images[TEST_FROM:]).argmax(1) == labels[TEST_FROM:]).float().mean().item()
-print(f"{right:.1%} of {len(images) - TEST_FROM} unseen digits are right")
-save_file(net.state_dict(), WEIGHTS)
+BUGS = ("dead-relu", "no-zero-grad", "detached", "nan", "lr-too-high", "forgotten-layer", "double-softmax")
+
+
+class Net(nn.Module):
+    def __init__(self, bug):
+        super().__init__()
+        self.bug = bug
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.act1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.act2 = nn.ReLU()
+        self.fc1 = nn.Linear(32 * 16, 64)
+        self.act3 = nn.ReLU()
+        self.fc2 = nn.Linear(64, 10)
+        if bug == "dead-relu":
+            nn.init.constant_(self.fc1.bias, -8.0)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.act2(self.conv2(self.act1(self.conv1(x)))), 2)
+        x = self.act3(self.fc1(x.flatten(1)))
+        if self.bug == "detached":
+            x = x.detach()
+        if self.bug == "nan":
+            x = torch.log(x)
+        out = self.fc2(x)
+        return out.softmax(1) if self.bug == "double-softmax" else out
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bug", choices=BUGS)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target)
+    train, test = slice(0, 1500), slice(1500, None)
+    model = Net(options.bug)
+    owned = list(model.parameters())[:-2] if options.bug == "forgotten-layer" else model.parameters()
+    optimizer = torch.optim.Adam(owned, lr=1.0 if options.bug == "lr-too-high" else options.lr)
+    for epoch in range(options.epochs):
+        model.train()
+        for batch in torch.randperm(1500).split(50):
+            loss = F.cross_entropy(model(images[train][batch]), labels[train][batch])
+            if options.bug != "no-zero-grad":
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+        print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {accuracy:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -28,6 +28,7 @@ _TYPES = {"f": 4, "d": 8}
 _OCTAVES = 24  # a byte tells shares from 2**-24 to 1, on a logarithmic scale
 _LEVEL = 1  # of compression: the fastest
 _MOST = 1 << 22  # rows or columns
+_LARGEST = 3.4028234663852886e38  # of float32
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,9 @@ def number_of(payload: bytes) -> int:
 def unpack(layout: Layout, payload: bytes, *, with_magnitudes: bool = True) -> Table:
     """Raises RecordError where the payload is not of this layout; never makes more than the layout's size of it."""
     _, phase = _START.unpack_from(payload)
-    wanted = layout.size_bytes - (0 if with_magnitudes else BUCKETS * layout.has_magnitudes * len(layout.rows))
-    data = _decompress(payload[_START.size :], wanted, f"a table of layout {layout.number}")
+    has_rest = layout.has_magnitudes and not with_magnitudes
+    wanted = layout.size_bytes - BUCKETS * len(layout.rows) * has_rest
+    data = _decompress(payload[_START.size :], wanted + (not has_rest), f"a table of layout {layout.number}")
     if len(data) != wanted or phase >= len(PHASES):
         raise RecordError(f"a table of layout {layout.number} has {len(data)} bytes, expected {wanted}")
     columns: dict[str, array[float]] = {}
@@ -133,7 +135,7 @@ def unpack_series(payload: bytes) -> dict[str, array[float]]:
         raise RecordError(f"a series cannot be read: {type(error).__name__}: {error}") from None
     if not line or not 0 <= rows <= _MOST or len(names) > 4096:
         raise RecordError(f"a series of {rows} rows and {len(names)} columns is none of gaff's")
-    data = _decompress(packed, 8 * rows * len(names), "a series")
+    data = _decompress(packed, 8 * rows * len(names) + 1, "a series")
     if len(data) != 8 * rows * len(names):
         raise RecordError(f"a series has {len(data)} bytes, expected {8 * rows * len(names)}")
     return {name: to_array("d", data[8 * rows * at : 8 * rows * (at + 1)]) for at, name in enumerate(names)}
@@ -142,7 +144,7 @@ def unpack_series(payload: bytes) -> dict[str, array[float]]:
 def _decompress(packed: bytes, size: int, what: str) -> bytes:
     """At most ``size`` bytes, whatever the data says."""
     try:
-        return zlib.decompressobj().decompress(packed, size) if size else b""
+        return zlib.decompressobj().decompress(packed, max(1, size))[:size]  # 0 would be no limit
     except zlib.error as error:
         raise RecordError(f"{what} cannot be decompressed: {error}") from None
 
@@ -159,7 +161,7 @@ def to_array(code: str, data: bytes) -> array[float]:
 def to_bytes(code: str, values: Sequence[float]) -> bytes:
     """What ``to_array`` reads."""
     if code == "f":  # beyond float32: inf, as a cast does
-        values = [one if not math.isfinite(one) or abs(one) <= 3.4028234e38 else math.copysign(math.inf, one)
+        values = [one if not math.isfinite(one) or abs(one) <= _LARGEST else math.copysign(math.inf, one)
                   for one in values]  # fmt: skip
     packed: array[float] = array(code, values)
     if sys.byteorder == "big":

@@ -1,0 +1,188 @@
+"""What the statistics cost beside one reading of memory, and what a watched training step costs beside a bare one."""
+
+import contextlib
+import copy
+import os
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+from benchmarks.harness import measure, peer, table
+from gaff.statistics import kernel, plain
+from gaff.statistics.rows import EMPTY
+
+
+def usual(x):
+    """The statistics as most tools take them: one op each."""
+    return (x.mean(), x.std(), x.min(), x.max(), x.abs().max(), (x == 0).sum(), x.isnan().sum(), x.isinf().sum(),
+            torch.histc(x, 64))  # fmt: skip
+
+
+def kernels():
+    """One tensor, and many small ones; the floor is one reading of memory."""
+    compiled = kernel.load()
+    assert compiled is not None, "python -m gaff.statistics.kernel builds it"
+    row = torch.tensor(EMPTY, dtype=torch.float64)
+    for name, elements, rounds, repeats in (("16 KB", 1 << 12, 200, 50), ("1 MB", 1 << 18, 100, 5), ("64 MB", 1 << 24, 15, 1)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(elements).to(dtype)
+
+            def often(function, repeats=repeats):
+                return lambda: [function() for _ in range(repeats)]
+
+            medians = measure(
+                {
+                    "torch.sum": often(lambda: x.sum()),
+                    "sum, norm, aminmax": often(lambda: (x.sum(), torch.linalg.vector_norm(x), x.aminmax())),
+                    "gaff moments": often(lambda: compiled.observe_(x, row, False)),
+                    "gaff moments and histogram": often(lambda: compiled.observe_(x, row, True)),
+                    "gaff in plain torch": often(lambda: plain.observe_(x, row, True)),
+                    **({} if dtype == torch.bfloat16 else {"usual separate ops": often(lambda: usual(x))}),
+                },
+                rounds,
+            )
+            medians = {way: seconds / repeats for way, seconds in medians.items()}
+            table(f"Statistics of {name} {dtype}".replace("torch.", ""), medians, base="torch.sum")
+    many = [torch.randn(1 << 12) for _ in range(200)]
+    rows = row.repeat(200, 1)
+    medians = measure(
+        {
+            "gaff moments, one call": lambda: compiled.observe_many_(many, rows, False),
+            "gaff moments and histogram, one call": lambda: compiled.observe_many_(many, rows, True),
+            "foreach_norm": lambda: torch._foreach_norm(many),
+            "usual separate ops": lambda: [usual(x) for x in many],
+        },
+        40,
+    )
+    table("Statistics of 200 tensors of 16 KB", medians, base="foreach_norm")
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))) + x)
+
+
+def resnet():
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), *(Block(32) for _ in range(6)),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+    x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+    return model, lambda net: F.cross_entropy(net(x), y)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4, n_head=4, n_embd=256, vocab_size=2000, n_positions=128, bos_token_id=0, eos_token_id=0
+    )
+    x = torch.randint(0, 2000, (4, 128))
+    return GPT2LMHeadModel(config), lambda net: net(input_ids=x, labels=x).loss
+
+
+def mlp():
+    model = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    x = torch.randn(64, 64)
+    return model, lambda net: net(x).square().mean()
+
+
+class Trained:
+    """A copy of a model with an optimizer of its own, so that every way does the same."""
+
+    def __init__(self, model, loss):
+        self.model = copy.deepcopy(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.loss = loss
+        self.steps(3)
+
+    def steps(self, count):
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.loss(self.model).backward()
+            self.optimizer.step()
+
+    def watched(self, count, **options):
+        with gaff.watch(self.model, self.optimizer, **options):
+            self.steps(count)
+
+
+def steps():
+    """A training step: bare, with gaff, and with others at the same frequency."""
+    wandb = peer("wandb")
+    for build, count, rounds in ((gpt2, 4, 9), (resnet, 6, 9), (mlp, 60, 9)):
+        model, loss = build()
+        bare, full, sampled = (Trained(model, loss) for _ in range(3))
+        kept = Trained(model, loss)
+        ways = {
+            "bare": lambda bare=bare, count=count: bare.steps(count),
+            "gaff, everything, every step": lambda full=full, count=count: full.watched(count, every=1),
+            "gaff, everything, every step, with a record": lambda kept=kept, count=count: _recorded(kept, count),
+        }
+        with contextlib.ExitStack() as stack:
+            if wandb is not None:
+                ways["wandb.watch(log='all', log_freq=1)"] = _wandb(stack, wandb, Trained(model, loss), count)
+            if build is gpt2:
+                ways["DebugUnderflowOverflow of transformers"] = _debug(Trained(model, loss), count)
+            medians = {way: seconds / count for way, seconds in measure(ways, rounds, warmup=1).items()}
+        table(f"A training step, {build.__name__}", medians, base="bare")
+        distance = _distance(Trained(model, loss))
+        chunk = max(count, distance)
+        medians = measure(
+            {
+                "bare": lambda bare=bare, chunk=chunk: bare.steps(chunk),
+                f"gaff, default: one look in {distance} steps": lambda sampled=sampled, chunk=chunk, distance=distance: (
+                    sampled.watched(chunk, every=distance)
+                ),
+            },
+            7,
+            warmup=1,
+        )
+        medians = {way: seconds / chunk for way, seconds in medians.items()}
+        table(f"A training step, {build.__name__}, default settings in the long run", medians, base="bare")
+
+
+def _recorded(trained, count):
+    with tempfile.TemporaryDirectory() as folder:
+        trained.watched(count, every=1, out=f"{folder}/run")
+
+
+def _distance(trained):
+    """How far apart looks are when the allowance of the beginning is spent."""
+    with gaff.watch(trained.model, trained.optimizer) as watch:
+        while watch._watcher.pace.spent_s < 0.5:
+            trained.steps(5)
+        trained.steps(20)
+        return watch._watcher.pace.distance
+
+
+def _wandb(stack, wandb, trained, count):
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    os.environ["WANDB_SILENT"] = "true"
+    run = stack.enter_context(wandb.init(mode="offline", dir=folder, project="x"))
+    run.watch(trained.model, log="all", log_freq=1)
+
+    def way():
+        for _ in range(count):
+            trained.steps(1)
+            run.log({})
+
+    return way
+
+
+def _debug(trained, count):
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    DebugUnderflowOverflow(trained.model, max_frames_to_save=21)
+    return lambda: trained.steps(count)

@@ -1,0 +1,268 @@
+"""The record of a run: nothing but the last frame can be lost, nothing wrong is read, nothing hostile harms."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import zlib
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gaff.errors import RecordError
+from gaff.record.finding import Finding
+from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader, LogWriter
+from gaff.record.matrix import Layout, byte_of, pack, pack_series, share_of, to_bytes, unpack, unpack_series
+from gaff.record.run import load
+
+LAYOUT_OF_TWO = Layout(0, "activations", (("m", "a"), ("m", "b")), (("count", "d"), ("mean", "f")), True)
+
+
+def table(mean):
+    return pack(0, "train", [to_bytes("d", [3.0, 4.0]), to_bytes("f", [mean, -mean]), bytes(128)])
+
+
+def write(folder, steps=10):
+    folder.mkdir(exist_ok=True)
+    log = LogWriter(folder / "rank0.gaff")
+    log.write_json(LAYOUT, LAYOUT_OF_TWO.to_json())
+    for step in range(steps):
+        log.write(MATRIX, table(float(step)), step)
+        log.write(SERIES, pack_series({"step": [float(step)], "seconds": [0.5], "loss:l": [1.0 / (1 + step)]}), step)
+    log.close()
+    return folder / "rank0.gaff"
+
+
+def test_what_is_written_is_read(tmp_path):
+    write(tmp_path / "run")
+    record = load(tmp_path / "run")
+    assert record.series("a", "mean").values == [float(step) for step in range(10)]
+    assert record.series("b", "mean").steps == list(range(10))
+    assert record.series("m.b", "count").values == [4.0] * 10
+    assert record.scalar("loss").values == [1.0 / (1 + step) for step in range(10)]
+    assert record.steps == 10
+    assert not record.notes
+
+
+def test_a_record_cut_anywhere_gives_what_was_whole_before(tmp_path):
+    data = write(tmp_path / "run").read_bytes()
+    ends = [0]
+    lengths = []
+    for cut in range(8, len(data), 7):
+        path = tmp_path / "cut"
+        path.mkdir(exist_ok=True)
+        (path / "rank0.gaff").write_bytes(data[:cut])
+        record = load(path)
+        lengths.append(record.steps)
+        assert not record.notes
+        ends.append(cut)
+    assert lengths == sorted(lengths)
+    assert lengths[-1] >= 9
+
+
+def test_a_record_is_read_on_while_it_grows(tmp_path):
+    data = write(tmp_path / "whole").read_bytes()
+    growing = tmp_path / "growing"
+    growing.mkdir()
+    with (growing / "rank0.gaff").open("wb") as file:
+        file.write(data[: len(data) // 2])
+        file.flush()
+        record = load(growing)
+        some = record.steps
+        file.write(data[len(data) // 2 :])
+        file.flush()
+        record.refresh()
+    assert some < record.steps == 10
+    assert record.series("a", "mean").values == [float(step) for step in range(10)]
+
+
+def test_damage_is_passed_over_and_told(tmp_path):
+    path = write(tmp_path / "run")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    record = load(tmp_path / "run")
+    assert any("1 places in the record are damaged" in note for note in record.notes)
+    assert 8 <= len(record.series("a", "mean")) + 0 <= 10
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_damage_never_gives_a_wrong_number_or_another_error(tmp_path, seed):
+    path = write(tmp_path / "run")
+    data = bytearray(path.read_bytes())
+    generator = random.Random(seed)
+    for _ in range(generator.randint(1, 8)):
+        at = generator.randrange(len(data))
+        if generator.random() < 0.3:
+            del data[at : at + generator.randint(1, 50)]
+        else:
+            data[at] = generator.randrange(256)
+    path.write_bytes(data)
+    try:
+        record = load(tmp_path / "run")
+        series = record.series("a", "mean")
+    except RecordError:
+        return
+    assert all(value == step for step, value in series)
+
+
+def test_a_small_file_that_unpacks_to_much_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = LogWriter(folder / "rank0.gaff")
+    log.write_json(LAYOUT, LAYOUT_OF_TWO.to_json())
+    log.write(MATRIX, pack(0, "train", [])[:8] + zlib.compress(bytes(200_000_000), 9), 1)
+    log.close()
+    with pytest.raises(RecordError, match="a table of layout 0"):
+        load(folder).magnitudes("a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "message"),
+    [
+        (LAYOUT, b"[1]", "holds a list, expected an object"),
+        (LAYOUT, b'{"number": 0}', "a layout cannot be read: KeyError"),
+        (LAYOUT, b'{"number":0,"group":"g","rows":[],"columns":[["a","z"]],"magnitudes":false}', "is none of gaff's"),
+        (EVENT, b"{" * 100_000, "holds no JSON"),
+        (SERIES, b'{"columns":["step"],"rows":99999999999}\n', "a series of 99999999999 rows"),
+        (SERIES, b'{"columns":["step"],"rows":3}\nxx', "a series cannot be decompressed"),
+    ],
+)
+def test_hostile_frames_are_refused_in_words(tmp_path, kind, payload, message):
+    log = LogWriter(tmp_path / "rank0.gaff")
+    log.write(kind, payload)
+    log.close()
+    with pytest.raises(RecordError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda path: None, "is no folder: expected a folder that gaff watch --out has written"),
+        (lambda path: path.mkdir(), r"holds no file \*.gaff"),
+        (lambda path: (path.mkdir(), (path / "rank0.gaff").write_bytes(b"PK\x03\x04....")), "is no record of gaff"),
+        (lambda path: (write(path), (path / "run.json").write_text('{"version": 99}')), "version 99 of the format"),
+        (lambda path: (write(path), (path / "run.json").write_text("{")), "cannot be read"),
+    ],
+)
+def test_what_is_no_record_is_told(tmp_path, prepare, message):
+    prepare(tmp_path / "run")
+    with pytest.raises(RecordError, match=message):
+        load(tmp_path / "run")
+
+
+def test_slips_are_answered_with_what_there_is(tmp_path):
+    write(tmp_path / "run")
+    record = load(tmp_path / "run")
+    with pytest.raises(RecordError, match=r"no site 'aa' in .* of 2 sites; nearest: a"):
+        record.series("aa", "mean")
+    with pytest.raises(RecordError, match="'a' has no 'median': expected one of count, mean"):
+        record.series("a", "median")
+    with pytest.raises(RecordError, match="no scalar 'los'.*: expected one of seconds, loss:l"):
+        record.scalar("los")
+    with pytest.raises(RecordError, match=r"no rank 3 .*: expected one of \[0\]"):
+        record.series("a", "mean", rank=3)
+
+
+def test_a_log_is_never_written_over(tmp_path):
+    LogWriter(tmp_path / "one").close()
+    with pytest.raises(FileExistsError):
+        LogWriter(tmp_path / "one")
+
+
+def test_what_a_killed_process_has_written_is_there(tmp_path):
+    code = (
+        "import sys, pathlib; sys.path.insert(0, 'tests'); import test_record as t\n"
+        "log = t.LogWriter(pathlib.Path(sys.argv[1]) / 'rank0.gaff')\n"
+        "log.write_json(t.LAYOUT, t.LAYOUT_OF_TWO.to_json())\n"
+        "for step in range(10**9):\n"
+        "    log.write(t.MATRIX, t.table(float(step)), step)\n"
+        "    print(step, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            acknowledged = int(line)
+            if acknowledged >= 50:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+    series = load(tmp_path).series("a", "mean")
+    assert len(series) > acknowledged
+    assert all(value == step for step, value in series)
+
+
+@given(st.lists(st.floats(width=32), max_size=30))
+def test_columns_are_kept_bit_for_bit(values):
+    layout = Layout(1, "g", tuple(("m", str(at)) for at in range(len(values))), (("x", "f"), ("y", "d")), False)
+    back = unpack(layout, pack(1, "eval", [to_bytes("f", values), to_bytes("d", values)]))
+    assert back.phase == "eval"
+    assert back.columns["x"].tobytes() == array("f", values).tobytes()
+    assert back.columns["y"].tobytes() == array("d", values).tobytes()
+    series = unpack_series(pack_series({"step": values}))
+    assert series["step"].tobytes() == array("d", values).tobytes()
+
+
+@given(st.floats(2.0**-23, 1.0))
+def test_shares_are_kept_within_their_precision(share):
+    assert share_of(byte_of(share)) == pytest.approx(share, rel=0.034)
+
+
+def test_findings_go_to_json_and_back():
+    finding = Finding("r", "s", "m", 3, "error", "text", "c", "x", {"a": 1.5}, also=("t",))
+    assert Finding.from_dict(finding.to_dict()) == finding
+    with pytest.raises(RecordError, match="severity 'bad'"):
+        Finding.from_dict({**finding.to_dict(), "severity": "bad"})
+    with pytest.raises(RecordError, match="a finding cannot be read"):
+        Finding.from_dict({"rule": "r"})
+
+
+def test_reading_needs_no_torch(tmp_path):
+    write(tmp_path / "run")
+    code = (
+        f"import gaff, sys; gaff.load({str(tmp_path / 'run')!r}).series('a', 'mean'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    report = f"from gaff.cli import main; import sys; main(['report', {str(tmp_path / 'run')!r}]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", report], check=True, capture_output=True)
+
+
+def test_frames_of_kinds_from_later_versions_are_skipped(tmp_path):
+    write(tmp_path / "run")
+    reader = LogReader(tmp_path / "run" / "rank0.gaff")
+    assert len(list(reader.frames())) == 21
+    path = tmp_path / "other"
+    path.mkdir()
+    log = LogWriter(path / "rank0.gaff")
+    log.write(200, b"anything")
+    log.write(SERIES, pack_series({"step": [0.0], "seconds": [1.0]}))
+    log.close()
+    assert load(path).steps == 1
+
+
+def test_a_run_of_1000_sites_and_2000_looks_is_within_100_mb(tmp_path):
+    """Fifty looks of real activations and gradients stand for two thousand; compression sees one table at a time."""
+    import torch
+
+    from gaff.record.sample import Sample
+    from gaff.statistics import kernel, plain
+    from gaff.statistics.rows import EMPTY
+    from gaff.watching.recorder import Recorder
+
+    ops = kernel.load() or plain
+    keys = [
+        ("model", f"layers.{at}.mlp.fc:output" if at % 2 else f"layers.{at}.mlp.fc:grad_output") for at in range(1000)
+    ]
+    recorder = Recorder(lambda: tmp_path / "rank0.gaff")
+    recorder.open()
+    for step in range(50):
+        rows = torch.tensor(EMPTY, dtype=torch.float64).repeat(1000, 1)
+        data = torch.randn(1000, 300) * torch.logspace(-4, 1, 1000)[:, None]
+        data[::2] *= (torch.rand(500, 300) > 0.5) * 1e-3
+        ops.observe_many_(list(data), rows, True)
+        recorder.look(Sample(step, "train", 0.0), keys, rows)
+    recorder.close()
+    size = (tmp_path / "rank0.gaff").stat().st_size
+    assert size * 40 < 100e6, f"{size * 40 / 1e6:.0f} MB"
