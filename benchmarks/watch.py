@@ -26,7 +26,8 @@ def kernels():
     compiled = kernel.load()
     assert compiled is not None, "python -m gaff.statistics.kernel builds it"
     row = torch.tensor(EMPTY, dtype=torch.float64)
-    for name, elements, rounds, repeats in (("16 KB", 1 << 12, 200, 50), ("1 MB", 1 << 18, 100, 5), ("64 MB", 1 << 24, 15, 1)):
+    sizes = (("16 KB", 1 << 12, 200, 50), ("1 MB", 1 << 18, 100, 5), ("64 MB", 1 << 24, 15, 1))
+    for name, elements, rounds, repeats in sizes:
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(elements).to(dtype)
 
@@ -128,7 +129,7 @@ def steps():
         ways = {
             "bare": lambda bare=bare, count=count: bare.steps(count),
             "gaff, everything, every step": lambda full=full, count=count: full.watched(count, every=1),
-            "gaff, everything, every step, with a record": lambda kept=kept, count=count: _recorded(kept, count),
+            "gaff, the same, with a record": lambda kept=kept, count=count: _recorded(kept, count),
         }
         with contextlib.ExitStack() as stack:
             if wandb is not None:

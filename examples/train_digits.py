@@ -1,7 +1,7 @@
 """Train a small convolutional net on real digits, or break it in one of several ways. Knows nothing of gaff.
 
-    python examples/train_digits.py --epochs 4
-    gaff watch --out runs/a -- python examples/train_digits.py --bug dead-relu
+python examples/train_digits.py --epochs 4
+gaff watch --out runs/a -- python examples/train_digits.py --bug dead-relu
 """
 
 import argparse

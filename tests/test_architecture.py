@@ -74,7 +74,7 @@ def layer_of(name):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_go_one_way(path):
     own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    if own == "__init__":
+    if own in ("__init__", "__main__"):
         return
     for name in modules_of(path):
         if name != "__version__" and (own, name) not in EXCEPTIONS:
@@ -142,7 +142,7 @@ def test_the_core_is_small():
     assert total(lambda name: name.startswith("tools/") or name in for_tools) <= 2600
     assert total(lambda name: name.startswith("health/") and name not in rules) <= 1300
     assert total(lambda name: name in rules) <= 800
-    assert total(lambda name: name.startswith("watching/") or name in for_watching) <= 2200
+    assert total(lambda name: name.startswith("watching/") or name in for_watching) <= 2400
     assert total(lambda name: name.startswith(("record/", "statistics/"))) <= 900
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,7 +39,8 @@ def run(options: Namespace) -> int:
     code = _wait(subprocess.Popen(command, executable=program, env=environment))
     _tell(out, options)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with suppress(OSError, ValueError):  # SIGKILL has no handler to be taken back
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 

@@ -2,13 +2,16 @@
 
 Nothing here sits on a module or a tensor of the user's, so nothing of it is copied, pickled, exported or scripted.
 While no module hook is asked for, only the calls of known outermost modules cost anything: their class's ``__call__``
-is wrapped, for a hook on the module would switch fused paths off and travel with its pickle.
+is wrapped, for a hook on the module would switch fused paths off and travel with its pickle. Each place is wrapped
+once in a process, whoever asks, and is as it was when the last one has gone; traced and compiled code sees nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,41 +22,77 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gaff import compat
 from gaff.engine.steps import is_nested_step
 
+Surround = Callable[[nn.Module, Any, Any, Callable[..., Any]], Any]
+
+
+def is_hidden() -> bool:
+    """Whether this code is being compiled, exported or traced: what is done now would become part of the result."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+class _Call:
+    """In place of a class's ``__call__``. A class that is pickled by value with it gets ``nn.Module``'s own."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.own = kind.__dict__.get("__call__")
+        self.arounds: list[Surround] = []
+
+    def __get__(self, module: Any, kind: type | None = None) -> Any:
+        return self if module is None else MethodType(self, module)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = self.own or self._inherited()
+        if is_hidden():
+            return call(module, *args, **kwargs)
+        for around in self.arounds[1:]:
+            call = _bind(around, call)
+        return self.arounds[0](module, args, kwargs, call) if self.arounds else call(module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nn.Module, "__call__")
+
+    def _inherited(self) -> Callable[..., Any]:
+        """Looked up anew each time: others replace ``nn.Module.__call__`` for a while."""
+        for base in self.kind.__mro__[1:]:
+            if "__call__" in base.__dict__:
+                return base.__dict__["__call__"]  # type: ignore[no-any-return]
+        return nn.Module.__call__
+
+
+def _bind(around: Surround, call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, *args, **kwargs: around(module, args, kwargs, call)
+
 
 class Calls:
     """Calls ``around(module, args, kwargs, call)`` instead of each call of a module of the classes that it follows.
 
-    ``around`` makes the call itself, with ``call()``. Modules called inside traced or compiled code are left alone.
+    ``around`` makes the call itself, with ``call(module, *args, **kwargs)``.
     """
 
-    def __init__(self, around: Callable[[nn.Module, Any, Any, Callable[..., Any]], Any]) -> None:
+    def __init__(self, around: Surround) -> None:
         self._around = around
-        self._classes: dict[type, tuple[Any, Any]] = {}  # ours, and the ``__call__`` of their own if they had one
+        self._followed: list[_Call] = []
 
     def follow(self, kind: type) -> None:
-        """Also modules of this class, whose ``__call__`` is wrapped."""
-        if kind in self._classes:
-            return
-        original = kind.__call__
-        around = self._around
-
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return original(module, *args, **kwargs)
-            return around(module, args, kwargs, original)
-
-        self._classes[kind] = __call__, kind.__dict__.get("__call__")
-        kind.__call__ = __call__  # type: ignore[method-assign]
+        """Also modules of this class."""
+        known = kind.__dict__.get("__call__")
+        if not isinstance(known, _Call):
+            known = _Call(kind)
+            kind.__call__ = known  # type: ignore[method-assign]
+        if self._around not in known.arounds:
+            known.arounds.append(self._around)
+            self._followed.append(known)
 
     def close(self) -> None:
-        for kind, (ours, own) in self._classes.items():
-            if kind.__dict__.get("__call__") is not ours:
-                continue  # somebody has wrapped it since, and calls ours
-            if own is not None:
-                kind.__call__ = own  # type: ignore[method-assign]
-            else:
-                del kind.__call__
-        self._classes.clear()
+        for one in self._followed:
+            one.arounds.remove(self._around)
+            if not one.arounds and one.kind.__dict__.get("__call__") is one:  # else somebody has wrapped it since
+                if one.own is not None:
+                    one.kind.__call__ = one.own
+                else:
+                    del one.kind.__call__
+        self._followed.clear()
 
 
 class ModuleHooks:
@@ -64,11 +103,11 @@ class ModuleHooks:
 
     def __init__(self, entered: Callable[[nn.Module, Any], None], left: Callable[[nn.Module, Any, Any], None]) -> None:
         def enter(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
+            if not is_hidden():
                 entered(module, args)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
+            if not is_hidden():
                 left(module, args, output)
 
         self._enter = enter
@@ -101,6 +140,12 @@ class Told:
     function_compiled: Callable[[Any], None]
 
 
+_OPEN: list[Told] = []
+_UNDO: list[Callable[[], None]] = []
+_STEPPING: set[int] = set()  # optimizers inside a step
+_FINISHED = [0]  # steps; to see that a GradScaler has made none
+
+
 class Outer:
     """Tells ``told`` of every backward pass, optimizer step and scaled loss of the process, on any thread.
 
@@ -109,97 +154,113 @@ class Outer:
 
     def __init__(self, told: Told) -> None:
         self._told = told
-        self._undo: list[Callable[[], None]] = []
-        self._stepping: set[int] = set()  # optimizers inside a step
-        self._finished = 0  # steps; to see that a GradScaler has made none
 
     def open(self) -> None:
-        self._undo.append(register_optimizer_step_pre_hook(self._step_begins).remove)
-        self._undo.append(register_optimizer_step_post_hook(self._step_ended).remove)
-        self._replace(torch.autograd, "backward", self._backward)
-        self._replace(torch.amp.GradScaler, "scale", self._scale)
-        self._replace(torch.amp.GradScaler, "step", self._scaler_step)
-        self._replace(torch, "compile", self._compile)
+        if not _OPEN:
+            _UNDO.append(register_optimizer_step_pre_hook(_step_begins).remove)
+            _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
+            _replace(torch.autograd, "backward", _backward)
+            _replace(torch.amp.GradScaler, "scale", _scale)
+            _replace(torch.amp.GradScaler, "step", _scaler_step)
+            _replace(torch, "compile", _compile)
+        _OPEN.append(self._told)
 
     def close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        """Not to be called from inside what is told: torch is going through its own table of hooks then."""
+        if self._told in _OPEN:
+            _OPEN.remove(self._told)
+            while _UNDO and not _OPEN:
+                _UNDO.pop()()
 
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = owner.__dict__[name]
-        ours = make(original)
-        ours.__doc__, ours.__name__, ours.__qualname__ = original.__doc__, name, original.__qualname__
-        ours.__module__, ours.__wrapped__ = original.__module__, original
-        setattr(owner, name, ours)
 
-        def undo() -> None:
-            if owner.__dict__.get(name) is ours:  # else somebody has wrapped it since, and calls ours
-                setattr(owner, name, original)
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = owner.__dict__[name]
+    ours = make(original)
+    ours.__doc__, ours.__name__, ours.__qualname__ = original.__doc__, name, original.__qualname__
+    ours.__module__, ours.__wrapped__ = original.__module__, original
+    setattr(owner, name, ours)
 
-        self._undo.append(undo)
+    def undo() -> None:
+        if owner.__dict__.get(name) is ours:  # else somebody has wrapped it since, and calls ours
+            setattr(owner, name, original)
 
-    def _backward(self, original: Any) -> Any:
-        told = self._told
+    _UNDO.append(undo)
 
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            if compat.backward_task() != -1 or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            told.backward_begins(args[0] if args else kwargs.get("tensors"))
-            return original(*args, **kwargs)
 
-        return backward
+def _backward(original: Any) -> Any:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if compat.backward_task() == -1 and not is_hidden():
+            for told in list(_OPEN):
+                told.backward_begins(args[0] if args else kwargs.get("tensors"))
+        return original(*args, **kwargs)
 
-    def _scale(self, original: Any) -> Any:
-        told = self._told
+    return backward
 
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original(scaler, outputs)
-            if isinstance(outputs, torch.Tensor) and scaled is not outputs:
+
+def _scale(original: Any) -> Any:
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and scaled is not outputs:
+            for told in list(_OPEN):
                 told.loss_scaled(outputs, scaled, scaler)
-            return scaled
+        return scaled
 
-        return scale
+    return scale
 
-    def _scaler_step(self, original: Any) -> Any:
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self._finished
-            result = original(scaler, optimizer, *args, **kwargs)
-            if self._finished == before:
-                self._told.step_skipped(optimizer)
-            return result
 
-        return step
+def _scaler_step(original: Any) -> Any:
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _FINISHED[0]
+        result = original(scaler, optimizer, *args, **kwargs)
+        if _FINISHED[0] == before:
+            for told in list(_OPEN):
+                told.step_skipped(optimizer)
+        return result
 
-    def _compile(self, original: Any) -> Any:
-        def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if model is not None and not isinstance(model, nn.Module):
-                self._told.function_compiled(model)
-            return original(model, *args, **kwargs)
+    return step
 
-        return compile
 
-    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._stepping and is_nested_step(optimizer):
-            return
-        self._stepping.add(id(optimizer))
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        self._told.step_begins(optimizer, closure is not None)
+def _compile(original: Any) -> Any:
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is not None and not isinstance(model, nn.Module):
+            for told in list(_OPEN):
+                told.function_compiled(model)
+        return original(model, *args, **kwargs)
 
-    def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._stepping and is_nested_step(optimizer):
-            return
-        self._stepping.discard(id(optimizer))
-        self._finished += 1
-        found = getattr(optimizer, "found_inf", None)  # a GradScaler's, which fused optimizers read themselves
-        if found is not None and bool(found.item()):
-            self._told.step_skipped(optimizer)
-        else:
-            self._told.step_ended(optimizer)
+    return compile
+
+
+def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if id(optimizer) in _STEPPING and is_nested_step(optimizer):
+        return
+    _STEPPING.add(id(optimizer))
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    for told in list(_OPEN):
+        told.step_begins(optimizer, closure is not None)
+
+
+def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if id(optimizer) in _STEPPING and is_nested_step(optimizer):
+        return
+    _STEPPING.discard(id(optimizer))
+    _FINISHED[0] += 1
+    found = getattr(optimizer, "found_inf", None)  # a GradScaler's, which fused optimizers read themselves
+    is_skipped = found is not None and bool(found.item())
+    for told in list(_OPEN):
+        (told.step_skipped if is_skipped else told.step_ended)(optimizer)
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of this module, or of one inside it, run compiled code."""
     return any(
-        type(one).__name__ == "OptimizedModule" or getattr(one, "_compiled_call_impl", None) is not None
+        type(one).__name__ == "OptimizedModule"
+        or getattr(one, "_compiled_call_impl", None) is not None
+        or hasattr(vars(one).get("forward"), "_torchdynamo_orig_callable")
         for one in module.modules()
     )
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled in this process so far. Imports nothing."""
+    known = sys.modules.get("torch._dynamo.utils")
+    return known is not None and bool(known.counters["stats"].get("unique_graphs", 0))

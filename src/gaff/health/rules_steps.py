@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 
 from gaff.health.rules import Hit, Past, rule
-from gaff.record.sample import Key, Parameter, Sample, path_of
+from gaff.record.sample import Key, Parameter, Sample
 
 
 @rule(
@@ -136,12 +136,18 @@ def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("update_small",),
 )
 def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this)."""
+    """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this).
+
+    Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise.
+    """
+    largest: dict[str, float] = {}
+    for key, row in sample.port("grad").items():
+        largest[key[0]] = max(largest.get(key[0], 0.0), row.rms if row.count else 0.0)
     for key, one in sample.parameters.items():
         update, gradient = sample.of(key, "update"), sample.of(key, "grad")
         if update is None or gradient is None or not one.lr or one.optimizer is None or not update.count:
             continue
-        if update.zeros == 1.0 and gradient.zeros < 0.5 and gradient.rms > 0:
+        if update.zeros == 1.0 and gradient.zeros < 0.5 and gradient.rms > 1e-3 * largest[key[0]]:
             yield Hit(key, gradient_rms=gradient.rms, lr=one.lr, dtype=one.dtype)
 
 
@@ -157,8 +163,10 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
 
-    Biases are left out; so is a step whose gradients are all zero.
+    Biases are left out; so is a step whose gradients are all zero, and a run whose loss falls by a tenth all the same.
     """
+    if any(_has_fallen(past, name) for name in past.losses):
+        return
     for model, ratios in _ratios(sample).items():
         middle = statistics.median(ratios.values())
         if middle < 1e-5:
@@ -234,6 +242,6 @@ def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
     return found
 
 
-def module_of(key: Key) -> Key:
-    """The module that owns a parameter."""
-    return key[0], path_of(key[1]).rpartition(".")[0]
+def _has_fallen(past: Past, name: str) -> bool:
+    first, recent = past.losses[name], past.recent.get(name)
+    return bool(recent) and len(first) >= 3 and statistics.median(recent or first) < 0.9 * statistics.median(first)

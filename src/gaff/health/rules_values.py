@@ -112,7 +112,7 @@ def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     Embeddings are left out: rows that were not asked for get no gradient.
     """
     for key, row in sample.port("grad").items():
-        known = sample.parameters.get((key[0], key[1].replace(":grad", ":param")))
+        known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
         if known is None or known.kind != "weight" or not 0.7 <= row.zeros < 1.0:
             continue
         if _zeros_of_input(sample, key) < 0.5:
@@ -162,7 +162,7 @@ def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
 def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
     """|mean| above 5 or a standard deviation outside [0.01, 10]; the published [-1, 1] rejects standardised data."""
     for key, row in sample.port("input").items():
-        if not path_of(key[1]) and row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01):
+        if key[1] == ":input" and row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01):
             yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
 
 
@@ -369,7 +369,7 @@ def _weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
         order.setdefault((model, path_of(address)), at)
     found: dict[str, list[tuple[int, Key, Numbers]]] = {}
     for key, row in sample.port("grad").items():
-        known = sample.parameters.get((key[0], key[1].replace(":grad", ":param")))
+        known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
         if known is not None and known.kind == "weight" and row.count:
             module = key[0], path_of(key[1]).rpartition(".")[0]
             found.setdefault(key[0], []).append((order.get(module, len(order)), key, row))

@@ -46,8 +46,13 @@ class Finding:
             given = {name: inner for name, inner in value.items() if name in known}
             given["also"] = tuple(str(one) for one in given.get("also", ()))
             finding = cls(**given)
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise RecordError(f"a finding cannot be read: {error}") from None
+        wanted = {"rule": str, "site": str, "model": str, "since": int, "message": str, "cause": str, "remedy": str,
+                  "evidence": dict, "last": int, "share": (int, float), "look": str, "is_over": bool}  # fmt: skip
+        for name, kind in wanted.items():
+            if not isinstance(getattr(finding, name), kind):  # type: ignore[arg-type]
+                raise RecordError(f"a finding has {name!r} {getattr(finding, name)!r:.50}: expected {kind}")
         if finding.severity not in SEVERITIES:
             raise RecordError(f"a finding of severity {finding.severity!r}: expected one of {', '.join(SEVERITIES)}")
         return finding

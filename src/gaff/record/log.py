@@ -123,10 +123,13 @@ def _crc(kind: int, step: int, when: float, payload: bytes) -> int:
 
 
 def _resume(data: bytes, at: int) -> int | None:
-    """Where the next whole frame begins."""
+    """Where the next whole frame begins; None also where the file is made so that looking takes too long."""
     found = data.find(_FRAME, at + 1)
-    while found != -1:
-        if found + _HEADER.size <= len(data) and _read(data, found)[0] is not None:
-            return found
+    room = 4 * len(data)
+    while found != -1 and room > 0:
+        if found + _HEADER.size <= len(data):
+            if _read(data, found)[0] is not None:
+                return found
+            room -= min(_HEADER.unpack_from(data, found)[2], len(data) - found)
         found = data.find(_FRAME, found + 1)
     return None

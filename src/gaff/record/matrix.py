@@ -57,9 +57,14 @@ class Layout:
             rows = tuple((str(model), str(address)) for model, address in value["rows"])
             columns = tuple((str(name), str(code)) for name, code in value["columns"])
             layout = cls(int(value["number"]), str(value["group"]), rows, columns, bool(value["magnitudes"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RecordError(f"a layout cannot be read: {type(error).__name__}: {error}") from None
-        if any(code not in _TYPES for _, code in columns) or len(columns) > _MOST or len(rows) > _MOST:
+        if (
+            any(code not in _TYPES for _, code in columns)
+            or ("count", "d") not in columns
+            or len(columns) > 64
+            or len(rows) > _MOST
+        ):
             raise RecordError(f"a layout of {len(rows)} rows and columns {columns[:3]} ... is none of gaff's")
         return layout
 
@@ -131,9 +136,9 @@ def unpack_series(payload: bytes) -> dict[str, array[float]]:
     try:
         told = json.loads(head)
         names, rows = [str(name) for name in told["columns"]], int(told["rows"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise RecordError(f"a series cannot be read: {type(error).__name__}: {error}") from None
-    if not line or not 0 <= rows <= _MOST or len(names) > 4096:
+    if not line or rows < 0 or rows * max(1, len(names)) > _MOST:
         raise RecordError(f"a series of {rows} rows and {len(names)} columns is none of gaff's")
     data = _decompress(packed, 8 * rows * len(names) + 1, "a series")
     if len(data) != 8 * rows * len(names):

@@ -59,9 +59,11 @@ class Part:
             elif frame.kind == SERIES:
                 self._add_series(unpack_series(frame.payload))
             elif frame.kind == EVENT:
-                self.events.append((frame.step, frame.json()))
+                self.events.append((frame.step, _checked(frame.json())))
 
     def _add_series(self, columns: dict[str, array[float]]) -> None:
+        if not all(math.isfinite(step) and step >= 0 for step in columns.get("step", [math.nan])):
+            raise RecordError("a series has no steps, or steps that are no numbers")
         known = len(self.series.get("step", ()))
         rows = len(columns.get("step", ()))
         for name, values in columns.items():
@@ -210,8 +212,8 @@ class Record:
         part = self._part(rank)
         for at in range(len(part.tables) - 1, -1, -1):
             table = part.table(at)
-            if table is not None and table.phase == phase and key in table.layout.index:
-                row = table.layout.index[key]
+            row = table.layout.index.get(key) if table is not None and table.phase == phase else None
+            if table is not None and row is not None and _value(table, "count", row) is not None:
                 found = {name: values[row] for name, values in table.columns.items()}
                 derived = {name: _value(table, name, row) or 0.0 for name in _DERIVED}
                 return {"step": float(part.tables[at][0]), **found, **derived}
@@ -224,8 +226,9 @@ class Record:
         found = []
         for at, (step, _) in enumerate(part.tables):
             table = part.table(at, with_magnitudes=True)
-            if table is not None and table.phase == phase and key in table.layout.index:
-                found.append((step, table.shares(table.layout.index[key])))
+            row = table.layout.index.get(key) if table is not None and table.phase == phase else None
+            if table is not None and row is not None and _value(table, "count", row) is not None:
+                found.append((step, table.shares(row)))
         return found
 
     def __repr__(self) -> str:
@@ -273,6 +276,9 @@ def _joined(model: str, address: str) -> str:
 
 
 def _value(table: Table, stat: str, row: int) -> float | None:
+    """None where the table has no numbers for this row."""
+    if "count" in table.columns and math.isnan(table.columns["count"][row]):
+        return None
     if stat in table.columns:
         return table.columns[stat][row]
     if stat not in _DERIVED or "std" not in table.columns:
@@ -282,6 +288,19 @@ def _value(table: Table, stat: str, row: int) -> float | None:
         return columns["nan"][row] + columns["positive_inf"][row] + columns["negative_inf"][row]
     rms = math.hypot(columns["mean"][row], columns["std"][row])
     return rms if stat == "rms" else rms * math.sqrt(columns["count"][row])
+
+
+def _checked(event: dict[str, Any]) -> dict[str, Any]:
+    """Raises RecordError for an event whose parts are not what they must be."""
+    kinds: dict[str, Any] = {"kind": str, "notes": list, "overhead": (int, float), "findings": list, "name": str}
+    for name, kind in kinds.items():
+        if name in event and not isinstance(event[name], kind):
+            raise RecordError(f"an event has {name!r} {event[name]!r:.50}: expected {kind}")
+    for finding in event.get("findings", ()):
+        if not isinstance(finding, dict):
+            raise RecordError(f"an event has a finding {finding!r:.50}: expected an object")
+        Finding.from_dict(finding)
+    return event
 
 
 def _rank_of(file: Path) -> int:

@@ -42,6 +42,7 @@ class Parameter:
     has_grad: bool
     optimizer: int | None  # the number of the one that owns it; None: none that has made a step
     lr: float
+    step: int = 0  # steps that its optimizer had completed
     dtype: str = "float32"
     was_cleared: bool = True  # its gradient was None or zero at some time since the last step
     was_called: bool = True  # whether its module has been, in this sampled step
@@ -66,7 +67,7 @@ class Sample:
 
     def of(self, key: Key, port: str) -> Numbers | None:
         """The row of another port of the same parameter: ``grad``, ``param``, ``update``."""
-        return self.rows.get((key[0], f"{path_of(key[1])}:{port}"))
+        return self.rows.get((key[0], f"{key[1].rpartition(':')[0]}:{port}"))
 
     def port(self, name: str) -> dict[Key, Numbers]:
         """The rows of one port, such as ``output``, by key; in the order in which they were first seen."""
@@ -89,6 +90,6 @@ def path_of(address: str) -> str:
 @lru_cache(maxsize=65536)
 def _split(address: str) -> tuple[str, str]:
     if address.endswith(":update"):  # of a parameter; no port that can be asked for
-        return address.removesuffix(":update"), "update"
+        return parse_site(address.removesuffix(":update")).path, "update"
     site = parse_site(address)
     return site.path, site.port

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff.address import Site
 from gaff.record.sample import Key, Parameter
-from gaff.select import iter_modules
+from gaff.select import iter_modules, join
 from gaff.values import iter_tensors
 from gaff.watching.models import Models
 from gaff.watching.updates import Update
@@ -45,8 +46,8 @@ def parameters(
     found: dict[Key, dict[str, Any]] = {}
     numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
     for update in updates:
-        for one in update.owned:
-            found[one.key] = {
+        for key, one in update.keys.items():
+            found[key] = {
                 **_plain(one.parameter),
                 "optimizer": numbers.get(id(update.optimizer)),
                 "lr": float(one.group.get("lr", 0.0)),
@@ -54,6 +55,7 @@ def parameters(
                 "adam_rms": one.adam_rms,
                 "momentum": one.momentum,
                 "had_grad": one.had_grad,
+                "step": optimizers.get(update.optimizer, 1) - 1,
             }
     owned = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     trained = {key[0] for key in found}
@@ -65,11 +67,11 @@ def parameters(
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                key = model.name, f"{path}.{name}:param" if path else f"{name}:param"
+                key = model.name, str(Site(join(path, name), port="param"))
                 if key in found:
                     found[key]["kind"] = _kind(module, parameter)
                     found[key]["was_called"] = (model.name, path) in called
-                elif id(parameter) not in owned and models.name_of(parameter) == (model.name, key[1][: -len(":param")]):
+                elif id(parameter) not in owned and models.name_of(parameter) == (model.name, join(path, name)):
                     found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
                                   "had_grad": parameter.grad is not None}  # fmt: skip
     return found

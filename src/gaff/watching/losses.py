@@ -84,12 +84,12 @@ class Losses:
         return next(one for one in numbered if one not in taken)
 
     def _spike(self, name: str, value: float) -> Spike | None:
-        """Six standard deviations above the last 128 (OLMo-core), twice their mean, and a fifth of the first loss."""
+        """Six standard deviations above the last 128 (OLMo-core), three times their mean, half of the first loss."""
         past = self._past.setdefault(name, Past(value))
         found = None
         if len(past.values) >= _LEAST:
             mean, deviation = past.moments()
-            if value > mean + _DEVIATIONS * deviation and value > 2 * abs(mean) and value > 0.2 * abs(past.first):
+            if value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean) and value > 0.5 * abs(past.first):
                 found = Spike(name, value, mean, deviation)
         past.add(value)
         return found

@@ -78,6 +78,8 @@ class Models:
     def __init__(self, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> None:
         self.all: list[Model] = []
         self.entries: weakref.WeakKeyDictionary[nn.Module, Entry] = weakref.WeakKeyDictionary()
+        self.called_often: set[Key] = set()  # outputs of modules that are called several times in a step
+        self.is_fresh = False  # parameters were read again since the last window began
         self.missed: list[str] = []  # filters that name nothing of a model
         self._only = [_module_filter(one) for one in only]
         self._skip = [_module_filter(one) for one in skip]
@@ -120,6 +122,9 @@ class Models:
                 if found is not None:
                     return model.name, found
             if attempt == 0:
+                if self.is_fresh:
+                    return None
+                self.is_fresh = True
                 for model in self.all:
                     model.reread()
         return None

@@ -110,8 +110,8 @@ def _modules_inside(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}[{key!r}]", inner
 
 
-def _rank(name: str) -> tuple[int, int]:
-    """Plain variables first, then what ``self`` holds, then the rest; the earliest found of each."""
-    if name.isidentifier():
-        return (3 if name in _PASSED_ON else 0), 0
-    return (1 if name.count(".") == 1 and "[" not in name else 2), len(name)
+def _rank(name: str) -> int:
+    """Plain variables and what they hold by key first, then what ``self`` holds, then the rest."""
+    if "." not in name.partition("[")[0]:
+        return 3 if name in _PASSED_ON else 0
+    return 1 if name.startswith("self.") else 2

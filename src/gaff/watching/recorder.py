@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from gaff.record.finding import Finding
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogWriter
 from gaff.record.matrix import Layout, pack, pack_series, to_bytes
-from gaff.record.sample import Key, Sample, path_of, port_of
-from gaff.statistics.rows import COUNT, M2, MAX, MEAN, MIN, NAN, NEGATIVE, POSITIVE, SAMPLED, ZEROS
+from gaff.record.sample import Key, Sample, port_of
+from gaff.statistics.rows import COUNT, M2, MAX, MEAN, MIN, NAN, NEGATIVE, POSITIVE, SAMPLED, WIDTH, ZEROS
 
 _COLUMNS = (("count", "d"), ("mean", "f"), ("std", "f"), ("min", "f"), ("max", "f"), ("zeros", "f"), ("nan", "f"),
             ("positive_inf", "f"), ("negative_inf", "f"))  # fmt: skip
@@ -24,6 +24,7 @@ _EXTRAS = {
 }
 _GROUPS = {"param": "parameters", "grad": "parameters", "update": "parameters"}
 _OCTAVES = 24
+_ABSENT = torch.full((1, WIDTH), float("nan"), dtype=torch.float64)
 
 
 class Recorder:
@@ -37,7 +38,8 @@ class Recorder:
         self._log: LogWriter | None = None
         self._waiting: list[tuple[str, int, dict[str, Any]]] = []
         self._is_closed = False
-        self._layouts: dict[tuple[str, tuple[Key, ...]], Layout] = {}
+        self._layouts: dict[str, Layout] = {}  # the latest of each group
+        self._made = 0
 
     def open(self) -> None:
         """Make the log, once. Raises OSError where that cannot be."""
@@ -49,19 +51,25 @@ class Recorder:
         self._waiting = []
 
     def look(self, sample: Sample, keys: Sequence[Key], rows: Tensor) -> None:
-        """One sampled step; ``rows``: [n, 74] on the CPU, in the order of ``keys``."""
+        """One sampled step; ``rows``: [n, 74] on the CPU, in the order of ``keys``.
+
+        What belongs to a parameter is of the step of its own optimizer, which may have made fewer than others.
+        """
         if self._log is None:
             return
-        groups: dict[str, list[int]] = {}
+        groups: dict[tuple[str, int], dict[Key, int]] = {}
         for at, key in enumerate(keys):
-            groups.setdefault(_GROUPS.get(port_of(key[1]), "activations"), []).append(at)
-        for group, places in groups.items():
-            named = tuple(keys[at] for at in places)
-            layout = self._layout(group, named, sample.step)
-            extras = [_extra(sample, name, named) for name in _EXTRAS[group]]
-            columns = _columns(rows[torch.tensor(places)])
-            payload = pack(layout.number, sample.phase, [*columns[:-1], *extras, columns[-1]])
-            self._log.write(MATRIX, payload, sample.step)
+            group = _GROUPS.get(port_of(key[1]), "activations")
+            owner = sample.parameters.get((key[0], f"{key[1].rpartition(':')[0]}:param"))
+            step = owner.step if owner is not None and group == "parameters" else sample.step
+            groups.setdefault((group, step), {})[key] = at
+        for (group, step), places in groups.items():
+            layout = self._layout(group, places, sample.step)
+            wanted = [places.get(key, -1) for key in layout.rows]
+            table = torch.cat([rows, _ABSENT])[torch.tensor(wanted)]
+            extras = [_extra(sample, name, layout.rows) for name in _EXTRAS[group]]
+            columns = _columns(table)
+            self._log.write(MATRIX, pack(layout.number, sample.phase, [*columns[:-1], *extras, columns[-1]]), step)
 
     def series(self, columns: dict[str, list[float]]) -> None:
         """Numbers of consecutive steps."""
@@ -84,11 +92,14 @@ class Recorder:
             self._log.close()
             self._log = None
 
-    def _layout(self, group: str, rows: tuple[Key, ...], step: int) -> Layout:
-        known = self._layouts.get((group, rows))
-        if known is None:
+    def _layout(self, group: str, keys: Iterable[Key], step: int) -> Layout:
+        """One that has these rows: the last one, or a longer one. Rows without numbers in a table count NaN."""
+        known = self._layouts.get(group)
+        if known is None or any(key not in known.index for key in keys):
+            rows = tuple(dict.fromkeys((*(known.rows if known is not None else ()), *keys)))
             columns = (*_COLUMNS, *((name, "f") for name in _EXTRAS[group]))
-            known = self._layouts[group, rows] = Layout(len(self._layouts), group, rows, columns, has_magnitudes=True)
+            known = self._layouts[group] = Layout(self._made, group, rows, columns, has_magnitudes=True)
+            self._made += 1
             assert self._log is not None
             self._log.write_json(LAYOUT, known.to_json(), step)
         return known
@@ -133,7 +144,7 @@ def _number(sample: Sample, name: str, key: Key) -> float:
         return nothing
     known = sample.parameters.get(key)
     if name == "update_ratio":
-        weight, update = sample.rows.get(key), sample.rows.get((key[0], f"{path_of(key[1])}:update"))
+        weight, update = sample.rows.get(key), sample.of(key, "update")
         return update.rms / weight.rms if weight and update and weight.count and weight.rms else nothing
     value = getattr(known, name, None) if known is not None else None
     return nothing if value is None else float(value)

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gaff.engine.outer import Calls, ModuleHooks
+from gaff import compat
+from gaff.engine.outer import Calls, ModuleHooks, has_compiled
 from gaff.health.rerun import Batch
 from gaff.select import unwrap
 from gaff.watching import facts
@@ -19,6 +20,7 @@ from gaff.watching.window import Window
 
 _KEPT = 16  # batches of one step that are kept for a look at what went wrong
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
+_MOST_RUNS = 256  # without any step
 
 
 class Listener(Protocol):
@@ -31,6 +33,10 @@ class Listener(Protocol):
     def model_found(self, model: Model) -> None: ...
 
     def evaluated(self, window: Window) -> None: ...
+
+    def may_evaluate(self) -> bool: ...
+
+    def step_is_endless(self) -> None: ...
 
 
 class Runs:
@@ -56,7 +62,14 @@ class Runs:
 
     def open(self) -> None:
         self._is_open = True
-        self._thread = threading.get_ident()
+        if has_compiled():
+            self.has_compiled_function = True
+
+    def is_mine(self) -> bool:
+        """Whether this is the thread that trains: the first from which anything was told."""
+        here = threading.get_ident()
+        self._thread = self._thread or here
+        return self._thread == here
 
     def close(self) -> None:
         self._is_open = False
@@ -105,7 +118,7 @@ class Runs:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         """Before any module, while hooks are on: an unknown outermost one may be a model that nobody has told of."""
-        if self._inside is None and threading.get_ident() == self._thread:
+        if self._inside is None and self._is_open and self.is_mine():
             self._inside = self._hooked = module
             self._listener.guarded(self._discover, module, args)
 
@@ -131,7 +144,7 @@ class Runs:
             self._inside = None
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._target is not None and threading.get_ident() == self._thread:
+        if self._target is not None and self.is_mine():
             self._listener.guarded(self._target.left, module, args, output)
         if module is self._hooked:
             self._inside = self._hooked = None
@@ -140,7 +153,7 @@ class Runs:
     def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """A call of a module of a followed class: of an outermost one that is known, a run."""
         model = self._known.get(module) if self._is_open and self._inside is None else None
-        if model is None or threading.get_ident() != self._thread:
+        if model is None or not self.is_mine():
             return call(module, *args, **kwargs)
         self._inside = module
         self._listener.guarded(self._begin, model, module, args, kwargs)
@@ -152,7 +165,9 @@ class Runs:
             self._listener.guarded(self._end, model, module, state)
 
     def _phase(self, module: nn.Module) -> str:
-        return "train" if torch.is_grad_enabled() and module.training else "eval"
+        if not module.training:
+            return "eval"
+        return "train" if torch.is_grad_enabled() or compat.enclosing_functions() else "eval"  # inside a checkpoint
 
     def _begin(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._phase(module) == "train":
@@ -166,6 +181,9 @@ class Runs:
         self._evals = 0
         self._in_training_mode.clear()
         window = self._target = self.window
+        if window is not None and window.runs >= _MOST_RUNS and self._listener.step == 0:
+            self._listener.step_is_endless()
+            window = None
         if window is not None:
             window.root_given(model.name, args, kwargs)
             window.facts.setdefault("batch", facts.batch_size(args, kwargs))
@@ -179,7 +197,7 @@ class Runs:
         if module.training and not torch.is_grad_enabled():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + 1
         self._target = None
-        if self._evals in _LOOKED_AT:
+        if self._evals in _LOOKED_AT and (self._evals > 1 or self._listener.may_evaluate()):
             window = self._target = Window(self._listener.step, "eval", self._models)
             window.facts["training"] = module.training
             if self._in_training_mode.get(model.name, 0) >= 10 and facts.has_dropout(module):

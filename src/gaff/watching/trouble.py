@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import copy
+import sys
 import threading
 import zlib
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,8 @@ _MOST_BYTES = 1 << 16
 def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *, has_gradients: bool) -> Finding:
     """A NaN or inf: the batches of the step are run again, with every op looked at, until one tells where it began.
 
-    What the model prints meanwhile is not shown; its buffers, gradients and random states are left as they were.
+    A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its graph
+    and its counters notice nothing.
     """
     known = RULES["nonfinite"]
     told = "NaN or inf"
@@ -117,8 +119,8 @@ def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> Report:
     found: list[Report] = []
 
     def job() -> None:
-        with redirect_stdout(io.StringIO()), suppress(Exception):  # what a model may raise when it is run once more
-            found.append(run_again(model, batch, assume_ones=assume_ones)[0])
+        with _muted(), suppress(Exception):  # what a model may raise when it is copied, or run once more
+            found.append(run_again(_copy(model), batch, assume_ones=assume_ones)[0])
 
     thread = threading.Thread(target=job, name="gaff-origin")
     thread.start()
@@ -126,6 +128,46 @@ def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> Report:
     report = found[0] if found else Report(False)
     is_ours = report.line.startswith("threading.py")  # no code of the user's calls this module: torch's containers do
     return replace(report, line="", code="") if is_ours else report
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """To be run without the original noticing; without the hooks of others, which may do anything.
+
+    Hooks of torch's own stay: a weight that is normalised or pruned is made by one.
+    """
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            for key, hook in list(table.items()):
+                if not getattr(type(hook), "__module__", "").startswith("torch."):
+                    del table[key]
+    return copied
+
+
+class _Muted:
+    """Standard output, but for one thread."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> Any:
+        return len(text) if threading.get_ident() == self._thread else self._real.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """What this thread prints is not shown; other threads print as ever."""
+    real = sys.stdout
+    ours = sys.stdout = _Muted(real)
+    try:
+        yield
+    finally:
+        if sys.stdout is ours:
+            sys.stdout = real
 
 
 def fingerprint(args: Any, kwargs: Any) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gaff import compat
+from gaff.address import Site
 from gaff.record.sample import Key
 from gaff.statistics.plain import in_memory_order
 from gaff.watching.bank import Bank, readable
@@ -26,7 +27,8 @@ _PROBES = 4  # parameters asked whether their gradients were cleared
 class Owned:
     """A parameter of an optimizer, as it is before a step."""
 
-    key: Key  # of the parameter itself
+    model: str
+    path: str
     parameter: Tensor
     group: dict[str, Any]
     before: Tensor | None  # a copy of some of its elements
@@ -49,6 +51,11 @@ class Update:
         self._models = models
         self._bank = bank
 
+    @property
+    def keys(self) -> dict[Key, Owned]:
+        """Of the parameters themselves."""
+        return {(one.model, str(Site(one.path, port="param"))): one for one in self.owned}
+
     def begin(self) -> None:
         """Before the step."""
         with torch.no_grad(), compat.outside_modes():
@@ -56,7 +63,7 @@ class Update:
                 named = self._models.name_of(parameter)
                 value = readable(parameter)
                 if named is not None and value is not None:
-                    self.owned.append(Owned((named[0], f"{named[1]}:param"), parameter, group, some_of(value).clone()))
+                    self.owned.append(Owned(*named, parameter, group, some_of(value).clone()))
             if not self._has_closure:
                 self._read_gradients()
             self._observe(":param", [(one, readable(one.parameter)) for one in self.owned])
@@ -126,7 +133,7 @@ class Update:
 
     def _observe(self, port: str, pairs: Sequence[tuple[Owned, Tensor | None]]) -> None:
         known = [(one, value) for one, value in pairs if value is not None]
-        keys = [(one.key[0], one.key[1].removesuffix(":param") + port) for one, _ in known]
+        keys = [(one.model, str(Site(one.path, port="param")).removesuffix(":param") + port) for one, _ in known]
         self._bank.observe_many(keys, [value for _, value in known if value is not None])
 
 
@@ -139,16 +146,17 @@ class Clearing:
 
     def __init__(self) -> None:
         self._cleared: dict[int, bool] = {}
-        self._stepped: dict[int, list[Tensor]] = {}
+        self._stepped: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # with the gradient that it had
 
     def stepped(self, optimizer: Any) -> None:
         given = sorted((one for _, one in parameters_of(optimizer) if one.grad is not None), key=Tensor.numel)
-        self._stepped[id(optimizer)] = [one for one in given[: 2 * _PROBES] if _is_nonzero(one)][:_PROBES]
+        probes = [one for one in given[: 2 * _PROBES] if _is_nonzero(one)][:_PROBES]
+        self._stepped[id(optimizer)] = [(one, one.grad) for one in probes]
         self._cleared[id(optimizer)] = False
 
     def look(self) -> None:
         for which, probes in self._stepped.items():
-            if not self._cleared[which] and any(one.grad is None or not _is_nonzero(one) for one in probes):
+            if not self._cleared[which] and any(one.grad is not known or not _is_nonzero(one) for one, known in probes):
                 self._cleared[which] = True
 
     def was_cleared(self, optimizer: Any) -> bool:

@@ -6,6 +6,7 @@ and never reaches the training.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -26,9 +27,10 @@ from gaff.watching import facts, trouble
 from gaff.watching.desk import Desk
 from gaff.watching.losses import Losses
 from gaff.watching.models import Model, Models
+from gaff.watching.optimizers import Optimizers
 from gaff.watching.pace import Pace
 from gaff.watching.runs import Runs
-from gaff.watching.updates import Clearing, Update, parameters_of
+from gaff.watching.updates import Clearing, Update
 from gaff.watching.window import Window
 
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
@@ -72,8 +74,7 @@ class Watcher:
         self.pace = Pace(settings.budget, settings.every)
         self._models = Models(settings.only, settings.skip)
         self._runs = Runs(self._models, self, is_given=models is not None)
-        self._is_given = models is not None
-        self._optimizers = list(optimizers)
+        self._optimizers = Optimizers(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
             self._runs.know(self._models.add(name, model), model)
@@ -91,12 +92,14 @@ class Watcher:
                 safely(self._function_compiled),
             )
         )
-        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps, by optimizer
         self._updates: dict[int, Update] = {}
         self._skipped = 0
         self._in_a_row = 0  # skipped without a step in between
         self._since = 0.0
+        self._evaluated_at: int | None = None
+        self._is_endless = False
         self._is_examined = False  # where a NaN or inf began; only the first
+        self._exit = partial(_close, weakref.ref(self))
 
     def open(self) -> None:
         self.is_open = True
@@ -104,32 +107,44 @@ class Watcher:
         self._runs.open()
         self._outer.open()
         _follow_forks(self)
+        atexit.register(self._exit)
         for model in self._models.all:
             self.desk.model(model, 0)
         self._begin_window()
 
     def close(self, error: BaseException | None = None) -> None:
         """Nothing of ours stays; what was seen of the last step is kept, and the record is finished."""
+        atexit.unregister(self._exit)
         if not self.is_open:
+            self._outer.close()  # a failure could not: torch was going through its hooks
             return
         self._end_window(is_whole=False)
         self._pulse(0.0)
-        self._remove()
-        self.desk.close(self.step, self.pace, (*self._models.missed, *self._notes()), error)
+        self._stop_looking()
+        self._outer.close()
+        self.desk.close(
+            self.step,
+            self.pace,
+            (*self._models.missed, *_notes(self._models, self._runs, is_endless=self._is_endless)),
+            error,
+        )
 
-    def _remove(self) -> None:
+    def _stop_looking(self) -> None:
+        """What is left of ours does nothing any more."""
         self.is_open = False
         self._runs.close()
-        self._outer.close()
         self._updates.clear()
+        self._optimizers.forget()
+        self._clearing.forget()
 
     def guarded(self, action: Callable[..., None], *arguments: Any) -> None:
-        if not self.is_open:
+        """Call it, if this is the thread that trains; no error of ours gets out."""
+        if not self.is_open or not self._runs.is_mine():
             return
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001  # nothing of ours may end a training run
-            self._remove()
+            self._stop_looking()
             self.desk.fail(error, self.step)
 
     # what the runs tell
@@ -138,7 +153,18 @@ class Watcher:
         self.desk.model(model, self.step)
 
     def evaluated(self, window: Window) -> None:
+        self.pace.spend(window.cost_s)
+        self._evaluated_at = self.step
         self.desk.look(window, {}, {})
+
+    def may_evaluate(self) -> bool:
+        """Whether an evaluation may be looked at: a teacher that runs in every step is one, too."""
+        return self._evaluated_at is None or self.step - self._evaluated_at >= max(10, self.pace.distance)
+
+    def step_is_endless(self) -> None:
+        """So many runs without an optimizer's step that nobody can be training with one."""
+        self._is_endless = True
+        self._end_window(is_whole=True)
 
     def _function_compiled(self, function: Any) -> None:
         owner = getattr(function, "__self__", None)
@@ -151,7 +177,8 @@ class Watcher:
         self._runs.left_model()
         if self._window is not None:
             self._clearing.look()
-        for loss in [losses] if isinstance(losses, Tensor) else losses:
+        several = losses if isinstance(losses, (list, tuple)) else [losses]  # a generator is not ours to use up
+        for loss in several:
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 spike = self._losses.note(loss, self._window)
                 if spike is not None:
@@ -172,16 +199,9 @@ class Watcher:
                 resume()
             self.desk.add(finding, self.step)
 
-    def _is_counted(self, optimizer: Any) -> bool:
-        if self._optimizers:
-            return any(one is optimizer for one in self._optimizers)
-        if not self._is_given:
-            return True
-        return any(self._models.name_of(parameter) for _, parameter in parameters_of(optimizer))
-
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         self._runs.left_model()
-        if not self._is_counted(optimizer):
+        if not self._optimizers.has(optimizer):
             return
         if self._window is not None:
             began = perf_counter()
@@ -195,9 +215,9 @@ class Watcher:
                 self._find_origin(f"the gradient {bad[1]}", has_gradients=True)
 
     def _step_ended(self, optimizer: Any) -> None:
-        if not self._is_counted(optimizer):
+        if not self._optimizers.has(optimizer):
             return
-        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        is_end = self._optimizers.stepped(optimizer)
         self._in_a_row = 0
         if self._window is not None:
             began = perf_counter()
@@ -206,12 +226,12 @@ class Watcher:
                 update.end()
             self._window.cost_s += perf_counter() - began
         self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
-        if count > self.step:
-            self._end_step(count)
+        if is_end:
+            self._end_step(self.step + 1)
 
     def _step_skipped(self, optimizer: Any) -> None:
         """A GradScaler has found gradients that are not finite: what the window has seen of them is its business."""
-        if self._is_counted(optimizer):
+        if self._optimizers.has(optimizer):
             self._skipped += 1
             self._in_a_row += 1
             if self._in_a_row == _STUCK:
@@ -251,8 +271,9 @@ class Watcher:
     # windows
 
     def _begin_window(self) -> None:
-        for optimizer in self._counts:
+        for optimizer in self._optimizers.counts:
             self._clearing.stepped(optimizer)
+        self._models.is_fresh = False
         self._runs.look(Window(self.step, "train", self._models))
 
     def _end_window(self, *, is_whole: bool) -> None:
@@ -263,23 +284,19 @@ class Watcher:
         window.close()
         if is_whole:
             window.facts.update(
-                optimizers=len(self._counts), skipped=self._skipped, scale=self._losses.scale, **self._losses.facts
+                optimizers=len(self._optimizers.counts),
+                skipped=self._skipped,
+                scale=self._losses.scale,
+                **self._losses.facts,
             )
-            parameters = facts.parameters(self._models, self._updates.values(), self._counts, window.modules_called)
+            parameters = facts.parameters(
+                self._models, self._updates.values(), self._optimizers.counts, window.modules_called
+            )
             self.desk.look(window, parameters, self._losses.values())
 
     @property
     def _window(self) -> Window | None:
         return self._runs.window
-
-    def _notes(self) -> list[str]:
-        told = []
-        if self._runs.has_compiled_function:
-            told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
-        for model in self._models.all:
-            if model.is_compiled:
-                told.append(f"{model.name} is compiled: inside it only parameters and their gradients were looked at")
-        return told
 
     # processes
 
@@ -291,7 +308,15 @@ class Watcher:
         """A forked child (a DataLoader's worker) is not watched."""
         if self.is_open:
             self.desk.abandon()
-            self._remove()
+            self._stop_looking()
+            self._outer.close()
+
+
+def _close(watcher: weakref.ref[Watcher]) -> None:
+    """At the end of the process, for those that nobody has removed."""
+    found = watcher()
+    if found is not None:
+        found.close()
 
 
 def _follow_forks(watcher: Watcher) -> None:
@@ -309,3 +334,16 @@ def _before_fork() -> None:
 def _in_child() -> None:
     for one in list(_OPEN):
         one.in_child()
+
+
+def _notes(models: Models, runs: Runs, *, is_endless: bool) -> list[str]:
+    """What was not looked at, and why."""
+    told = []
+    if is_endless:
+        told.append("no optimizer's step came for long: the first runs were looked at, then no more")
+    if runs.has_compiled_function:
+        told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
+    for model in models.all:
+        if model.is_compiled:
+            told.append(f"{model.name} is compiled: inside it only parameters and their gradients were looked at")
+    return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -44,9 +45,9 @@ class Window:
         self.is_open = True
         self.scale: Any = 1.0  # of the loss whose gradients come; a tensor where it is on a device
         self._models = models
-        self._latest: tuple[int, int] = (0, 0)  # identity and version of the last tensor
+        self._latest: weakref.ref[Tensor] | None = None  # the last tensor that was looked at
+        self._latest_version = 0
         self._latest_key: Key | None = None
-        self._alive: Tensor | None = None  # keeps that identity from being used again
         self._aliases: dict[Key, Key | None] = {}  # None: not always
         self._gradient_keys: dict[Key, Key] = {}
         self._graded: set[Key] = set()
@@ -54,7 +55,6 @@ class Window:
 
     def close(self) -> None:
         self.is_open = False
-        self._alive = None
         for key, known in self._aliases.items():
             if known is not None and self.calls.get(key) == self.calls.get(known):
                 self.bank.alias(key, known)
@@ -86,9 +86,9 @@ class Window:
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None
             if value is not None and at < _MOST_INPUTS:
-                place = key[2:] if key[:2] == (0, 0) else key[1:]
+                place = () if key == (0, 0) else key[1:]
                 self.bank.observe((model, str(Site(port="input", key=place))), value)
-                self._latest, self._latest_key, self._alive = (id(tensor), compat.version_of(tensor)), None, tensor
+                self._remember(tensor, None)
         self.cost_s += perf_counter() - began
 
     def _called(self, entry: Entry, module: nn.Module, args: Any, output: Any) -> None:
@@ -109,7 +109,7 @@ class Window:
 
     def _given(self, entry: Entry, tensor: Tensor) -> None:
         """What a layer was given, where no module returned it: the result of a functional op."""
-        if (id(tensor), compat.version_of(tensor)) == self._latest or not entry.path:
+        if self._is_latest(tensor) or not entry.path:
             return
         value = readable(tensor)
         if value is not None:
@@ -119,12 +119,13 @@ class Window:
         key = entry.key("output", place)
         calls = self.calls[key] = self.calls.get(key, 0) + 1
         self._gradient_keys[key] = entry.key("grad_output", place)
-        if (id(tensor), compat.version_of(tensor)) == self._latest and self._latest_key is not None:
-            known = self._aliases.get(key, self._latest_key if calls == 1 else None)
-            self._aliases[key] = known if known == self._latest_key else None
+        if calls > 1 and key in self._aliases:  # of its first call only the tensor's other name was looked at
+            self._aliases[key] = self._aliases[key] if self._is_latest(tensor) else None
+            self._models.called_often.add(key)
             return
-        if key in self._aliases:
-            self._aliases[key] = None
+        is_known = self._is_latest(tensor) and self._latest_key is not None
+        if is_known and calls == 1 and key not in self._models.called_often:
+            self._aliases[key] = self._latest_key
             return
         value = readable(tensor)
         if value is None:
@@ -135,8 +136,16 @@ class Window:
         self._observe(key, value, self._channels_at if has_units else None)
         if entry.kind in ("tanh", "sigmoid"):
             self._count_saturated(key, value, entry.kind)
-        self._latest, self._latest_key, self._alive = (id(tensor), compat.version_of(tensor)), key, tensor
+        self._remember(tensor, key)
         self._follow(entry, place, tensor)
+
+    def _remember(self, tensor: Tensor, key: Key | None) -> None:
+        self._latest, self._latest_version, self._latest_key = weakref.ref(tensor), compat.version_of(tensor), key
+
+    def _is_latest(self, tensor: Tensor) -> bool:
+        """Whether it is the tensor that was looked at last, and nobody has written to it since."""
+        known = self._latest
+        return known is not None and known() is tensor and compat.version_of(tensor) == self._latest_version
 
     def _recomputed(self, entry: Entry, output: Any) -> None:
         """A checkpoint runs the module again: its gradients come from here if the first pass had no graph."""

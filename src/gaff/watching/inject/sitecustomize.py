@@ -32,14 +32,18 @@ class _AfterTorch:
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
+        self._is_asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asking = False
         if spec is None or spec.loader is None:
             return spec
         loader, tell = spec.loader, self._tell
@@ -47,6 +51,7 @@ class _AfterTorch:
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # as it was before
+            sys.meta_path.remove(self)
             run(module)
             tell()
 
