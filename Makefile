@@ -5,9 +5,18 @@ PEERS := .venv-peers
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml constraints.txt
 
-.PHONY: demo test slow vision check bench docs format clean
+.PHONY: demo more test slow vision check bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
+	rm -rf demo-out/broken demo-out/healthy
+	$(VENV)/bin/gaff watch --out demo-out/broken -- $(RUN) examples/train_digits.py --bug dead-relu
+	$(VENV)/bin/gaff watch --out demo-out/healthy -- $(RUN) examples/train_digits.py
+	@echo
+	@echo "Above: a script that knows nothing of gaff, once with a bug and once without. The alarm names the layer and the remedy."
+	@echo "Next: $(VENV)/bin/gaff report demo-out/broken tells it again; other bugs: --bug nan, no-zero-grad, detached, lr-too-high ..."
+	@echo "      make more shows the rest: trace, take, apply, nan, and examples with real sentences and photos."
+
+more: $(VENV)/.ready  ## what else there is
 	$(VENV)/bin/gaff trace examples/digits.py:model examples/digits.py:image --backward
 	$(VENV)/bin/gaff take examples/digits.py:model features head.hidden --input examples/digits.py:image --out demo-out/digits.safetensors
 	$(VENV)/bin/gaff apply examples/half.json examples/digits.py:model examples/digits.py:image
@@ -44,6 +53,7 @@ docs: $(VENV)/.ready  ## the documentation as a site, into site/
 $(VENV)/.ready: $(SETUP)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev]"
+	$(RUN) -m gaff.statistics.kernel || true  # without a compiler plain torch counts the same
 	touch $@
 
 $(PEERS)/.ready: $(SETUP)

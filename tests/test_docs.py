@@ -29,7 +29,16 @@ def test_every_public_name_port_error_and_command_is_documented():
         assert name in ALL_TEXT, name
     for port in PORTS:
         assert f":{port}" in ALL_TEXT, port
-    for command in ("gaff trace", "gaff take", "gaff sites", "gaff apply", "gaff nan", "gaff anatomy"):
+    for command in (
+        "gaff trace",
+        "gaff take",
+        "gaff sites",
+        "gaff apply",
+        "gaff nan",
+        "gaff anatomy",
+        "gaff watch",
+        "gaff report",
+    ):
         assert command in ALL_TEXT, command
     for name in [
         name
@@ -37,6 +46,41 @@ def test_every_public_name_port_error_and_command_is_documented():
         if callable(getattr(gaff.keep, name)) and name in ("rows", "positions", "channels", "heads", "mean", "norm")
     ]:
         assert name in ALL_TEXT, name
+
+
+def test_every_rule_is_documented_as_it_is():
+    from gaff.health import rules, rules_steps, rules_values  # noqa: F401
+
+    text = " ".join((ROOT / "docs" / "rules.md").read_text(encoding="utf-8").split()).lower()
+    ours = [one for one in rules.RULES.values() if one.check.__module__.startswith("gaff.")]
+    assert len(ours) > 25
+    for one in ours:
+        assert f"## `{one.name}`" in text, one.name
+        for told in (one.means, one.cause, one.remedy, " ".join(one.check.__doc__.split())):
+            assert " ".join(told.split()).lower() in text, (one.name, told)
+    assert {"## `loss_spike`", "## `rank_divergence`"} <= {
+        line for line in (ROOT / "docs" / "rules.md").read_text().splitlines() if line.startswith("## ")
+    }
+
+
+def test_every_option_of_watch_is_explained():
+    import inspect
+
+    page = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    for option in (
+        "--out",
+        "--only",
+        "--skip",
+        "--budget",
+        "--every",
+        "--rules-off",
+        "--interval",
+        "--quiet",
+        "--plain",
+    ):
+        assert option in page
+    for option in inspect.signature(gaff.watch).parameters:
+        assert option in gaff.watch.__doc__, option
 
 
 def test_every_option_of_capture_is_explained():
@@ -80,9 +124,10 @@ def test_the_readme_names_the_two_commands():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["digits.py", "minilm.py", "resnet50.py"])
+@pytest.mark.parametrize("example", ["digits.py", "minilm.py", "resnet50.py", "train_digits.py"])
 def test_the_examples_run(example):
     ran = subprocess.run([sys.executable, f"examples/{example}"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     expected = {"digits.py": "this digit is a 1", "minilm.py": "0.665  0.060", "resnet50.py": "(1, 2048, 7, 7)"}
+    expected["train_digits.py"] = "epoch 5: loss"
     assert expected[example] in ran.stdout

@@ -219,6 +219,22 @@ def test_findings_go_to_json_and_back():
         Finding.from_dict({"rule": "r"})
 
 
+def test_ranks_that_should_be_alike_and_are_not_are_told(tmp_path):
+    layout = Layout(0, "parameters", (("m", "fc.weight:param"),), (("count", "d"), ("mean", "f"), ("std", "f")), False)
+    for rank in (0, 1):
+        log = LogWriter(tmp_path / f"rank{rank}.gaff")
+        log.write_json(LAYOUT, layout.to_json())
+        log.write_json(EVENT, {"kind": "model", "name": "m", "replicated": True})
+        for step in range(4):
+            mean = 0.5 + (0.25 if rank and step >= 2 else 0.0)
+            log.write(
+                MATRIX, pack(0, "train", [to_bytes("d", [9.0]), to_bytes("f", [mean]), to_bytes("f", [1.0])]), step
+            )
+        log.close()
+    [finding] = load(tmp_path).findings
+    assert (finding.rule, finding.site, finding.since, finding.rank) == ("rank_divergence", "fc.weight:param", 2, 1)
+
+
 def test_reading_needs_no_torch(tmp_path):
     write(tmp_path / "run")
     code = (

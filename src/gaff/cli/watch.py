@@ -32,8 +32,8 @@ def run(options: Namespace) -> int:
     program = shutil.which(command[0])
     if program is None:
         raise PlanError(f"{command[0]!r} is not found: expected a program, such as python")
-    out = _folder(options.out, command)
     _check(options)
+    out = _folder(options.out, command)
     _build_kernel(options)
     environment = _environment(options, out)
     code = _wait(subprocess.Popen(command, executable=program, env=environment))

@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gaff.errors import RecordError
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
+from gaff.record.ranks import divergence
 
 VERSION = 1
 HEAD = "run.json"
@@ -119,10 +120,10 @@ class Record:
     @property
     def findings(self) -> list[Finding]:
         """Of all processes, worst first; those that were over when the run ended come last."""
-        found = []
+        found = divergence(self._parts)
         for part in self._parts:
-            told = part.latest("findings")
-            found += [Finding.from_dict(one) for one in (told or {}).get("findings", ())]
+            told = part.latest("findings") or {}
+            found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]
         return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
 
     @property
@@ -296,6 +297,8 @@ def _checked(event: dict[str, Any]) -> dict[str, Any]:
     for name, kind in kinds.items():
         if name in event and not isinstance(event[name], kind):
             raise RecordError(f"an event has {name!r} {event[name]!r:.50}: expected {kind}")
+    if not abs(event.get("overhead", 0.0)) < 1e9:
+        raise RecordError(f"an event has an overhead of {event['overhead']!r:.50}: expected a share of the time")
     for finding in event.get("findings", ()):
         if not isinstance(finding, dict):
             raise RecordError(f"an event has a finding {finding!r:.50}: expected an object")

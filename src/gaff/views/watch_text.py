@@ -154,10 +154,16 @@ def sparkline(values: Sequence[float], *, plain: bool = False, size: int = 16) -
 
 
 def to_ascii(text: str) -> str:
-    """Boxes and dots as plain characters."""
-    kept = [line.strip("│ ").rstrip() if line[:1] in "│┌└" else line for line in text.splitlines() if line[:1] != "└"]
-    joined = "\n".join(line.replace("─", "").replace(" · ", ", ").strip("┌┐ ") for line in kept)
-    return joined.encode("ascii", "replace").decode()
+    """Boxes and dots as plain characters, every line of a box with ``gaff:`` before it."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("┌"):
+            lines.append(line.strip("┌─┐ ").replace("gaff · ", "gaff: "))
+        elif line.startswith("│"):
+            lines.append("gaff:   " + line.strip("│ "))
+        elif not line.startswith("└"):
+            lines.append(line.replace(" · ", ", "))
+    return "\n".join(lines).encode("ascii", "replace").decode()
 
 
 def number(value: float) -> str:

@@ -70,8 +70,10 @@ class Desk:
 
     def model(self, model: Model, step: int) -> None:
         """A model has been found."""
+        root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
-                "parameters": len(model.parameters)}  # fmt: skip
+                "parameters": len(model.parameters),
+                "replicated": type(root).__name__ == "DistributedDataParallel"}  # fmt: skip
 
         def job() -> None:
             self._recorder.open()

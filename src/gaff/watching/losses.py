@@ -39,7 +39,7 @@ class Losses:
         self.facts: dict[str, Any] = {}
         self.latest = ""
         self.is_nonfinite = False
-        self._now: dict[str, list[Any]] = {}
+        self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
         self._past: dict[str, Past] = {}
         self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
 
@@ -63,17 +63,18 @@ class Losses:
             window.scale = 1.0 if known is None else self.scale
             self.facts.update(facts_of_graph(tensor if named is None else named, name))
         value = tensor.detach() if known is None else known[2]
+        total, count = self._now.get(name, (0.0, 0))
         if value.device.type != "cpu":
-            self._now.setdefault(name, []).append(value.clone())
+            self._now[name] = total + value.double(), count + 1
             return None
         number = float(value)
-        self._now.setdefault(name, []).append(number)
+        self._now[name] = total + number, count + 1
         self.is_nonfinite = not math.isfinite(number)
         return None if self.is_nonfinite else self._spike(name, number)
 
     def values(self) -> dict[str, Any]:
         """The mean of each loss over the backward passes of this step; tensors where they are on a device."""
-        return {name: _mean(values) for name, values in self._now.items()}
+        return {name: total / count for name, (total, count) in self._now.items()}
 
     def forget(self) -> None:
         self._now = {}
@@ -152,10 +153,6 @@ _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "Squeeze
 
 def _is_view(name: str) -> bool:
     return name in _VIEWS
-
-
-def _mean(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else sum(values[1:], start=values[0]) / len(values)
 
 
 def _scale_of(scaler: Any) -> Any:

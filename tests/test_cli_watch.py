@@ -1,0 +1,98 @@
+"""``gaff watch`` and ``gaff report``: what they refuse, what they print."""
+
+import json
+import sys
+
+import pytest
+
+from gaff.cli import main
+from gaff.errors import RecordError
+from gaff.views.watch_text import box, sparkline, to_ascii
+
+
+def refused(capsys, *arguments):
+    code = main(list(arguments))
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "gaff: no command: expected gaff watch [options] -- python train.py"),
+        (["--", "no-such-program"], "gaff: 'no-such-program' is not found: expected a program, such as python"),
+        (["--budget", "3", "--", sys.executable], "gaff: --budget 3.0: expected a share of the time"),
+        (["--every", "0", "--", sys.executable], "gaff: --every 0: expected a number of steps, 1 or more"),
+        (["--rules-off", "dead", "--", sys.executable], "gaff: no rule 'dead': expected one of nonfinite,"),
+        (["--only", "a..b", "--", sys.executable], "gaff: address 'a..b' has an empty name"),
+    ],
+)
+def test_slips_are_told_before_anything_runs(arguments, message, capsys, tmp_path):
+    code, text = refused(capsys, "watch", "--out", str(tmp_path / "run"), *arguments)
+    assert code == 1
+    assert message in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_written_to(capsys, tmp_path):
+    (tmp_path / "rank0.gaff").write_bytes(b"GAFFLOG1")
+    code, text = refused(capsys, "watch", "--out", str(tmp_path), "--", sys.executable, "-c", "print()")
+    assert code == 1
+    assert "holds a run already: expected a new folder; name another, or remove it" in text
+
+
+def test_a_command_without_torch_runs_and_that_is_told(capfd, tmp_path):
+    code = main(
+        ["watch", "--out", str(tmp_path / "run"), "--", sys.executable, "-c", "print('out'); raise SystemExit(4)"]
+    )
+    told = capfd.readouterr()
+    assert code == 4
+    assert told.out == "out\n"
+    assert "nothing was watched" in told.err
+
+
+def test_a_training_command_is_watched_and_reported(capfd, tmp_path):
+    script = (
+        "import torch\ntorch.set_num_threads(1)\nmodel = torch.nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(30):\n    model(torch.randn(8, 4)).square().mean().backward()\n    optimizer.step()\n"
+    )
+    run = str(tmp_path / "run")
+    assert main(["watch", "--out", run, "--plain", "--", sys.executable, "-c", script]) == 0
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert "gaff: error: not_cleared at model.weight:grad" in told.err
+    assert "remedy: call optimizer.zero_grad() once" in told.err
+    assert "watching took" in told.err
+    assert told.err.isascii()
+    assert main(["report", run, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    [finding] = [one for one in found["findings"] if one["rule"] == "not_cleared"]
+    assert set(finding) >= {"rule", "site", "since", "severity", "cause", "remedy", "evidence"}
+    assert found["steps"] == 30
+    assert {one["site"] for one in found["sites"]} >= {":input", ":output", "weight:param", "weight:grad"}
+    assert main(["report", run]) == 0
+    assert "┌─ gaff · error: not_cleared" not in (text := capfd.readouterr().out) or "│" in text
+
+
+def test_a_missing_run_is_told(capsys, tmp_path):
+    code, text = refused(capsys, "report", str(tmp_path / "nothing"))
+    assert code == 1
+    assert "is no folder: expected a folder that gaff watch --out has written" in text
+    with pytest.raises(RecordError):
+        main(["report", str(tmp_path / "nothing"), "--debug"])
+
+
+def test_sparklines_tell_what_is_not_finite_and_scale():
+    assert sparkline([0.0, 1.0, 2.0, 3.0]) == "▁▃▆█"
+    assert sparkline([1.0, float("nan"), 3.0]) == "▁!█"
+    assert sparkline([1.0, 10.0, 100.0, 1000.0]) == "▁▃▆█"  # logarithmic
+    assert sparkline([5.0, 5.0]) == "▄▄"
+    assert sparkline([], plain=True) == ""
+    assert sparkline([0.0, 1.0], plain=True).isascii()
+    assert len(sparkline(list(range(1000)))) == 16
+
+
+def test_boxes_become_plain_lines():
+    text = box("title", ["one", "two"])
+    assert all(len(line) == 100 for line in text.splitlines())
+    assert to_ascii(text) == "gaff: title\ngaff:   one\ngaff:   two"
