@@ -17,7 +17,7 @@ from typing import Any
 from gaff.errors import GaffError
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
-PACKED = Path(__file__).with_name("kernel.so")  # in wheels; for processors of this century's second decade
+PACKED = Path(__file__).with_name("libobserve.so")  # in wheels; for processors with AVX2
 _FLAGS = ("-O3", "-fno-trapping-math", "-std=c++17", "-fPIC", "-shared", "-DTORCH_TARGET_VERSION=0x020a000000000000")
 _OFF = "GAFF_NO_KERNEL"
 
