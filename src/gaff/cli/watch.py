@@ -76,7 +76,7 @@ def _check(options: Namespace) -> None:
 
 
 def _build_kernel(options: Namespace) -> None:
-    """Once a machine: a few seconds that make each look ten times cheaper. Without a compiler plain torch counts."""
+    """Once a machine: a few seconds that make every look cheaper. Without a compiler plain torch counts."""
     from gaff.statistics import kernel
 
     if os.environ.get("GAFF_NO_KERNEL") or kernel.path_of_build().is_file() or kernel.PACKED.is_file():

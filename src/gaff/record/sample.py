@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gaff.address import parse_site
+from gaff.address import Site, parse_site
 from gaff.statistics.rows import Numbers
 
 Key = tuple[str, str]  # the model's name and the address in it
@@ -85,6 +85,12 @@ def port_of(address: str) -> str:
 def path_of(address: str) -> str:
     """The module's or parameter's path in an address."""
     return _split(address)[0]
+
+
+@lru_cache(maxsize=65536)
+def address_of(path: str, port: str) -> str:
+    """Of a parameter's ``param``, ``grad``, or ``update``, which is no port that can be asked for."""
+    return str(Site(path, port="param")).removesuffix("param") + port
 
 
 @lru_cache(maxsize=65536)

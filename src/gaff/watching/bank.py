@@ -16,7 +16,7 @@ from gaff.statistics import plain as in_torch
 from gaff.statistics.rows import EMPTY
 
 _ROOM = 64
-_UNITS = 1 << 16
+_UNITS = 1 << 14
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -62,7 +62,7 @@ class Bank:
             self._ops(tensor.device).observe_(tensor, row, histogram)
 
     def observe_units(self, key: Key, tensor: Tensor, count: int, inner: int) -> None:
-        """Add to the table of the units of ``key`` the first inputs of a batch: 65,536 elements or one input."""
+        """Add to the table of the units of ``key`` the first inputs of a batch: 16,384 elements or one input."""
         each = tensor[0].numel()
         some = tensor[: max(1, _UNITS // each)]
         table = self.units.get(key)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address import Site
-from gaff.record.sample import Key, Parameter
+from gaff.record.sample import Key, Parameter, address_of
 from gaff.select import iter_modules, join
 from gaff.values import iter_tensors
 from gaff.watching.models import Models
@@ -67,7 +66,7 @@ def parameters(
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                key = model.name, str(Site(join(path, name), port="param"))
+                key = model.name, address_of(join(path, name), "param")
                 if key in found:
                     found[key]["kind"] = _kind(module, parameter)
                     found[key]["was_called"] = (model.name, path) in called

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from gaff import compat
-from gaff.address import Site
-from gaff.record.sample import Key
+from gaff.record.sample import Key, address_of
 from gaff.statistics.plain import in_memory_order
 from gaff.watching.bank import Bank, readable
 from gaff.watching.models import Models
@@ -43,18 +42,21 @@ class Update:
     Reads gradients and weights once each, and copies at most 16,384 elements of every weight for the time of the step.
     """
 
-    def __init__(self, optimizer: Any, models: Models, bank: Bank, *, has_closure: bool) -> None:
+    def __init__(
+        self, optimizer: Any, models: Models, bank: Bank, *, has_closure: bool, has_moments: bool = True
+    ) -> None:
         self.optimizer = optimizer
         self.owned: list[Owned] = []
         self.was_cleared = True
         self._has_closure = has_closure  # it brings the gradients, during the step
+        self._has_moments = has_moments  # whether to read what the optimizer keeps
         self._models = models
         self._bank = bank
 
     @property
     def keys(self) -> dict[Key, Owned]:
         """Of the parameters themselves."""
-        return {(one.model, str(Site(one.path, port="param"))): one for one in self.owned}
+        return {(one.model, address_of(one.path, "param")): one for one in self.owned}
 
     def begin(self) -> None:
         """Before the step."""
@@ -66,7 +68,7 @@ class Update:
                     self.owned.append(Owned(*named, parameter, group, some_of(value).clone()))
             if not self._has_closure:
                 self._read_gradients()
-            self._observe(":param", [(one, readable(one.parameter)) for one in self.owned])
+            self._observe("param", [(one, readable(one.parameter)) for one in self.owned])
 
     def _read_gradients(self) -> None:
         """Accumulated, reduced, and unscaled where a GradScaler leaves that to a fused optimizer."""
@@ -80,7 +82,7 @@ class Update:
                 if value is not None and scale is not None:
                     value = value / scale.to(value.device)
                 pairs.append((one, value))
-        self._observe(":grad", pairs)
+        self._observe("grad", pairs)
 
     def end(self) -> None:
         """After the step."""
@@ -95,10 +97,11 @@ class Update:
                     same.append((one, now, one.before))
             if same:
                 changes = torch._foreach_sub([now for _, now, _ in same], [before for *_, before in same])
-                self._observe(":update", [(one, change) for (one, *_), change in zip(same, changes, strict=True)])
+                self._observe("update", [(one, change) for (one, *_), change in zip(same, changes, strict=True)])
             for one in self.owned:
                 one.before = None
-            self._read_moments()
+            if self._has_moments:
+                self._read_moments()
 
     def _read_moments(self) -> None:
         """Of optimizers that keep first and second moments under the names that torch's Adam gives them.
@@ -133,7 +136,7 @@ class Update:
 
     def _observe(self, port: str, pairs: Sequence[tuple[Owned, Tensor | None]]) -> None:
         known = [(one, value) for one, value in pairs if value is not None]
-        keys = [(one.model, str(Site(one.path, port="param")).removesuffix(":param") + port) for one, _ in known]
+        keys = [(one.model, address_of(one.path, port)) for one, _ in known]
         self._bank.observe_many(keys, [value for _, value in known if value is not None])
 
 

@@ -33,6 +33,7 @@ from gaff.watching.runs import Runs
 from gaff.watching.updates import Clearing, Update
 from gaff.watching.window import Window
 
+_MOMENTS = 4  # what an optimizer keeps is read at every fourth look
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
 
 
@@ -98,6 +99,7 @@ class Watcher:
         self._since = 0.0
         self._evaluated_at: int | None = None
         self._is_endless = False
+        self._looks = -1
         self._is_examined = False  # where a NaN or inf began; only the first
         self._exit = partial(_close, weakref.ref(self))
 
@@ -205,7 +207,10 @@ class Watcher:
             return
         if self._window is not None:
             began = perf_counter()
-            update = Update(optimizer, self._models, self._window.bank, has_closure=has_closure)
+            has_moments = self._looks % _MOMENTS == 0
+            update = Update(
+                optimizer, self._models, self._window.bank, has_closure=has_closure, has_moments=has_moments
+            )
             update.was_cleared = has_closure or self._clearing.was_cleared(optimizer)
             update.begin()
             self._updates[id(optimizer)] = update
@@ -274,6 +279,7 @@ class Watcher:
         for optimizer in self._optimizers.counts:
             self._clearing.stepped(optimizer)
         self._models.is_fresh = False
+        self._looks += 1
         self._runs.look(Window(self.step, "train", self._models))
 
     def _end_window(self, *, is_whole: bool) -> None:
