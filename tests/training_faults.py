@@ -398,6 +398,25 @@ def sigmoid_before_bce_with_logits():
     return loop(model, adam(model), loss)
 
 
+@fault("softmax_axis")
+def softmax_over_the_batch():
+    model = mlp()
+    return loop(model, adam(model), lambda model, x, y, number: F.nll_loss(F.log_softmax(model(x), 0), y))
+
+
+@fault("train_mode_in_eval")
+def evaluated_at_once_in_training_mode():
+    model = mlp(dropout=0.3)
+    run = classifier(model, adam(model))
+
+    def evaluate():
+        with torch.no_grad():
+            model(DIGITS)
+
+    run.evaluate = evaluate
+    return run
+
+
 @fault("nll_of_scores")
 def nll_loss_of_probabilities():
     model = nn.Sequential(*mlp(), nn.Softmax(dim=1))

@@ -115,22 +115,22 @@ def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("never_updated", "update_small"),
 )
 def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Every group of an optimizer. In half of the looks, since warm-ups begin and decays end at zero. Certain."""
+    """Below 1e-12 in every group of an optimizer. In half of the looks: warm-ups begin and decays end at zero."""
     by_model: dict[str, list[tuple[Key, Parameter]]] = {}
     for key, one in sample.parameters.items():
         if one.optimizer is not None:
             by_model.setdefault(key[0], []).append((key, one))
     for model, pairs in by_model.items():
-        if all(one.lr == 0 for _, one in pairs):
-            yield Hit((model, ""), lr=0.0, parameters=len(pairs))
+        if all(one.lr < 1e-12 for _, one in pairs):
+            yield Hit((model, ""), lr=max(one.lr for _, one in pairs), parameters=len(pairs))
 
 
 @rule(
     "never_updated",
     severity="error",
     means="a parameter has a gradient and a learning rate, and the step does not change it",
-    cause="the update is smaller than the weights' precision, or the optimizer works on another copy of the weights",
-    remedy="keep weights in float32, raise the learning rate, or make the optimizer after the model is where it stays",
+    cause="a learning rate so low that the update is below the weights' precision, or an optimizer of other tensors",
+    remedy="look at the lr; keep weights in float32; make the optimizer after the model is where it stays",
     least=5,
     share=0.5,
     hides=("update_small",),
@@ -184,7 +184,10 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.3,
 )
 def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
-    """rms(update) / rms(weight) above 0.1 (TheDeepChecker) in more than half of the weights; biases are left out."""
+    """rms(update) / rms(weight) above 0.1 (TheDeepChecker) in more than half of the weights.
+
+    Parameters of one dimension (biases, norms) and embeddings are left out.
+    """
     for ratios in _ratios(sample).values():
         large = {key: ratio for key, ratio in ratios.items() if ratio > 0.1}
         if len(large) > len(ratios) / 2 and sample.step >= 3:

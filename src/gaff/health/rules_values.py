@@ -230,6 +230,22 @@ def double_softmax(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "softmax_axis",
+    severity="error",
+    means="the loss's softmax runs over the examples of the batch, not over the classes",
+    cause="dim=0 where dim=1 or dim=-1 is meant",
+    remedy="log_softmax(x, dim=1), or cross_entropy, which does it",
+    least=2,
+    share=0.5,
+)
+def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
+    """log_softmax over dimension 0 of a two-dimensional input of nll_loss; read from the autograd graph. Certain."""
+    found = sample.facts.get("axis")
+    if found:
+        yield Hit(("", ""), f"the loss {found!r} normalises over the batch: its softmax has dim=0", loss=found)
+
+
+@rule(
     "nll_of_scores",
     severity="error",
     means="nll_loss is given what are no log-probabilities: the loss has no lower limit",
@@ -357,7 +373,10 @@ def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def train_mode_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Several forwards in a row without gradients while a model that contains dropout is in training mode."""
+    """Forwards without gradients in training mode, of a model with dropout or BatchNorm: ten in a row, or the first
+
+    after five steps or more without any; those that come in every step (rollouts, teachers) are no evaluation.
+    """
     for model in sample.facts.get("train_mode", ()):
         yield Hit((model, ""))
 

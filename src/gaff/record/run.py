@@ -36,6 +36,12 @@ class Series:
     def __iter__(self) -> Iterator[tuple[int, float]]:
         return iter(zip(self.steps, self.values, strict=True))
 
+    def __repr__(self) -> str:
+        if not self.steps:
+            return "<gaff series, empty>"
+        ends = [f"{self.values[at]:.4g} at step {self.steps[at]}" for at in (0, -1)]
+        return f"<gaff series of {len(self)}: {' to '.join(ends)}>"
+
 
 @dataclass
 class Part:
@@ -135,6 +141,14 @@ class Record:
                 if not math.isnan(seconds):  # else it had begun only
                     most = max(most, int(step) + 1)
         return most
+
+    @property
+    def looks(self) -> list[int]:
+        """The steps that were looked at, of the first process."""
+        told = [
+            step for step, one in self._parts[0].events if one.get("kind") == "look" and one.get("phase") == "train"
+        ]
+        return sorted(dict.fromkeys(told))
 
     @property
     def overhead(self) -> float:

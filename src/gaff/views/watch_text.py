@@ -54,7 +54,11 @@ def box(title: str, lines: Iterable[str], *, plain: bool = False) -> str:
     """``plain``: without characters beyond ASCII, nothing wrapped."""
     if plain:
         return "\n".join([f"gaff: {title}", *(f"gaff:   {one}" for one in lines)])
-    wrapped = [piece for one in lines for piece in textwrap.wrap(one, _WIDTH - 4, subsequent_indent="  ") or [""]]
+    wrapped = [
+        piece
+        for one in lines
+        for piece in textwrap.wrap(one, _WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    ]
     head = f"─ gaff · {title} "
     return "\n".join(
         [f"┌{head:─<{_WIDTH - 2}}┐", *(f"│ {one:<{_WIDTH - 4}} │" for one in wrapped), f"└{'─' * (_WIDTH - 2)}┘"]
@@ -79,7 +83,7 @@ def report(record: Record, *, plain: bool = False, brief: bool = False, width: i
     """
     parts = [f"{record.path}: {verdict(record)}"]
     for name in record.scalars:
-        if name.startswith("loss:") or name == "grad_norm":
+        if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
             series = record.scalar(name)
             if len(series):
                 ends = f"{number(series.values[0])} to {number(series.values[-1])}"
@@ -96,7 +100,14 @@ def report(record: Record, *, plain: bool = False, brief: bool = False, width: i
         parts.append(tree)
     parts += [f"note: {note}" for note in record.notes]
     state = "" if record.is_complete else "; the run goes on, or was killed"
-    parts.append(f"watching took {record.overhead:.2%} of the time{state}")
+    looks = record.looks
+    if looks:
+        parts.append(f"looked at {len(looks)} of {record.steps} steps, the last of them step {looks[-1]}")
+    skipped = record.scalar("skipped").values[-1:] if "skipped" in record.scalars else []
+    if skipped and skipped[0]:
+        parts.append(f"a GradScaler skipped {int(skipped[0])} steps")
+    free = "; the first half second of a run is free" if record.overhead > 0.015 else ""
+    parts.append(f"watching took {record.overhead:.2%} of the time{free}{state}")
     return "\n".join(parts)
 
 
@@ -104,7 +115,7 @@ def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, widt
     """Modules in the order in which they were called: rms of activation and gradient over time, and what is wrong."""
     flags: dict[str, list[str]] = {}
     for finding in findings:
-        if not finding.is_over:
+        if not finding.is_over and finding.site:  # else of the run as a whole
             for site in (finding.site, *finding.also):
                 flags.setdefault(site, []).append(finding.rule)
     rows = []
@@ -171,10 +182,10 @@ def number(value: float) -> str:
 
 
 def _extent(finding: Finding) -> str:
-    if finding.last <= finding.since:
-        return ""
     share = "" if finding.share >= 0.995 else f", in {finding.share:.0%} of the looks"
-    return f" until step {finding.last}{share}"
+    if finding.is_over:
+        return f" until step {finding.last}{share}"
+    return f"; at the latest look, step {finding.last}, still{share}" if finding.last > finding.since else ""
 
 
 def _shown(value: Any) -> str:

@@ -30,9 +30,14 @@ def precision(module: nn.Module) -> str:
     return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
 
 
-def has_dropout(module: nn.Module) -> bool:
-    kind = nn.modules.dropout._DropoutNd
-    return any(isinstance(one, kind) and one.p > 0 and one.training for one in module.modules())
+def has_modes(module: nn.Module) -> bool:
+    """Whether a module inside is in training mode that does something else there: dropout, BatchNorm."""
+    dropout, norm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
+    return any(
+        one.training
+        and ((isinstance(one, dropout) and one.p > 0) or (isinstance(one, norm) and one.track_running_stats))
+        for one in module.modules()
+    )
 
 
 def parameters(

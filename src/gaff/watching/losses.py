@@ -136,7 +136,10 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
             found["nll"] = name
         if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
             shape = getattr(chain[at]._saved_result, "shape", ())
-            if len(shape):
+            is_mean = getattr(chain[at - 1], "_saved_reduction", 1) == 1
+            if len(shape) == 2 and chain[at]._saved_dim == 0:
+                found["axis"] = name
+            elif len(shape) and is_mean:
                 found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
             if behind == "SoftmaxBackward":
                 found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "softmax"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _SERIES: tuple[int, ...] = tuple(digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
 _DENSE = 25  # with time in hand, a run of n steps is looked at about n/25 steps apart
+_SPARSE = 5  # the same once half of that time is spent
 _SMOOTH = 0.3  # weight of the newest measurement
 
 
@@ -38,7 +39,8 @@ class Pace:
             return step % self._every == 0
         distance = self.distance
         if self.spent_s + self._cost_s <= self._allowance_s:
-            growth = next(one for one in reversed(_SERIES) if one <= max(1, step // _DENSE))
+            dense = _DENSE if self.spent_s < 0.5 * self._allowance_s else _SPARSE
+            growth = next(one for one in reversed(_SERIES) if one <= max(1, step // dense))
             distance = min(distance, growth)
         elif self.spent_s > self._allowance_s + self._budget * self.total_s:
             return False  # a costly beginning is paid back

@@ -58,6 +58,8 @@ class Runs:
         self._thread = 0
         self._is_open = False
         self._evals = 0  # runs without gradients since the last one with
+        self._size = self._largest = 0  # of batches
+        self._latest_eval = 0  # step of the latest of them
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
 
     def open(self) -> None:
@@ -98,6 +100,10 @@ class Runs:
     def left_model(self) -> None:
         """Backward or a step has begun: no model is running, whatever an exception has left."""
         self._inside = self._hooked = None
+
+    def is_rest(self) -> bool:
+        """Whether the latest batch is less than half of the largest: the rest of a data set, whose loss is noisier."""
+        return bool(self.batches) and 2 * self._size < self._largest
 
     def stop_hooks(self) -> None:
         """Compiled code must not see hooks: it would be compiled once more."""
@@ -190,17 +196,22 @@ class Runs:
             window.facts.setdefault("precision", facts.precision(module))
         if len(self.batches) < _KEPT:
             self.batches.append((model, Batch.of(args, kwargs)))
+        self._size = facts.batch_size(args, kwargs)
+        self._largest = max(self._largest, self._size)
 
     def _begin_eval(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The first run of each evaluation is looked at, and then ever fewer."""
         self._evals += 1
+        since = self._listener.step - self._latest_eval
+        self._latest_eval = self._listener.step
         if module.training and not torch.is_grad_enabled():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + 1
         self._target = None
         if self._evals in _LOOKED_AT and (self._evals > 1 or self._listener.may_evaluate()):
             window = self._target = Window(self._listener.step, "eval", self._models)
             window.facts["training"] = module.training
-            if self._in_training_mode.get(model.name, 0) >= 10 and facts.has_dropout(module):
+            often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
+            if (often >= 10 or (often and since >= 5)) and facts.has_modes(module):
                 window.facts["train_mode"] = [model.name]
             window.root_given(model.name, args, kwargs)
             if not self.has_compiled_function:

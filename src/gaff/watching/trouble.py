@@ -65,7 +65,7 @@ def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *
         severity=known.severity,
         message=f"{what} is not finite, and every op of the model is fine",
         cause=f"it began {where}",
-        remedy="gaff nan --again SCRIPT looks at the ops outside the model, too",
+        remedy="gaff.find_nonfinite(step) on a step like this one looks at the ops outside the model, too",
         last=step,
     )
 

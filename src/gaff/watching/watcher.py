@@ -183,7 +183,7 @@ class Watcher:
         for loss in several:
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 spike = self._losses.note(loss, self._window)
-                if spike is not None:
+                if spike is not None and not self._runs.is_rest():
                     self.desk.add(trouble.of_spike(spike, self.step, self._runs.batches), self.step)
         if self._losses.is_nonfinite:
             self._find_origin(f"the loss {self._losses.latest!r}", has_gradients=False)
