@@ -8,7 +8,6 @@ once in a process, whoever asks, and is as it was when the last one has gone; tr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -137,7 +136,7 @@ class Told:
     step_ended: Callable[[Any], None]
     step_skipped: Callable[[Any], None]  # by a GradScaler
     loss_scaled: Callable[[Any, Any, Any], None]  # with the loss, what it has become, and the GradScaler
-    function_compiled: Callable[[Any], None]
+    compiled: Callable[[Any], None]  # with a function that was, or with what a module has become
 
 
 _OPEN: list[Told] = []
@@ -222,10 +221,11 @@ def _scaler_step(original: Any) -> Any:
 
 def _compile(original: Any) -> Any:
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if model is not None and not isinstance(model, nn.Module):
+        compiled = original(model, *args, **kwargs)
+        if model is not None:
             for told in list(_OPEN):
-                told.function_compiled(model)
-        return original(model, *args, **kwargs)
+                told.compiled(compiled if isinstance(model, nn.Module) else model)
+        return compiled
 
     return compile
 
@@ -258,9 +258,3 @@ def is_compiled(module: nn.Module) -> bool:
         or hasattr(vars(one).get("forward"), "_torchdynamo_orig_callable")
         for one in module.modules()
     )
-
-
-def has_compiled() -> bool:
-    """Whether anything was compiled in this process so far. Imports nothing."""
-    known = sys.modules.get("torch._dynamo.utils")
-    return known is not None and bool(known.counters["stats"].get("unique_graphs", 0))

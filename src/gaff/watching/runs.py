@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff import compat
-from gaff.engine.outer import Calls, ModuleHooks, has_compiled
+from gaff.engine.outer import Calls, ModuleHooks
 from gaff.health.rerun import Batch
 from gaff.select import unwrap
 from gaff.watching import facts
@@ -55,6 +55,7 @@ class Runs:
         self._target: Window | None = None  # of what is called now
         self._inside: nn.Module | None = None  # the outermost module in progress
         self._hooked: nn.Module | None = None  # the same where only a hook has told of it
+        self._expected: set[type] = set()
         self._thread = 0
         self._is_open = False
         self._evals = 0  # runs without gradients since the last one with
@@ -64,8 +65,11 @@ class Runs:
 
     def open(self) -> None:
         self._is_open = True
-        if has_compiled():
-            self.has_compiled_function = True
+
+    def expect(self, kind: type) -> None:
+        """Modules of this class must be known before they are called, for hooks would be seen by what they compile."""
+        self._calls.follow(kind)
+        self._expected.add(kind)
 
     def is_mine(self) -> bool:
         """Whether this is the thread that trains: the first from which anything was told."""
@@ -129,6 +133,7 @@ class Runs:
             self._listener.guarded(self._discover, module, args)
 
     def _discover(self, module: nn.Module, args: Any) -> None:
+        """``args``: None where the call is still to begin."""
         if module in self._known or type(module).__module__.startswith("gaff."):
             return
         entry = self._models.entries.get(module)
@@ -141,6 +146,8 @@ class Runs:
             model = found
             self._listener.model_found(model)
         self.know(model, module)
+        if args is None:
+            return
         if self._phase(module) == "train":
             self._begin_train(model, module, args, {})
         else:
@@ -158,7 +165,11 @@ class Runs:
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """A call of a module of a followed class: of an outermost one that is known, a run."""
-        model = self._known.get(module) if self._is_open and self._inside is None else None
+        is_outermost = self._is_open and self._inside is None
+        if is_outermost and type(module) in self._expected and module not in self._known and self.is_mine():
+            self._hooks.switch_off()
+            self._listener.guarded(self._discover, module, None)
+        model = self._known.get(module) if is_outermost else None
         if model is None or not self.is_mine():
             return call(module, *args, **kwargs)
         self._inside = module

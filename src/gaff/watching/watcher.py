@@ -90,7 +90,7 @@ class Watcher:
                 safely(self._step_ended),
                 safely(self._step_skipped),
                 safely(self._losses.note_scale),
-                safely(self._function_compiled),
+                safely(self._compiled),
             )
         )
         self._updates: dict[int, Update] = {}
@@ -168,7 +168,10 @@ class Watcher:
         self._is_endless = True
         self._end_window(is_whole=True)
 
-    def _function_compiled(self, function: Any) -> None:
+    def _compiled(self, function: Any) -> None:
+        if isinstance(function, nn.Module):
+            self._runs.expect(type(function))
+            return
         owner = getattr(function, "__self__", None)
         if not isinstance(owner, (torch.optim.Optimizer, nn.Module)):  # a module knows that it is compiled
             self._runs.stop_hooks()
