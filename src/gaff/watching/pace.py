@@ -49,15 +49,17 @@ class Pace:
     def passed(self, seconds: float) -> None:
         """A step without a look took so long."""
         self.total_s += seconds
-        self._step_s = seconds if not self._step_s else self._step_s + _SMOOTH * (seconds - self._step_s)
+        self._measure(seconds)
 
     def looked(self, seconds: float, cost_s: float) -> None:
         """A step took ``seconds``, of which ``cost_s`` went into looking at it."""
         self.total_s += seconds
         self.spend(cost_s)
         self._cost_s = cost_s if not self._cost_s else self._cost_s + _SMOOTH * (cost_s - self._cost_s)
-        if not self._step_s:
-            self._step_s = max(seconds - cost_s, 1e-6)
+        self._measure(max(seconds - cost_s, 1e-6))  # the first step of a run is a slow one: it is soon forgotten
+
+    def _measure(self, seconds: float) -> None:
+        self._step_s = seconds if not self._step_s else self._step_s + _SMOOTH * (seconds - self._step_s)
 
     def spend(self, seconds: float) -> None:
         """Also off the training thread, which has to wait for the interpreter meanwhile."""
