@@ -525,6 +525,20 @@ def test_a_folder_that_holds_a_run_is_left_alone(tmp_path):
         gaff.watch(model, out=tmp_path / "run")
 
 
+def test_what_comes_when_no_thread_can_be_started_is_done_at_once(monkeypatch):
+    import threading
+
+    from gaff.watching.writer import Writer
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    Writer(done.append).put(lambda: done.append("job"))
+    assert done == ["job"]
+
+
 # how often
 
 

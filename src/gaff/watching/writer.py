@@ -11,7 +11,7 @@ _MOST = 256  # jobs that may wait; further ones are dropped and counted
 
 
 class Writer:
-    """Does jobs one after the other on a thread of its own, which is started by the first and ends when idle.
+    """Does jobs one after the other on a thread of its own, which is started by the first and ends with ``stop``.
 
     A job that raises is given to ``failed``. ``spent_s``: the processor time of the thread, which holds the interpreter
     back from the training thread.
@@ -32,7 +32,11 @@ class Writer:
         self._jobs.put(job)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._work, name="gaff", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is ending: nobody is held up any more
+                self._thread = None
+                self._drain()
 
     def stop(self) -> None:
         """Wait until all jobs are done, and end the thread; the next job starts another."""
