@@ -382,6 +382,24 @@ def test_magnitudes_are_kept(tmp_path):
     assert sum(shares) == pytest.approx(1.0, rel=0.05)
 
 
+def test_batches_are_counted_and_told_apart_and_what_is_left_out_is_told(tmp_path):
+    class Net(Small):
+        def forward(self, x):
+            return self.act(self.fc1(x)).to_sparse()
+
+    model, x = Net(), torch.randn(5, 6)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for data in (x, x, torch.randn(3, 6)):
+            model(data).to_dense().mean().backward()
+            sgd(model).step()
+    record = gaff.load(tmp_path / "run")
+    assert record.scalar("samples").values == [5.0, 5.0, 3.0]
+    prints = [one["fingerprint"] for _, one in record._parts[0].events if one["kind"] == "look"]
+    assert prints[0] == prints[1] != prints[2]
+    count = record.series(":output", "count").values
+    assert count or any("is not looked at" in note for note in record.notes)
+
+
 # names and findings
 
 

@@ -91,7 +91,6 @@ def _build_kernel(options: Namespace) -> None:
 
 def _environment(options: Namespace, out: Path) -> dict[str, str]:
     inject = str(Path(__file__).parent.parent / "watching" / "inject")
-    package = str(Path(__file__).parent.parent.parent)
     known = os.environ.get("PYTHONPATH", "")
     settings = {
         "out": str(out.resolve()),
@@ -103,7 +102,6 @@ def _environment(options: Namespace, out: Path) -> dict[str, str]:
         "quiet": options.quiet,
         "plain": options.plain,
         "interval_s": options.interval,
-        "package": package,
     }
     paths = [inject, *([known] if known else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(settings)}

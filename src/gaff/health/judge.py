@@ -149,9 +149,7 @@ class Judge:
         for key in (*sample.rows, *sample.parameters):
             self._order.setdefault(key, len(self._order))
         if sample.phase == "eval":
-            past.evals += 1
             return
-        past.first = past.first or sample
         past.looks += 1
         for key, units in sample.units.items():
             past.active.setdefault(key, Activity()).add(units.active, units.inputs)

@@ -17,7 +17,7 @@ A hit alone alarms nobody: it must come in at least ``least`` looks and in a ``s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,16 +68,12 @@ class Activity:
 class Past:
     """What earlier looks have seen, for rules that compare. Rules read it; only the judge writes."""
 
-    first: Sample | None = None
     looks: int = 0  # at training steps
-    evals: int = 0
     train_outputs: dict[Key, float] = field(default_factory=dict)  # rms at the latest training step
     active: dict[Key, Activity] = field(default_factory=dict)
     entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones
-    skipped: int = 0  # steps that a GradScaler kept from happening
-    steps: int = 0
 
 
 Check = Callable[[Sample, Past], Iterable[Hit]]
@@ -143,10 +139,3 @@ def select(off: Iterable[str]) -> list[Rule]:
     if unknown:
         raise PlanError(f"no rule {sorted(unknown)[0]!r}: expected one of {', '.join(RULES)}")
     return [one for name, one in RULES.items() if name not in left_out]
-
-
-def worst(hits: Iterator[Hit]) -> Iterator[Hit]:
-    """Only the first hit: for rules about the model as a whole."""
-    for hit in hits:
-        yield hit
-        return

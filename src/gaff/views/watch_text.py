@@ -31,9 +31,9 @@ def line(step: int, known: Mapping[str, float], findings: Sequence[Finding], ove
     return "gaff: " + " · ".join(parts)
 
 
-def alarm(finding: Finding, *, plain: bool = False) -> str:
+def alarm(finding: Finding) -> str:
     """What a finding says, in a box."""
-    return box(f"{finding.severity}: {finding.rule} at {finding.address}", body_of(finding), plain=plain)
+    return box(f"{finding.severity}: {finding.rule} at {finding.address}", body_of(finding))
 
 
 def body_of(finding: Finding) -> list[str]:

@@ -47,12 +47,6 @@ class Bank:
         self.units: dict[Key, Tensor] = {}
         self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def observe(self, key: Key, tensor: Tensor, histogram: bool = True) -> None:
         """Add a readable tensor's numbers to the row of ``key``. No synchronisation."""
         row = self._rows.get(key)

@@ -6,10 +6,10 @@ import json
 import math
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,18 @@ _FLUSH_S = 1.0  # what a kill may cost
 _MOST_PULSES = 512
 
 
+class Pulse(NamedTuple):
+    """What is kept of every step; losses and scale may still be on a device."""
+
+    step: int
+    seconds: float
+    lr: float
+    losses: dict[str, Any]
+    scale: Any
+    skipped: int
+    samples: int
+
+
 class Desk:
     """Everything that happens to a look after it was taken. The methods are called by the training thread."""
 
@@ -46,14 +58,14 @@ class Desk:
         self._recorder = Recorder(lambda: _log_path(settings))
         self._judge = Judge(settings.rules, self._alarm)
         self._writer = Writer(self._job_failed)
-        self._pulses: list[tuple[int, float, float, dict[str, Any], Any, int]] = []
+        self._pulses: list[Pulse] = []
         self._began = perf_counter()
         self._flushed = self._began
         self._lined = self._began
         self._spent = 0.0
         self._norms: dict[int, float] = {}  # of all gradients, by step
         self._latest: dict[str, float] = {}
-        self._batch = 0
+        self._noted: set[str] = set()
         self._has_failed = False
         self._written: list[dict[str, Any]] = []  # findings, as they are in the record
         self.failure: str | None = None
@@ -85,7 +97,7 @@ class Desk:
         """A window has closed. Its rows may still be on a device: they are read by the other thread."""
         keys, rows = window.bank.take()
         units, shares, told = dict(window.bank.units), dict(window.extras), dict(window.facts)
-        inputs = dict(window.bank.inputs)
+        inputs, notes = dict(window.bank.inputs), sorted(window.notes)
         step, phase, scale = window.step, window.phase, window.scale
         began = perf_counter() - self._began
 
@@ -99,7 +111,7 @@ class Desk:
             sample.parameters = {key: facts.read(one) for key, one in parameters.items()}
             sample.losses = {name: losses.read(value) for name, value in values.items()}
             sample.facts = {**told, "scale": None if told.get("scale") is None else losses.read(told["scale"])}
-            self._take(sample, keys, table)
+            self._take(sample, keys, table, notes)
 
         self._writer.put(job)
 
@@ -112,11 +124,11 @@ class Desk:
 
         self._writer.put(job)
 
-    def pulse(self, step: int, seconds: float, known: Losses, skipped: int) -> None:
+    def pulse(self, step: int, seconds: float, known: Losses, skipped: int, samples: int) -> None:
         """Every step: what costs next to nothing."""
         values = known.values()
         if values or seconds:
-            self._pulses.append((step, seconds, known.lr, values, known.scale, skipped))
+            self._pulses.append(Pulse(step, seconds, known.lr, values, known.scale, skipped, samples))
 
     def tick(self, step: int, pace: Pace) -> None:
         """Every step: see whether it is time to write, or to tell."""
@@ -170,15 +182,20 @@ class Desk:
 
     # on the other thread
 
-    def _take(self, sample: Sample, keys: Sequence[Key], table: Tensor) -> None:
+    def _take(self, sample: Sample, keys: Sequence[Key], table: Tensor, notes: Iterable[str]) -> None:
         norms = [row.norm for key, row in sample.rows.items() if key[1].endswith(":grad") and row.count]
         if norms:
             self._norms[sample.step] = self._latest["grad_norm"] = math.sqrt(sum(one * one for one in norms))
-        self._batch = sample.facts.get("batch", self._batch)
         self._judge.look(sample)
         self._recorder.look(sample, keys, table)
-        self._recorder.event("look", sample.step, phase=sample.phase, **_plain(sample.facts))
+        self._recorder.event("look", sample.step, phase=sample.phase, notes=self._new(notes), **_plain(sample.facts))
         self._write_findings(sample.step)
+
+    def _new(self, notes: Iterable[str]) -> list[str]:
+        """Those that are not in the record yet."""
+        new = [one for one in notes if one not in self._noted]
+        self._noted.update(new)
+        return new
 
     def _flush(self, step: int, pace: Pace) -> None:
         pulses, self._pulses = self._pulses, []
@@ -191,20 +208,21 @@ class Desk:
 
         self._writer.put(job)
 
-    def _columns(self, pulses: Sequence[tuple[int, float, float, dict[str, Any], Any, int]]) -> dict[str, Any]:
+    def _columns(self, pulses: Sequence[Pulse]) -> dict[str, Any]:
         nothing = math.nan
-        names = dict.fromkeys(name for one in pulses for name in one[3])
+        names = dict.fromkeys(name for one in pulses for name in one.losses)
         columns: dict[str, list[float]] = {
-            "step": [float(one[0]) for one in pulses],
-            "seconds": [one[1] or nothing for one in pulses],
-            "lr": [one[2] for one in pulses],
-            "grad_norm": [self._norms.pop(one[0], nothing) for one in pulses],
+            "step": [float(one.step) for one in pulses],
+            "seconds": [one.seconds or nothing for one in pulses],
+            "samples": [float(one.samples) for one in pulses],
+            "lr": [one.lr for one in pulses],
+            "grad_norm": [self._norms.pop(one.step, nothing) for one in pulses],
         }
         for name in names:
-            columns[f"loss:{name}"] = [losses.read(one[3].get(name, nothing)) for one in pulses]
-        if any(one[4] is not None for one in pulses):
-            columns["scale"] = [nothing if one[4] is None else losses.read(one[4]) for one in pulses]
-            columns["skipped"] = [float(one[5]) for one in pulses]
+            columns[f"loss:{name}"] = [losses.read(one.losses.get(name, nothing)) for one in pulses]
+        if any(one.scale is not None for one in pulses):
+            columns["scale"] = [nothing if one.scale is None else losses.read(one.scale) for one in pulses]
+            columns["skipped"] = [float(one.skipped) for one in pulses]
         self._latest.update((name, values[-1]) for name, values in columns.items() if not math.isnan(values[-1]))
         return columns
 

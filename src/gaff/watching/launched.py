@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -40,7 +39,6 @@ def _watch(settings: dict[str, Any]) -> None:
             is_lazy=True,
         )
     )
-    atexit.register(watcher.close)
     watcher.open()
 
 

@@ -34,7 +34,6 @@ class Entry:
     path: str
     kind: str  # "rectifier", "tanh", "sigmoid", "dropout", "softmax", "attention", "mixing" or ""
     channels_at: int | None  # the dimension of its units, 1 or -1; None: of those of what came before
-    has_children: bool
     is_wanted: bool
     keys: dict[tuple[str, Place], Key] = field(default_factory=dict)
 
@@ -146,11 +145,8 @@ class Models:
             wanted = set()
         for path, module, _ in iter_modules(root):
             if module not in self.entries and not is_container(module):
-                has_children = next(module.children(), None) is not None
                 is_wanted = wanted is None or id(module) in wanted
-                self.entries[module] = Entry(
-                    model.name, path, _kind_of(module), _channels_of(module), has_children, is_wanted
-                )
+                self.entries[module] = Entry(model.name, path, _kind_of(module), _channels_of(module), is_wanted)
 
 
 def _module_filter(text: str) -> Address:

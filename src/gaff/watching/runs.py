@@ -60,6 +60,7 @@ class Runs:
         self._is_open = False
         self._evals = 0  # runs without gradients since the last one with
         self._size = self._largest = 0  # of batches
+        self._samples = 0  # that models were trained on in the step in progress
         self._latest_eval = 0  # step of the latest of them
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
 
@@ -108,6 +109,11 @@ class Runs:
     def is_rest(self) -> bool:
         """Whether the latest batch is less than half of the largest: the rest of a data set, whose loss is noisier."""
         return bool(self.batches) and 2 * self._size < self._largest
+
+    def take_samples(self) -> int:
+        """How many samples models were given since the last time, in training mode."""
+        samples, self._samples = self._samples, 0
+        return samples
 
     def stop_hooks(self) -> None:
         """Compiled code must not see hooks: it would be compiled once more."""
@@ -205,9 +211,11 @@ class Runs:
             window.root_given(model.name, args, kwargs)
             window.facts.setdefault("batch", facts.batch_size(args, kwargs))
             window.facts.setdefault("precision", facts.precision(module))
+            window.facts.setdefault("fingerprint", facts.fingerprint(args, kwargs))
         if len(self.batches) < _KEPT:
             self.batches.append((model, Batch.of(args, kwargs)))
         self._size = facts.batch_size(args, kwargs)
+        self._samples += self._size
         self._largest = max(self._largest, self._size)
 
     def _begin_eval(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:

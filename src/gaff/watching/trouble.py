@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,13 +18,13 @@ from gaff.health.rerun import Batch, run_again
 from gaff.health.rules import RULES
 from gaff.record.finding import Finding
 from gaff.values import iter_tensors
+from gaff.watching import facts
 from gaff.watching.bank import readable
 from gaff.watching.losses import Spike
 from gaff.watching.models import Model
 
 _ODD = 5.0  # times the median over the batch: a sample that stands out
 _MOST_SAMPLES = 8
-_MOST_BYTES = 1 << 16
 
 
 def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *, has_gradients: bool) -> Finding:
@@ -93,7 +92,7 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
     samples: list[int] = []
     for model, batch in batches[-1:]:
         evidence["model"] = model.name
-        evidence["batch"] = fingerprint(batch.args, batch.kwargs)
+        evidence["batch"] = facts.fingerprint(batch.args, batch.kwargs)
         samples = odd_samples(batch.args, batch.kwargs)
         if samples:
             evidence["samples"] = samples
@@ -168,16 +167,6 @@ def _muted() -> Iterator[None]:
     finally:
         if sys.stdout is ours:
             sys.stdout = real
-
-
-def fingerprint(args: Any, kwargs: Any) -> str:
-    """Equal for equal batches: a checksum of the beginning of every tensor. Only of those on the CPU."""
-    crc = 0
-    for _, tensor in iter_tensors((args, kwargs)):
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
-            flat = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()].contiguous()
-            crc = zlib.crc32(bytes(flat.view(torch.uint8).tolist()), crc) if not flat.is_complex() else crc
-    return f"{crc:08x}"
 
 
 def odd_samples(args: Any, kwargs: Any) -> list[int]:

@@ -1,6 +1,6 @@
 """Watching a process that trains: which step is looked at, and who gets to know what it has shown.
 
-All that is called from the user's code goes through ``_guarded``: a failure of ours ends the watching, is told once,
+All that is called from the user's code goes through ``guarded``: a failure of ours ends the watching, is told once,
 and never reaches the training.
 """
 
@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -60,7 +60,6 @@ class Settings:
     interval_s: float = 10.0
     rank: int = 0
     is_lazy: bool = False  # make the record when the first model is found
-    head: Mapping[str, Any] = field(default_factory=dict)
     complain: Callable[[str], None] = to_stderr  # of a failure of ours, where there is no ``tell``
 
 
@@ -115,7 +114,7 @@ class Watcher:
         self._begin_window()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing of ours stays; what was seen of the last step is kept, and the record is finished."""
+        """Nothing of ours stays; a look at a step that has not ended is left out, and the record is finished."""
         atexit.unregister(self._exit)
         if not self.is_open:
             self._outer.close()  # a failure could not: torch was going through its hooks
@@ -273,7 +272,7 @@ class Watcher:
         self.desk.tick(count, self.pace)
 
     def _pulse(self, seconds: float) -> None:
-        self.desk.pulse(self.step, seconds, self._losses, self._skipped)
+        self.desk.pulse(self.step, seconds, self._losses, self._skipped, self._runs.take_samples())
         self._losses.forget()
 
     # windows
@@ -325,7 +324,7 @@ def _close(watcher: weakref.ref[Watcher]) -> None:
     """At the end of the process, for those that nobody has removed."""
     found = watcher()
     if found is not None:
-        found.close()
+        found.close(getattr(sys, "last_value", None))  # what has ended the process, if something was raised
 
 
 def _follow_forks(watcher: Watcher) -> None:
