@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def work(rank, world, file):
+def work(rank, world, file, finished):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     torch.manual_seed(0)
     x, y = digits()
@@ -24,11 +24,13 @@ def work(rank, world, file):
         optimizer.step()
     if rank == 0:
         print(digest(model))
-    dist.barrier()
+    finished.wait()  # gloo aborts a process whose peer goes away while it still talks
     dist.destroy_process_group()
+    finished.wait()
 
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (2, os.path.join(folder, "meet")), nprocs=2)
+        finished = mp.get_context("spawn").Barrier(2)
+        mp.spawn(work, (2, os.path.join(folder, "meet"), finished), nprocs=2)

@@ -34,7 +34,7 @@ def test_a_watched_script_prints_and_computes_the_same(name, tmp_path):
     bare = run(command)
     watched = watch(tmp_path / "run", *command, options=["--every", "3"])
     assert watched.stdout == bare.stdout
-    assert watched.returncode == bare.returncode
+    assert watched.returncode == bare.returncode, bare.stderr + watched.stderr
     assert "Traceback" not in watched.stderr or "Traceback" in bare.stderr
     assert "training goes on" not in watched.stderr, watched.stderr
     if name == "no_torch":
