@@ -24,6 +24,7 @@ LAYERS = [
     ["health"],
     ["watching"],
     ["api"],
+    ["integrations"],
     ["cli"],
 ]
 HOOK_CALLS = re.compile(

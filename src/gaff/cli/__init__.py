@@ -154,6 +154,7 @@ def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--interval", type=float, default=10.0, metavar="SECONDS", help="between lines of progress (default: 10)"
     )
+    parser.add_argument("--live", action="store_true", help="also serve a page that follows the run, on this machine")
     parser.add_argument("--quiet", action="store_true", help="tell nothing; the record has it all")
     parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -164,8 +165,19 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     summary = "tell what was found in a watched run"
     parser = commands.add_parser("report", help=summary, description=summary)
     parser.set_defaults(command="report")
-    parser.add_argument("run", metavar="RUN", help="the folder that gaff watch --out has written")
+    parser.add_argument("run", nargs="+", metavar="RUN", help="the folder that gaff watch --out has written")
     parser.add_argument("--json", action="store_true", help="print data instead")
+    parser.add_argument("--all", action="store_true", help="every site in the table, however many there are")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures instead; several runs in one")
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine, and follow the run")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="of --live (default: any that is free)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="the process whose tables a page shows")
+    parser.add_argument(
+        "--idle",
+        type=float,
+        metavar="SECONDS",
+        help="end --live after the run, when nobody has looked for so long",
+    )
     parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 

@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Any
 
 from gaff import __version__
+from gaff.cli.report import need_numpy
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.record.run import ENDING, HEAD, VERSION, load
 from gaff.views import watch_text
 from gaff.watching.launched import VARIABLE
 
+_IDLE_S = 600
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
 
 
@@ -33,9 +35,13 @@ def run(options: Namespace) -> int:
     if program is None:
         raise PlanError(f"{command[0]!r} is not found: expected a program, such as python")
     _check(options)
+    if options.live:
+        need_numpy("--live")
     out = _folder(options.out, command)
     _build_kernel(options)
     environment = _environment(options, out)
+    if options.live:
+        _serve(out)
     code = _wait(subprocess.Popen(command, executable=program, env=environment))
     _tell(out, options)
     if code < 0:
@@ -105,6 +111,12 @@ def _environment(options: Namespace, out: Path) -> dict[str, str]:
     }
     paths = [inject, *([known] if known else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(settings)}
+
+
+def _serve(out: Path) -> None:
+    """A page of its own process: it outlives the run until nobody has looked for ten minutes."""
+    command = [sys.executable, "-m", "gaff", "report", "--live", "--idle", str(_IDLE_S), str(out)]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _wait(child: subprocess.Popen[Any]) -> int:

@@ -91,9 +91,10 @@ class LogReader:
 
     def frames(self) -> Iterator[Frame]:
         """Those that are complete and not returned yet. A torn one at the end is waited for, elsewhere passed over."""
+        begin, at = self._at or len(MAGIC), 0
         with self.path.open("rb") as file:
+            file.seek(begin)
             data = file.read()
-        at = self._at or len(MAGIC)
         while at + _HEADER.size <= len(data):
             frame, after = _read(data, at)
             if frame is None:
@@ -104,7 +105,8 @@ class LogReader:
                 at = following
                 continue
             yield frame
-            at = self._at = after
+            at = after
+            self._at = begin + after
 
 
 def _read(data: bytes, at: int) -> tuple[Frame | None, int]:

@@ -109,19 +109,33 @@ def number_of(payload: bytes) -> int:
 
 def unpack(layout: Layout, payload: bytes, *, with_magnitudes: bool = True) -> Table:
     """Raises RecordError where the payload is not of this layout; never makes more than the layout's size of it."""
-    _, phase = _START.unpack_from(payload)
-    has_rest = layout.has_magnitudes and not with_magnitudes
-    wanted = layout.size_bytes - BUCKETS * len(layout.rows) * has_rest
-    data = _decompress(payload[_START.size :], wanted + (not has_rest), f"a table of layout {layout.number}")
-    if len(data) != wanted or phase >= len(PHASES):
-        raise RecordError(f"a table of layout {layout.number} has {len(data)} bytes, expected {wanted}")
+    phase, data = raw(layout, payload, with_magnitudes=with_magnitudes)
     columns: dict[str, array[float]] = {}
     at = 0
     for name, code in layout.columns:
         end = at + _TYPES[code] * len(layout.rows)
         columns[name] = to_array(code, data[at:end])
         at = end
-    return Table(layout, PHASES[phase], columns, data[at:])
+    return Table(layout, phase, columns, data[at:])
+
+
+def raw(layout: Layout, payload: bytes, *, with_magnitudes: bool = True) -> tuple[str, bytes]:
+    """The phase of a table, and its columns as they are stored, one after the other, then the magnitudes."""
+    _, phase = _START.unpack_from(payload)
+    has_rest = layout.has_magnitudes and not with_magnitudes
+    wanted = layout.size_bytes - BUCKETS * len(layout.rows) * has_rest
+    data = _decompress(payload[_START.size :], wanted + (not has_rest), f"a table of layout {layout.number}")
+    if len(data) != wanted or phase >= len(PHASES):
+        raise RecordError(f"a table of layout {layout.number} has {len(data)} bytes, expected {wanted}")
+    return PHASES[phase], data
+
+
+def phase_of(payload: bytes) -> str:
+    """Without decompressing the table."""
+    phase = _START.unpack_from(payload)[1] if len(payload) >= _START.size else len(PHASES)
+    if phase >= len(PHASES):
+        raise RecordError(f"a table of phase {phase} is none of gaff's")
+    return PHASES[phase]
 
 
 def pack_series(columns: Mapping[str, Sequence[float]]) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 from gaff.address import nearest
 from gaff.errors import RecordError
 from gaff.record.finding import SEVERITIES, Finding
-from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader
+from gaff.record.log import EVENT, LAYOUT, MAGIC, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
 from gaff.record.ranks import divergence
 
@@ -101,23 +101,32 @@ class Record:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        files = sorted(self.path.glob(f"*{ENDING}")) if self.path.is_dir() else []
-        if not files:
+        self._parts: list[Part] = []
+        self._open()
+        if not self._parts:
             kind = "is no folder" if not self.path.is_dir() else f"holds no file *{ENDING}"
             raise RecordError(f"{str(path)!r} {kind}: expected a folder that gaff watch --out has written")
         self.head = _read_head(self.path / HEAD)
-        self._parts: list[Part] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the run has written since, and what processes have that are new."""
+        self._open()
+        for part in self._parts:
+            part.read()
+
+    def _open(self) -> None:
+        """The files that are not known yet."""
+        known = {part.reader.path for part in self._parts}
+        files = [one for one in self.path.glob(f"*{ENDING}") if one not in known] if self.path.is_dir() else []
         for file in sorted(files, key=lambda one: (_rank_of(one), len(one.name))):
+            if known and file.stat().st_size < len(MAGIC):
+                continue  # just being made
             rank = _rank_of(file)
             if any(part.rank == rank for part in self._parts):  # several processes without ranks
                 rank = 1 + max(part.rank for part in self._parts)
             self._parts.append(Part(rank, LogReader(file)))
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read what the run has written since."""
-        for part in self._parts:
-            part.read()
+        self._parts.sort(key=lambda part: part.rank)
 
     @property
     def ranks(self) -> list[int]:
@@ -164,7 +173,7 @@ class Record:
     @property
     def sites(self) -> list[str]:
         """Every address with numbers; with the model's name before it where there are several models."""
-        return list(self._names())
+        return list(self.names())
 
     @property
     def notes(self) -> list[str]:
@@ -177,14 +186,18 @@ class Record:
 
     def describe(self, kind: str, rank: int = 0) -> dict[str, Any]:
         """The latest event of one kind, such as ``model``, ``progress``, ``end``; empty where there is none."""
-        return self._part(rank).latest(kind) or {}
+        return self.part(rank).latest(kind) or {}
+
+    def events(self, kind: str, rank: int = 0) -> list[tuple[int, dict[str, Any]]]:
+        """All events of one kind, each with its step."""
+        return [(step, one) for step, one in self.part(rank).events if one.get("kind") == kind]
 
     def scalar(self, name: str = "loss", rank: int = 0) -> Series:
         """A number of each step: ``loss`` (the first that was found), ``loss:NAME``, ``lr``, ``grad_norm`` ...
 
         Steps without one are left out. Raises RecordError with the names that there are.
         """
-        series = self._part(rank).series
+        series = self.part(rank).series
         if name == "loss":
             name = next((one for one in series if one.startswith("loss:")), name)
         if name not in series:
@@ -207,7 +220,7 @@ class Record:
         key = self._find(site)
         steps, values = [], []
         stats: dict[str, None] = {}
-        part = self._part(rank)
+        part = self.part(rank)
         for at, (step, _) in enumerate(part.tables):
             table = part.table(at)
             if table is None or table.phase != phase or key not in table.layout.index:
@@ -224,7 +237,7 @@ class Record:
     def latest(self, site: str, phase: str = "train", rank: int = 0) -> dict[str, float]:
         """All numbers of one site at the last look that has it, with its step; empty where there is none."""
         key = self._find(site)
-        part = self._part(rank)
+        part = self.part(rank)
         for at in range(len(part.tables) - 1, -1, -1):
             table = part.table(at)
             row = table.layout.index.get(key) if table is not None and table.phase == phase else None
@@ -237,7 +250,7 @@ class Record:
     def magnitudes(self, site: str, phase: str = "train", rank: int = 0) -> list[tuple[int, list[float]]]:
         """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %."""
         key = self._find(site)
-        part = self._part(rank)
+        part = self.part(rank)
         found = []
         for at, (step, _) in enumerate(part.tables):
             table = part.table(at, with_magnitudes=True)
@@ -249,19 +262,21 @@ class Record:
     def __repr__(self) -> str:
         return f"<gaff record {str(self.path)!r}: {self.steps} steps, {len(self.findings)} findings>"
 
-    def _part(self, rank: int) -> Part:
+    def part(self, rank: int = 0) -> Part:
+        """What one process has written. Raises RecordError where there is none of this rank."""
         part = next((one for one in self._parts if one.rank == rank), None)
         if part is None:
             raise RecordError(f"no rank {rank} in {self.path}: expected one of {self.ranks}")
         return part
 
-    def _names(self) -> dict[str, tuple[str, str]]:
+    def names(self) -> dict[str, tuple[str, str]]:
+        """Model and address of every site."""
         keys = dict.fromkeys(row for part in self._parts for layout in part.layouts.values() for row in layout.rows)
         models = {model for model, _ in keys}
         return {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
 
     def _find(self, site: str) -> tuple[str, str]:
-        names = self._names()
+        names = self.names()
         if site in names:
             return names[site]
         full = {_joined(*key): key for key in names.values()}

@@ -76,10 +76,12 @@ def verdict(record: Record) -> str:
     return f"{worst.severity}: {worst.rule} at {worst.address} since step {worst.since}{more}, in {size}"
 
 
-def report(record: Record, *, plain: bool = False, brief: bool = False, width: int = _WIDTH) -> str:
+def report(
+    record: Record, *, plain: bool = False, brief: bool = False, width: int = _WIDTH, most: int | None = None
+) -> str:
     """The verdict, the findings with evidence and remedy, and the sites with their numbers over time.
 
-    ``brief``: one line a finding, where alarms have told the rest.
+    ``brief``: one line a finding, where alarms have told the rest; ``most``: sites of the table, None: 24.
     """
     parts = [f"{record.path}: {verdict(record)}"]
     for name in record.scalars:
@@ -95,7 +97,7 @@ def report(record: Record, *, plain: bool = False, brief: bool = False, width: i
             parts.append(f"  {title}, since step {finding.since}{_extent(finding)}: {finding.message}")
         else:
             parts.append(box(title, body_of(finding), plain=plain))
-    tree = site_table(record, findings, plain=plain, width=width)
+    tree = site_table(record, findings, plain=plain, width=width, most=_SITES if most is None else most)
     if tree:
         parts.append(tree)
     parts += [f"note: {note}" for note in record.notes]
@@ -139,7 +141,7 @@ def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, widt
         rows = [row for row in rows if id(row) in kept]
     text = table(("site", "rms", "over time", "gradient rms", "over time ", "findings"), rows, width=width,
                  right=("rms", "gradient rms"))  # fmt: skip
-    return text + (f"\n... {cut} more sites; gaff report --json has all" if cut > 0 else "")
+    return text + (f"\n... {cut} more sites; gaff report --all shows them" if cut > 0 else "")
 
 
 def sparkline(values: Sequence[float], *, plain: bool = False, size: int = 16) -> str:

@@ -85,7 +85,8 @@ class Desk:
         root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
-                "replicated": type(root).__name__ == "DistributedDataParallel"}  # fmt: skip
+                "replicated": type(root).__name__ == "DistributedDataParallel",
+                **(facts.inventory(root) if root is not None else {})}  # fmt: skip
 
         def job() -> None:
             self._recorder.open()

@@ -1,0 +1,49 @@
+// Numbers and names as people read them.
+
+export function number(value: number | null | undefined): string {
+  if (value === null || value === undefined || Number.isNaN(value)) return "";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  return String(Number(value.toPrecision(3)));
+}
+
+export function count(value: number): string {
+  for (const [unit, size] of [["G", 1e9], ["M", 1e6], ["k", 1e3]] as const) {
+    if (Math.abs(value) >= size) return `${(value / size).toPrecision(3)}${unit}`;
+  }
+  return String(value);
+}
+
+export function percent(share: number): string {
+  return `${(100 * share).toFixed(share < 0.1 ? 2 : 0)} %`;
+}
+
+/** What a value of evidence looks like: text as it is, numbers short, lists and objects as JSON. */
+export function evidence(value: unknown): string {
+  if (typeof value === "number") return number(value);
+  if (typeof value === "string") return value;
+  return JSON.stringify(value) ?? "";
+}
+
+/** Whether every word of a filter is in the text. */
+export function matches(text: string, filter: string): boolean {
+  const here = text.toLowerCase();
+  return filter.toLowerCase().split(/\s+/).every((word) => here.includes(word));
+}
+
+/** A text as Python writes it. */
+export function python(text: string): string {
+  return JSON.stringify(text).replace(/[\u007f-\uffff]/g, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+/** The port of an address: `grad_output` of `fc1:grad_output`, `output` of `fc1`. */
+export function portOf(address: string): string {
+  const found = /:([a-z_]+)(\[[^:]*)?$/.exec(address);
+  return found ? found[1]! : "output";
+}
+
+export function pathOf(address: string): string {
+  return address.replace(/:([a-z_]+)(\[[^:]*)?$/, "");
+}

@@ -1,0 +1,229 @@
+// The frame: what can be seen, which run, keys, light and dark, and following a run that goes on.
+
+import { h, select } from "./dom";
+import { clearCharts } from "./lines";
+import { fetchHead, follow, offline, served, type Source } from "./source";
+import { read, type Route, write } from "./state";
+import { siteNamed } from "./rundata";
+import type { Head, Run } from "./types";
+import { diff } from "./views/diff";
+import { depth } from "./views/depth";
+import { graph } from "./views/graph";
+import { map } from "./views/map";
+import { pictures } from "./views/pictures";
+import { site } from "./views/site";
+import { changes, coverage, gradients, optimizer, origin, runs } from "./views/tables";
+import { call, calls, outline, parameters } from "./views/trace";
+import { tree } from "./views/tree";
+import { verdict } from "./views/verdict";
+import type { Page, View } from "./view";
+
+const VIEWS: Record<Head["kind"], View[]> = {
+  training: [verdict, tree, depth, map, site, gradients, origin, optimizer, changes, coverage, runs],
+  trace: [calls, outline, graph, pictures, parameters, call],
+  diff: [diff],
+};
+const KNOWN = 1; // the version of the head
+
+const EMPTY: Run = {
+  name: "", path: "", verdict: "", level: "fine", steps: 0, complete: true, error: "", overhead: 0, rank: 0, ranks: [0], looks: 0, lastLook: -1,
+  command: "", began: "", facts: [], notes: [], findings: [], sites: [], groups: [], scalars: { names: [] }, models: [], gradients: [], changes: [],
+};
+
+let source: Source;
+let drawing = 0; // the number of the latest drawing: an older one that ends later is thrown away
+let isConnected = true;
+const frame = document.getElementById("page")!;
+
+function pageOf(route: Route): Page {
+  const all = source.head.runs ?? [];
+  const run = all[Number(route.options.get("run") ?? 0)] ?? all[0] ?? EMPTY;
+  const chosen = all.indexOf(run);
+  const link = (view: string, options = {}) => write(view, { ...(chosen > 0 ? { run: chosen } : {}), ...options });
+  const go = (view: string, options = {}, quietly = false) => {
+    if (quietly) {
+      history.replaceState(null, "", link(view, options));
+      void draw({ keepFocus: true });
+    } else location.hash = link(view, options);
+  };
+  return { source, route, run, runs: all, link, go };
+}
+
+function viewsOf(page: Page): View[] {
+  return VIEWS[source.head.kind].filter((view) => view.isShown?.(page) ?? true);
+}
+
+async function draw({ keepFocus = false } = {}): Promise<void> {
+  const mine = ++drawing;
+  const route = read(location.hash);
+  const page = pageOf(route);
+  const views = viewsOf(page);
+  const all = VIEWS[source.head.kind];
+  const view = all.find((one) => one.key === route.view) ?? views[0] ?? all[0]!;
+  const focused = keepFocus ? document.activeElement?.getAttribute("aria-label") : null;
+  const typed = keepFocus && document.activeElement instanceof HTMLInputElement ? document.activeElement.selectionStart : null;
+  let content: HTMLElement;
+  try {
+    clearCharts();
+    content = await view.draw(page);
+  } catch (error) {
+    content = h("p", { class: "verdict error" }, `this view cannot be drawn: ${error instanceof Error ? error.message : String(error)}`);
+  }
+  if (mine !== drawing) return;
+  frame.replaceChildren(
+    header(page),
+    h("nav", { label: "views" }, ...views.map((one, at) => h("a", { href: page.link(one.key), class: one === view ? "here" : "", title: `${one.what} (key ${at + 1})` }, one.title))),
+    h("main", { id: "main", tabindex: -1 }, content),
+  );
+  if (focused) {
+    const again = [...frame.querySelectorAll<HTMLElement>("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused);
+    again?.focus();
+    if (again instanceof HTMLInputElement && typed !== null) again.setSelectionRange(typed, typed);
+  }
+}
+
+function header(page: Page): HTMLElement {
+  const { head } = source;
+  const chosen = String(page.runs.indexOf(page.run));
+  return h(
+    "header",
+    {},
+    h("h1", {}, h("span", { class: "brand" }, "gaff"), ` ${head.kind === "training" ? page.run.name : head.title}`),
+    page.runs.length > 1 && select("run", page.runs.map((run, at): [string, string] => [String(at), run.name]), chosen, (value) => (location.hash = write(page.route.view, { ...Object.fromEntries(page.route.options), run: value }))),
+    head.live && h("span", { class: isConnected ? "live" : "live lost", id: "live" }, isConnected ? (page.runs.every((run) => run.complete) ? "ended" : "live") : "connecting ..."),
+    h("button", { type: "button", title: "light or dark (t)", on: { click: toggleTheme } }, "◐"),
+    h("button", { type: "button", title: "keys (?)", on: { click: toggleHelp } }, "?"),
+  );
+}
+
+function toggleTheme(): void {
+  const root = document.documentElement;
+  const isDark = getComputedStyle(root).getPropertyValue("color-scheme").trim() === "dark";
+  root.dataset.theme = isDark ? "light" : "dark";
+  void draw();
+}
+
+function toggleHelp(): void {
+  const known = document.getElementById("help");
+  if (known) return known.remove();
+  const page = pageOf(read(location.hash));
+  const keys: [string, string][] = [
+    ...viewsOf(page).map((view, at): [string, string] => [String((at + 1) % 10), `${view.title}: ${view.what}`]),
+    ["j, k", "the next site or call, the one before"],
+    ["/", "filter"],
+    ["[, ]", "the run before, the next run"],
+    ["t", "light or dark"],
+    ["?", "this list"],
+  ];
+  document.body.append(h("dialog", { id: "help" }, h("h2", {}, "Keys"), h("dl", { class: "evidence" }, ...keys.flatMap(([key, what]) => [h("dt", {}, key), h("dd", {}, what)])), h("button", { type: "button", on: { click: toggleHelp } }, "close (Esc)")));
+  document.getElementById("help")!.setAttribute("open", "");
+}
+
+function step(by: number): void {
+  const page = pageOf(read(location.hash));
+  if (page.route.view === "call") page.go("call", { at: Math.max(0, Math.min(source.head.trace!.rows.length - 1, Number(page.route.options.get("at") ?? 0) + by)) });
+  else if (page.run.sites.length) {
+    const at = page.route.view === "site" ? siteNamed(page.run, page.route.options.get("site") ?? page.run.sites[0]![2]) : -1;
+    const next = page.run.sites[Math.max(0, at + by)];
+    if (next) page.go("site", { site: next[2] });
+  }
+}
+
+function onKey(event: KeyboardEvent): void {
+  const isTyping = event.target instanceof HTMLInputElement || event.target instanceof HTMLSelectElement;
+  if (event.key === "Escape") {
+    document.getElementById("help")?.remove();
+    (document.activeElement as HTMLElement | null)?.blur();
+  }
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+  const page = pageOf(read(location.hash));
+  const views = viewsOf(page);
+  const digit = "1234567890".indexOf(event.key);
+  if (event.key.length === 1 && digit >= 0) {
+    if (views[digit]) page.go(views[digit]!.key);
+  } else if (event.key === "j") step(1);
+  else if (event.key === "k") step(-1);
+  else if (event.key === "t") toggleTheme();
+  else if (event.key === "?") toggleHelp();
+  else if (event.key === "[" || event.key === "]") {
+    const run = page.runs.indexOf(page.run) + (event.key === "]" ? 1 : -1);
+    if (page.runs[run]) location.hash = write(page.route.view, { ...Object.fromEntries(page.route.options), run });
+  } else if (event.key === "/") {
+    const field = frame.querySelector<HTMLInputElement>("input.filter");
+    if (field) {
+      event.preventDefault();
+      field.focus();
+      field.select();
+    }
+  }
+}
+
+/** A run that goes on: a new version is drawn in place of the old one. */
+function live(head: Head): void {
+  const token = head.live!.token;
+  let isFetching = false;
+  let latest = head.live!.version;
+  const changed = async (version: number) => {
+    latest = Math.max(latest, version);
+    if (isFetching || version <= source.head.live!.version) return;
+    isFetching = true;
+    try {
+      while (source.head.live!.version < latest) {
+        source = served(await fetchHead(token));
+        const scroll = document.scrollingElement?.scrollTop ?? 0;
+        await draw({ keepFocus: true });
+        document.scrollingElement?.scrollTo({ top: scroll });
+      }
+    } catch {
+      connection(false); // the server has gone; it is asked again when it is back
+    } finally {
+      isFetching = false;
+    }
+  };
+  follow(token, (version) => void changed(version), connection);
+}
+
+function connection(isThere: boolean): void {
+  if (isThere === isConnected) return;
+  isConnected = isThere;
+  const sign = document.getElementById("live");
+  const isOver = source.head.runs?.every((run) => run.complete);
+  if (sign) {
+    sign.textContent = isThere ? (isOver ? "ended" : "live") : "connecting ...";
+    sign.className = isThere ? "live" : "live lost";
+  }
+}
+
+function start(): void {
+  let head: Head;
+  try {
+    head = JSON.parse(document.getElementById("head")!.textContent ?? "") as Head;
+  } catch {
+    frame.replaceChildren(h("p", { class: "verdict error" }, "the data of this page cannot be read: was the file cut off?"));
+    return;
+  }
+  if (head.gaff_page !== KNOWN || !(head.kind in VIEWS)) {
+    frame.replaceChildren(h("p", { class: "verdict error" }, `this page holds data of version ${head.gaff_page}: expected ${KNOWN}`));
+    return;
+  }
+  source = head.live ? served(head) : offline(head);
+  addEventListener("hashchange", () => void draw());
+  addEventListener("keydown", onKey);
+  void draw().then(() => {
+    if (head.live) live(head);
+    else decodeAhead(0);
+  });
+}
+
+/** Decode in the pauses what the page of a site needs, so that it opens at once. */
+function decodeAhead(at: number): void {
+  const { chunks } = source.head;
+  if (at >= chunks.length || at >= 400) return;
+  const next = () => decodeAhead(at + 1);
+  requestIdleCallback(() => {
+    if (chunks[at]!.encoding.startsWith("log16")) void source.table(at).then(next, next);
+    else next();
+  });
+}
+
+start();

@@ -1,0 +1,186 @@
+// Views that are tables: gradients of parameters, the first bad op, optimizer, changes, coverage.
+
+import { filter, h, select, table } from "../dom";
+import { evidence, matches, number, percent } from "../format";
+import { chart } from "../lines";
+import { rowsOf, scalarsOf, siteNamed } from "../rundata";
+import type { Page, View } from "../view";
+
+const STATES = ["none", "zero", "tiny", "fine", "not finite", "frozen"];
+
+export const gradients: View = {
+  key: "gradients",
+  title: "Backward",
+  what: "what reached each parameter: nothing, zero, tiny, fine, not finite",
+  isShown: (page) => page.run.gradients.length > 0,
+  async draw(page) {
+    const { run } = page;
+    const options = page.route.options;
+    const [state, words] = [options.get("state") ?? "", options.get("filter") ?? ""];
+    const again = (more: Record<string, string>) => page.go("gradients", { state, filter: words, ...more }, true);
+    const rows = run.gradients.filter((one) => (!state || one.state === state) && matches(one.path, words));
+    const counts = STATES.map((one) => [one, run.gradients.filter((row) => row.state === one).length] as const);
+    const scalars = await scalarsOf(page.source, run);
+    const scale = lastKnown(scalars?.of.scale?.values ?? []);
+    const several = run.models.length > 1;
+    const head = ["parameter", "shape", "arrived", "norm", ...(scale > 1 ? ["norm, scaled"] : []), "rms", "weight rms", "update ratio", "at step"];
+    const cells = rows.map((one) => {
+      const name = `${several ? `${one.model}.` : ""}${one.path}`;
+      const site = `${name}:grad`;
+      return [
+        siteNamed(run, site) >= 0 ? h("a", { href: page.link("site", { site }) }, name) : name,
+        `${one.shape}${one.dtype && one.dtype !== "float32" ? ` ${one.dtype}` : ""}`,
+        h("span", { class: `state ${one.state.replace(" ", "-")}` }, one.state),
+        number(one.norm),
+        ...(scale > 1 ? [number(one.norm === null ? null : one.norm * scale)] : []),
+        number(one.rms),
+        number(one.weight),
+        number(one.ratio),
+        one.step >= 0 ? String(one.step) : "",
+      ];
+    });
+    return h(
+      "div",
+      {},
+      h(
+        "div",
+        { class: "controls" },
+        select("arrived", [["", "all"], ...counts.filter(([, size]) => size).map(([one, size]): [string, string] => [one, `${one} (${size})`])], state, (value) => again({ state: value })),
+        filter("filter parameters", words, (value) => again({ filter: value })),
+      ),
+      h("p", { class: "quiet" }, "gradients as the optimizer had them at the latest look: unscaled, accumulated, reduced; tiny is less than a millionth of the median. ", scale > 1 ? `A GradScaler multiplied the loss by ${number(scale)}: scaled is what arrived in backward.` : ""),
+      table(head, cells, [3, 4, 5, 6, 7, 8]),
+    );
+  },
+};
+
+function lastKnown(values: number[]): number {
+  return values.filter((value) => !Number.isNaN(value)).at(-1) ?? NaN;
+}
+
+export const origin: View = {
+  key: "origin",
+  title: "First bad op",
+  what: "the op in which the first NaN or inf began, and the ops before it",
+  isShown: (page) => page.run.findings.some((one) => one.rule === "nonfinite"),
+  draw(page) {
+    const found = page.run.findings.filter((one) => one.rule === "nonfinite");
+    return h("div", {}, ...found.map((one) => {
+      const { chain, ...rest } = one.evidence as { chain?: string[] };
+      return h(
+        "section",
+        { class: "card error" },
+        h("h3", {}, `step ${one.since}: ${one.address}`),
+        h("p", {}, one.message),
+        h("p", {}, h("b", {}, "cause "), one.cause),
+        h("p", {}, h("b", {}, "remedy "), one.remedy),
+        h("dl", { class: "evidence" }, ...Object.entries(rest).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, Array.isArray(value) ? h("ul", {}, ...value.map((line) => h("li", {}, evidence(line)))) : evidence(value))])),
+        chain && h("h3", {}, "the ops before it"),
+        chain && h("ol", { class: "chain" }, ...chain.map((line) => h("li", {}, line))),
+      );
+    }));
+  },
+};
+
+export const optimizer: View = {
+  key: "optimizer",
+  title: "Optimizer",
+  what: "learning rate, update ratios, moments, skipped steps",
+  isShown: (page) => page.run.groups.some((group) => group.group === "parameters"),
+  async draw(page) {
+    const { run } = page;
+    const scalars = await scalarsOf(page.source, run);
+    const panels: HTMLElement[] = [];
+    for (const name of ["lr", "grad_norm", "scale", "skipped", "samples"]) {
+      const known = scalars?.of[name];
+      if (known?.values.some((value) => value > 0)) {
+        panels.push(h("div", { class: "panel" }, h("h3", {}, name.replace("_", " ")), chart({ x: scalars!.x, curves: [{ name, values: known.values, ...(known.low ? { low: known.low } : {}) }], isLog: name === "grad_norm" || name === "scale", height: 150, xName: "step" })));
+      }
+    }
+    for (const stat of ["update_ratio", "adam_rms", "momentum"]) {
+      const curves = await quantiles(page, stat);
+      if (curves) panels.push(h("div", { class: "panel" }, h("h3", {}, `${stat.replace("_", " ")} of all parameters`), chart({ ...curves, isLog: true, height: 180, xName: "step", ...(stat === "update_ratio" ? { bands: [{ from: 1e-4, to: 1e-1, label: "usual" }] } : {}) })));
+    }
+    const events = run.findings.filter((one) => ["loss_spike", "scaler_stuck"].includes(one.rule) || one.rule.includes("update"));
+    return h("div", {}, h("div", { class: "panels" }, ...panels), events.length > 0 && h("h3", {}, "what happened"), events.length > 0 && table(["step", "rule", "what", "batch", "samples"], events.map((one) => [String(one.since), one.rule, one.message, evidence(one.evidence.batch ?? ""), evidence(one.evidence.samples ?? "")])));
+  },
+};
+
+/** Smallest, median and largest over all parameters, look by look. */
+async function quantiles(page: Page, stat: string) {
+  const { run } = page;
+  const group = run.groups.find((one) => one.group === "parameters" && one.phase === "train");
+  const rows = group ? await rowsOf(page.source, group, stat) : null;
+  if (!group || !rows) return null;
+  const sorted = group.last.map((_, column) => {
+    const known = new Float64Array(rows.rows);
+    let count = 0;
+    for (let row = 0; row < rows.rows; row++) {
+      const value = rows.values[row * rows.columns + column]!;
+      if (Number.isFinite(value)) known[count++] = value;
+    }
+    return known.subarray(0, count).sort();
+  });
+  const at = (share: number) => sorted.map((known) => (known.length ? known[Math.round(share * (known.length - 1))]! : NaN));
+  return { x: group.last, curves: [{ name: "largest", values: at(1) }, { name: "median", values: at(0.5) }, { name: "smallest", values: at(0) }] };
+}
+
+export const changes: View = {
+  key: "changes",
+  title: "Clips and edits",
+  what: "what gaff's own clipping and edits did in this run",
+  isShown: (page) => page.run.changes.length > 0,
+  draw: (page) =>
+    h("div", {}, ...page.run.changes.map((one) => h("section", { class: "card" }, h("h3", {}, one.what), h("p", { class: "quiet" }, `told at step ${one.step}`), h("pre", {}, one.lines.join("\n"))))),
+};
+
+export const coverage: View = {
+  key: "coverage",
+  title: "Coverage",
+  what: "what was looked at, what was not, and what it cost",
+  draw(page) {
+    const { run } = page;
+    const rows: string[][] = [
+      ["run", run.path],
+      ["command", run.command],
+      ["began", run.began],
+      ["models", run.models.map((one) => `${one.name} (${one.class}${one.compiled ? ", compiled" : ""})`).join(", ")],
+      ["sites", String(run.sites.length)],
+      ["looks", `${run.looks} of ${run.steps} steps, the last of them step ${run.lastLook}`],
+      ["overhead", `${percent(run.overhead)} of the time, as watching measured itself`],
+      ["processes", run.ranks.length > 1 ? `${run.ranks.length}; tables of rank ${run.rank}` : "1"],
+      ["complete", run.complete ? "yes" : "no: the run goes on, or was killed"],
+      ...run.facts,
+    ].filter(([, value]) => value !== "") as string[][];
+    const kinds = run.groups.map((group) => [`${group.group}, ${group.phase}`, String(group.sites.length), String(group.first.length), group.last.some((last, at) => last !== group.first[at]) ? "a column is of several looks" : "every look"]);
+    return h(
+      "div",
+      {},
+      table(["", ""], rows),
+      h("h3", {}, "tables"),
+      table(["of", "sites", "columns", ""], kinds, [1, 2]),
+      run.notes.length > 0 && h("h3", {}, "notes"),
+      h("ul", {}, ...run.notes.map((note) => h("li", {}, note))),
+    );
+  },
+};
+
+export const runs: View = {
+  key: "runs",
+  title: "Runs",
+  what: "the runs of this page side by side",
+  isShown: (page) => page.runs.length > 1,
+  draw(page) {
+    const rows = page.runs.map((run, at) => [
+      h("a", { href: page.link("verdict", { run: at }) }, run.name),
+      h("span", { class: `state ${run.level}` }, run.level),
+      String(run.steps),
+      String(run.findings.filter((one) => !one.is_over).length),
+      percent(run.overhead),
+      run.complete ? "yes" : "no",
+      run.began,
+      run.verdict,
+    ]);
+    return h("div", {}, table(["run", "level", "steps", "findings", "overhead", "complete", "began", "verdict"], rows, [2, 3, 4]));
+  },
+};

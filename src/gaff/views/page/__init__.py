@@ -1,0 +1,1 @@
+"""Pages: one file that works offline. Needs numpy (``gaff[page]``); no torch."""

@@ -1,0 +1,91 @@
+"""One page as one file: the head as JSON, the chunks in base64, style and script inside, nothing fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from gaff.errors import RecordError
+from gaff.views.page.chunks import Chunks
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """``head``: what the page's script reads first; ``chunks``: arrays, decoded when a view needs them."""
+
+    head: Mapping[str, Any]
+    chunks: Chunks
+
+    def head_json(self) -> str:
+        """Numbers that JSON cannot hold are null."""
+        told = {"gaff_page": FORMAT, **self.head, "chunks": self.chunks.told}
+        try:
+            return json.dumps(told, separators=(",", ":"), allow_nan=False)
+        except ValueError:
+            return json.dumps(_finite(told), separators=(",", ":"))
+
+    def to_html(self) -> str:
+        """The page; a few hundred kilobytes and the data."""
+        data = [
+            f'<script type="text/plain" id="chunk-{at}">{base64.b64encode(one).decode()}</script>'
+            for at, one in enumerate(self.chunks.packed)
+        ]
+        return page(str(self.head["title"]), self.head_json(), "\n".join(data))
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the page, and return its bytes. Raises RecordError where it cannot be written."""
+        text = self.to_html().encode()
+        try:
+            Path(path).write_bytes(text)
+        except OSError as error:
+            raise RecordError(f"{os.fspath(path)!r} cannot be written: {error.strerror}") from None
+        return len(text)
+
+
+def page(title: str, head: str, data: str, *, connect: str = "'none'") -> str:
+    """``head``: JSON; ``connect``: where the script may ask for more, see the directive connect-src of CSP level 3."""
+    style, script = asset("page.css"), asset("page.js")
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data: blob:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    inside = head.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)} · gaff</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        "<noscript>This page draws with JavaScript, from what is inside it; nothing is fetched.</noscript>\n"
+        f'<div id="page"></div>\n<script type="application/json" id="head">{inside}</script>\n{data}\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+@lru_cache(maxsize=4)
+def asset(name: str) -> str:
+    """The page's style or script, as it was built into the package."""
+    return files("gaff.views.page").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,294 @@
+"""The page of a run that goes on, served on this machine only, by a process of its own that reads the record.
+
+A token is part of the address; requests for another host, or from the page of another site, are refused. Served are
+the page and the numbers of the records that were asked for: there is no path into the file system.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from gaff import __version__
+from gaff.errors import RecordError
+from gaff.record.run import Record
+from gaff.views.page.chunks import Chunks
+from gaff.views.page.document import Document, page
+from gaff.views.page.training import run_of
+
+HOST = "127.0.0.1"
+_LOOK_S = 1.0  # how often the files are asked whether they have grown
+_SHARE = 0.05  # of the time that reading them again may take
+_BEAT_S = 10.0  # between signs of life to viewers
+_MOST_VIEWERS = 512
+_KEPT = 24  # documents: of the latest versions, and of what was zoomed into
+
+
+class Board:
+    """What there is to see now. ``look`` reads on; viewers wait for the next version."""
+
+    def __init__(self, paths: Sequence[Path], rank: int = 0) -> None:
+        self.paths = list(paths)
+        self.token = secrets.token_urlsafe(24)
+        self.version = 0
+        self.viewers = 0
+        self.is_closed = False
+        self._rank = rank
+        self._records: dict[Path, Record] = {}
+        self._sizes: dict[Path, tuple[tuple[str, int], ...]] = {}
+        self._documents: OrderedDict[str, tuple[Document, str]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._reading = threading.Lock()
+        self.look()
+
+    def look(self) -> bool:
+        """Read what has been written since; whether there was something."""
+        sizes = {path: _sizes(path) for path in self.paths}
+        if self.version and sizes == self._sizes:
+            return False
+        self._sizes = sizes
+        with self._reading:
+            document = self._document()
+        with self._changed:
+            self.version += 1
+            self._keep(str(self.version), document)
+            self._changed.notify_all()
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every run has ended."""
+        return len(self._records) == len(self.paths) and all(one.is_complete for one in self._records.values())
+
+    def head(self, begin: int | None = None, end: int | None = None) -> str:
+        """JSON of the latest version, or of the steps from ``begin`` to ``end`` of it."""
+        if begin is None or end is None:
+            with self._changed:
+                return self._documents[str(self.version)][1]
+        name = f"{self.version}.{begin}.{end}"
+        if name not in self._documents:
+            with self._reading:
+                document = self._document(begin, end, is_new=False)
+            with self._changed:
+                self._keep(name, document)
+        return self._documents[name][1]
+
+    def chunk(self, version: str, number: int) -> bytes | None:
+        """None where it is not kept any more: the page asks for a newer head."""
+        with self._changed:
+            found = self._documents.get(version)
+            return found[0].chunks.packed[number] if found and 0 <= number < len(found[0].chunks.packed) else None
+
+    def wait(self, known: int) -> int:
+        """The latest version, as soon as there is a later one than ``known``; after ten seconds in any case."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.version > known or self.is_closed, _BEAT_S)
+            return self.version
+
+    def close(self) -> None:
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
+
+    def to_html(self) -> str:
+        """The page without its numbers: it asks for them."""
+        return page(", ".join(one.name for one in self.paths), self.head(), "", connect="'self'")
+
+    def _keep(self, name: str, document: Document) -> None:
+        told = {**document.head, "live": {"version": name if "." in name else int(name), "token": self.token}}
+        self._documents[name] = document, Document(told, document.chunks).head_json()
+        while len(self._documents) > _KEPT:
+            self._documents.popitem(last=False)
+
+    def _document(self, begin: int = 0, end: int | None = None, *, is_new: bool = True) -> Document:
+        chunks = Chunks()
+        runs = []
+        for path in self.paths:
+            try:
+                if is_new:
+                    self._read(path)
+                record = self._records[path]
+                share = 1 / len(self.paths)
+                runs.append(run_of(record, chunks, rank=self._rank, share=share, begin=begin, end=end))
+            except (RecordError, KeyError, OSError) as error:
+                why = f"waiting for {path} to hold a record" if isinstance(error, KeyError) else str(error)
+                runs.append(_waiting(path, why))
+        title = ", ".join(path.name for path in self.paths)
+        return Document({"kind": "training", "title": title, "gaff": __version__, "runs": runs}, chunks)
+
+    def _read(self, path: Path) -> None:
+        """Open the record as soon as there is one, then read on."""
+        if path in self._records:
+            self._records[path].refresh()
+        elif any(size for name, size in self._sizes[path] if name.endswith(".gaff")):
+            self._records[path] = Record(path)
+
+
+class Server(ThreadingHTTPServer):
+    """One thread a viewer; they wait most of the time. ``board``: what is served."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, board: Board, port: int = 0) -> None:
+        """Raises OSError where the port is taken."""
+        self.board = board
+        super().__init__((HOST, port), _Answer)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/?token={self.board.token}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A viewer that goes away is no error of ours; others are told by the base class."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError, socket.timeout)):
+            super().handle_error(request, client_address)
+
+    def follow(self, idle_s: float | None = None, tick: Callable[[], None] = lambda: None) -> None:
+        """Serve until interrupted; with ``idle_s`` until the run has ended and nobody has looked for so long."""
+        thread = threading.Thread(target=self.serve_forever, name="gaff-page", daemon=True)
+        thread.start()
+        board = self.board
+        seen = time.monotonic()
+        try:
+            while idle_s is None or not board.is_complete or time.monotonic() - seen < idle_s:
+                began = time.monotonic()
+                board.look()
+                tick()
+                spent = time.monotonic() - began
+                if board.viewers:
+                    seen = time.monotonic()
+                time.sleep(max(_LOOK_S, spent / _SHARE - spent))
+        finally:
+            board.close()
+            self.shutdown()
+            self.server_close()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    """One request. Everything but GET is refused by the base class."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version = "gaff"
+    sys_version = ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        board = self.server.board
+        parts = urlsplit(self.path)
+        asked = parse_qs(parts.query)
+        if not self._is_local():
+            self._say(HTTPStatus.FORBIDDEN, "asked by another host or page: expected this machine's own address")
+        elif not self._has_token(asked):
+            self._say(HTTPStatus.FORBIDDEN, "no token, or a wrong one: open the address that gaff has printed")
+        elif parts.path == "/":
+            self._send(board.to_html().encode(errors="replace"), "text/html; charset=utf-8")
+        elif parts.path == "/head":
+            self._head(asked)
+        elif parts.path == "/events":
+            self._events()
+        elif parts.path.startswith("/chunk/"):
+            self._chunk(parts.path.split("/")[2:])
+        else:
+            self._say(HTTPStatus.NOT_FOUND, "there is nothing here")
+
+    def _is_local(self) -> bool:
+        """Against other sites that make a browser ask here, under their own name or ours."""
+        port = self.server.server_address[1]
+        hosts = [f"{HOST}:{port}", f"localhost:{port}"]
+        origin = self.headers.get("Origin")
+        return self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{one}" for one in hosts])
+
+    def _has_token(self, asked: dict[str, list[str]]) -> bool:
+        header = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = header or asked.get("token", [""])[0]
+        return secrets.compare_digest(given.encode(errors="replace"), self.server.board.token.encode())
+
+    def _head(self, asked: dict[str, list[str]]) -> None:
+        try:
+            begin, end = (int(asked[name][0]) if name in asked else None for name in ("begin", "end"))
+        except ValueError:
+            return self._say(HTTPStatus.BAD_REQUEST, "begin and end are steps: expected whole numbers")
+        return self._send(self.server.board.head(begin, end).encode(), "application/json")
+
+    def _chunk(self, names: Sequence[str]) -> None:
+        number = int(names[1]) if len(names) == 2 and names[1].isascii() and names[1].isdigit() else -1
+        data = self.server.board.chunk(names[0] if names else "", number)
+        if data is None:
+            return self._say(HTTPStatus.GONE, "this version is not kept any more")
+        return self._send(data, "application/octet-stream")
+
+    def _events(self) -> None:
+        """A line for each new version, and one now and then that says that we live."""
+        board = self.server.board
+        if board.viewers >= _MOST_VIEWERS:
+            return self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"{_MOST_VIEWERS} pages are open already")
+        self.close_connection = True
+        self._begin("text/event-stream", None)
+        board.viewers += 1
+        known = 0
+        try:
+            while not board.is_closed:
+                version = board.wait(known)
+                told = f"event: version\ndata: {version}\n\n" if version > known else ": alive\n\n"
+                known = version
+                self.wfile.write(told.encode())
+                self.wfile.flush()
+        finally:
+            board.viewers -= 1
+        return None
+
+    def _send(self, data: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._begin(kind, len(data), status)
+        self.wfile.write(data)
+
+    def _say(self, status: HTTPStatus, text: str) -> None:
+        self._send(text.encode(), "text/plain; charset=utf-8", status)
+
+    def _begin(self, kind: str, size: int | None, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        if size is not None:
+            self.send_header("Content-Length", str(size))
+        for name, value in (
+            ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"), ("X-Frame-Options", "DENY"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the terminal is the user's."""
+
+
+def _sizes(path: Path) -> tuple[tuple[str, int], ...]:
+    if not path.is_dir():
+        return ()
+    found = []
+    for one in sorted(path.iterdir()):
+        try:
+            found.append((one.name, one.stat().st_size))
+        except OSError:  # removed since
+            continue
+    return tuple(found)
+
+
+def _waiting(path: Path, why: str) -> dict[str, Any]:
+    """A run of which nothing is known yet."""
+    return {
+        "name": path.name, "path": str(path), "verdict": why, "level": "info", "steps": 0, "complete": False,
+        "error": "", "overhead": 0.0, "rank": 0, "ranks": [0], "looks": 0, "lastLook": -1, "command": "", "began": "",
+        "facts": [], "notes": [], "findings": [], "sites": [], "groups": [], "scalars": {"names": []}, "models": [],
+        "gradients": [], "changes": [],
+    }  # fmt: skip
