@@ -125,7 +125,7 @@ export interface Trace {
   has_backward: boolean;
   device: string;
   notes: string[];
-  edges: [number, number][]; // rows: the second takes what the first has made
+  edges: [number, number, boolean][]; // rows: the second takes what the first has made; false: or an op in between
   pictures: Picture[];
 }
 
@@ -137,7 +137,7 @@ export interface DiffRow {
   state: string;
   delta: number | null;
   tolerance: number | null;
-  worst: string;
+  number: string;
   a: string;
   b: string;
   how: string;
@@ -147,7 +147,7 @@ export interface Diff {
   a: string;
   b: string;
   verdict: string;
-  same: boolean;
+  parted: boolean;
   rows: DiffRow[];
   only_a: string[];
   only_b: string[];

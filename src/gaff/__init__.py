@@ -22,6 +22,7 @@ _HOMES = {
     "take": "gaff.api",
     "trace": "gaff.api",
     "watch": "gaff.api",
+    "diff": "gaff.parting.diff",
     "load": "gaff.record.run",
     "maybe": "gaff.plan",
     "Plan": "gaff.plan",
@@ -44,6 +45,7 @@ __all__ = [
     "anatomy",
     "capture",
     "clip_gradients",
+    "diff",
     "edit",
     "edits",
     "errors",
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
         watch,
     )
     from gaff.errors import GaffError
+    from gaff.parting.diff import diff
     from gaff.plan import Plan, maybe
     from gaff.record.run import load
 

@@ -226,6 +226,7 @@ def trace(
     backward: Backward | None = None,
     flops: bool = True,
     ops: bool = False,
+    pictures: bool = False,
     **kwargs: Any,
 ) -> Trace:
     """Run ``model(*args, **kwargs)`` once and tell every call: shapes, parameters, time, FLOPs, statistics.
@@ -235,13 +236,17 @@ def trace(
         backward: gets the output and returns a scalar loss; then gradients are told as well, None ones with the reason.
         flops: count operations by torch's formulas; without it times are closer to those of a bare run.
         ops: also every op in the modules' own forwards, with its place in the code in the column of the class.
+        pictures: also draw what passes, of the first example: images, feature maps, attention (also inside
+            ``scaled_dot_product_attention``, computed from its inputs), tokens by channels; with ``backward`` also
+            gradients, and class activation maps (Grad-CAM) of outputs of the model's own children. For
+            ``trace.save("x.html")`` and notebooks.
 
     Times are of this watched run, statistics included; on a GPU every call is waited for. Statistics are of the
     first output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
     """
     from gaff.tools.tracing import trace_run
 
-    return trace_run(model, args, kwargs, backward, has_flops=flops, has_ops=ops)
+    return trace_run(model, args, kwargs, backward, has_flops=flops, has_ops=ops, has_pictures=pictures)
 
 
 def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> Sites:

@@ -22,12 +22,21 @@ export function leavesOf(trace: Pick<Trace, "rows">): number[] {
 }
 
 /** Layers by the longest way from an input; within a layer by the mean place of those it takes from. */
-export function layout(nodes: number[], edges: [number, number][]): { places: Map<number, Place>; width: number; height: number } {
+export function layout(nodes: number[], edges: Trace["edges"]): { places: Map<number, Place>; width: number; height: number } {
   const shown = new Set(nodes);
   const makers = new Map<number, number[]>(nodes.map((node) => [node, []]));
-  for (const [from, to] of edges) if (shown.has(from) && shown.has(to) && from < to) makers.get(to)!.push(from);
+  for (const [from, to] of edges) if (shown.has(from) && shown.has(to)) makers.get(to)!.push(from);
   const layer = new Map<number, number>();
-  for (const node of nodes) layer.set(node, Math.max(-1, ...makers.get(node)!.map((one) => layer.get(one)!)) + 1);
+  const layerOf = (node: number, above: Set<number>): number => {
+    const known = layer.get(node);
+    if (known !== undefined || above.has(node)) return known ?? -1; // a loop: a module that is called again
+    above.add(node);
+    const found = Math.max(-1, ...makers.get(node)!.map((one) => layerOf(one, above))) + 1;
+    above.delete(node);
+    layer.set(node, found);
+    return found;
+  };
+  for (const node of nodes) layerOf(node, new Set());
   const rows: number[][] = [];
   for (const node of nodes) (rows[layer.get(node)!] ??= []).push(node);
   const places = new Map<number, Place>();
@@ -52,7 +61,8 @@ export const graph: View = {
   draw(page) {
     const trace = page.source.head.trace!;
     const words = page.route.options.get("filter") ?? "";
-    const leaves = leavesOf(trace).filter((at) => matches(`${trace.rows[at]!.site} ${trace.rows[at]!.cls}`, words));
+    const makers = new Set(trace.edges.map(([from]) => from)); // with ops of their own: what they made no call inside has
+    const leaves = [...new Set([...leavesOf(trace), ...makers])].sort((one, other) => one - other).filter((at) => matches(`${trace.rows[at]!.site} ${trace.rows[at]!.cls}`, words));
     const nodes = leaves.slice(0, MOST);
     const { places, width, height } = layout(nodes, trace.edges);
     const svg = document.createElementNS(SVG, "svg");
@@ -66,11 +76,11 @@ export const graph: View = {
       parent.append(made);
       return made;
     };
-    for (const [from, to] of trace.edges) {
+    for (const [from, to, isKnown] of trace.edges) {
       const [one, other] = [places.get(from), places.get(to)];
       if (!one || !other) continue;
       const [x1, y1, x2, y2] = [one.x + WIDTH / 2, one.y + HEIGHT, other.x + WIDTH / 2, other.y];
-      draw("path", { d: `M${x1},${y1} C${x1},${y1 + GAP_Y} ${x2},${y2 - GAP_Y} ${x2},${y2}`, class: "edge" });
+      draw("path", { d: `M${x1},${y1} C${x1},${y1 + GAP_Y} ${x2},${y2 - GAP_Y} ${x2},${y2}`, class: isKnown ? "edge" : "edge guessed" });
     }
     const slowest = Math.log(Math.max(...nodes.map((at) => trace.rows[at]!.time_s), 1e-6) / 1e-6);
     for (const { at, x, y } of places.values()) {
@@ -80,14 +90,14 @@ export const graph: View = {
       const isBad = (row.statistics?.nonfinite ?? 0) > 0;
       draw("rect", { x, y, width: WIDTH, height: HEIGHT, rx: 5, class: isBad ? "node bad" : "node" }, link);
       draw("rect", { x, y, width: 5, height: HEIGHT, rx: 2, fill: css(ramp(share)) }, link);
-      draw("text", { x: x + 11, y: y + 14, class: "name" }, link).textContent = short(row.site || trace.model, 29);
+      draw("text", { x: x + 11, y: y + 14, class: "name" }, link).textContent = short(row.site || trace.model, 25);
       draw("text", { x: x + 11, y: y + 28, class: "kind" }, link).textContent = short(`${row.cls} → ${row.output}`, 32);
       draw("title", {}, link).textContent = `${row.site}: ${row.input} → ${row.output}`;
     }
     return h(
       "div",
       {},
-      h("div", { class: "controls" }, filter("filter calls", words, (value) => page.go("graph", { filter: value }, true)), h("span", { class: "quiet" }, `${nodes.length} calls that hold no other${leaves.length > MOST ? `, of ${leaves.length}` : ""}; the stripe is their time, from dark to light${trace.edges.length ? "" : "; what was taken from which is not known"}`)),
+      h("div", { class: "controls" }, filter("filter calls", words, (value) => page.go("graph", { filter: value }, true)), h("span", { class: "quiet" }, `${nodes.length} calls that hold no other${leaves.length > MOST ? `, of ${leaves.length}` : ""}; the stripe is their time, from dark to light; a dotted line: with ops in between that are no modules, or just the call before${trace.edges.length ? "" : "; what was taken from which is not known"}`)),
       h("div", { class: "wide" }, svg as unknown as HTMLElement),
     );
   },

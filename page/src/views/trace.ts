@@ -135,8 +135,8 @@ export const call: View = {
       ["time", milliseconds(row.time_s)], ["FLOPs", row.flops ? count(row.flops) : ""], ["memory", bytes(row.memory_bytes)],
       ["mean, std, min, max", numbersOf(row).join(", ")], ["gradient at its output", gradient(row.grad_output)], ["its own gradient at its input", gradient(row.grad_input)],
     ];
-    const makers = trace.edges.filter(([, to]) => to === at).map(([from]) => from);
-    const takers = trace.edges.filter(([from]) => from === at).map(([, to]) => to);
+    const makers = trace.edges.filter(([, to, isKnown]) => isKnown && to === at).map(([from]) => from);
+    const takers = trace.edges.filter(([from, , isKnown]) => isKnown && from === at).map(([, to]) => to);
     const links = (title: string, places: number[]) =>
       places.length > 0 && h("p", {}, `${title}: `, ...places.flatMap((one) => [h("a", { href: page.link("call", { at: one }) }, trace.rows[one]!.site || trace.model), " "]));
     const weights = trace.parameters.filter((one) => ownerOf(one.site) === row.path && row.parameters > 0);

@@ -59,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_nan(commands)
     _add_watch(commands)
     _add_report(commands)
+    _add_runs(commands)
+    _add_diff(commands)
     return parser
 
 
@@ -75,6 +77,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--no-flops", action="store_true", help="do not count operations; times are closer to bare ones"
     )
     parser.add_argument("--save", metavar="FILE", help="also write the trace, as JSON")
+    parser.add_argument("--html", metavar="FILE", help="also write a page: table, tree, graph, activations as pictures")
 
 
 def _add_take(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -179,6 +182,27 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="end --live after the run, when nobody has looked for so long",
     )
     parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _add_runs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "list the runs of a folder, with their verdicts"
+    parser = commands.add_parser("runs", help=summary, description=summary)
+    parser.set_defaults(command="runs")
+    parser.add_argument("folder", nargs="?", default="gaff-runs", metavar="FOLDER", help="(default: gaff-runs)")
+    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "tell where two runs, or two traces, first part"
+    parser = commands.add_parser("diff", help=summary, description=f"{summary}; exit code 3 where they do")
+    parser.set_defaults(command="diff")
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help="a watched run, or a file of gaff trace --save")
+    parser.add_argument("--tolerance", type=float, metavar="SHARE", help="the relative difference that is allowed")
+    parser.add_argument("--json", action="store_true", help="print data instead")
+    parser.add_argument("--html", metavar="FILE", help="also write a page")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 

@@ -12,11 +12,14 @@ from torch import Tensor
 from gaff.api import trace
 from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model, load_name
+from gaff.cli.report import need_numpy
 from gaff.errors import PlanError
 from gaff.values import iter_tensors
 
 
 def run(options: Namespace) -> int:
+    if options.html:
+        need_numpy("--html")
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded)
     backward: Any = None
@@ -25,11 +28,20 @@ def run(options: Namespace) -> int:
     elif options.backward:
         backward = mean_of_first
     try:
-        told = trace(loaded.model, *args, backward=backward, flops=not options.no_flops, ops=options.ops, **kwargs)
+        told = trace(
+            loaded.model,
+            *args,
+            backward=backward,
+            flops=not options.no_flops,
+            ops=options.ops,
+            pictures=bool(options.html),
+            **kwargs,
+        )
     except TypeError as error:
         raise need_input(options.input, error) from error
-    if options.save:
-        told.save(options.save)
+    for path in (options.save, options.html):
+        if path:
+            told.save(path)
     if options.json:
         print(told.to_json())
     elif options.tree:

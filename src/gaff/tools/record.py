@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gaff.errors import RecordError
+from gaff.errors import PlanError, RecordError
+from gaff.record.picture import Picture
 from gaff.views import trace_text
+from gaff.views.framing import framed
 
 _FORMAT = 1
 _MOST_BYTES = 500 * 2**20
@@ -30,12 +33,17 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One gradient: shape as text, L2 norm, share of exact zeros. ``reason`` says why there is none."""
+    """One gradient: shape as text, L2 norm, share of exact zeros. ``reason`` says why there is none.
+
+    ``digest``, ``sketch``: as of a ``CallRow``.
+    """
 
     shape: str = ""
     norm: float | None = None
     zeros: float | None = None
     reason: str = ""
+    digest: str = ""
+    sketch: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         if self.norm is None:
@@ -47,7 +55,8 @@ class Gradient:
 class CallRow:
     """One call of one module, or of an op, whose ``cls`` is its place in the code.
 
-    Shapes are texts such as ``1x3x8x8``; ``dtype`` is that of the first output tensor.
+    Shapes are texts such as ``1x3x8x8``; ``dtype`` is that of the first output tensor. ``digest`` is equal for equal
+    bits of it; ``sketch`` stands for it when traces are compared (``gaff.tools.sketching``).
     """
 
     site: str
@@ -65,6 +74,8 @@ class CallRow:
     statistics: Statistics | None = None
     grad_output: Gradient | None = None
     grad_input: Gradient | None = None
+    digest: str = ""
+    sketch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,11 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One run, told: ``rows`` in the order in which modules were entered. ``str`` is the table, ``tree()`` the tree."""
+    """One run, told: ``rows`` in the order in which modules were entered. ``str`` is the table, ``tree()`` the tree.
+
+    ``edges``: (row, row, known): the second was given what the first has made; where nobody is known to have made it,
+    for it was an op, the first is the call before. ``pictures``: with ``gaff.trace(..., pictures=True)``.
+    """
 
     model: str
     rows: tuple[CallRow, ...]
@@ -92,6 +107,8 @@ class Trace:
     has_flops: bool = True
     device: str = "cpu"
     notes: tuple[str, ...] = ()
+    edges: tuple[tuple[int, int, bool], ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
     def __str__(self) -> str:
         return trace_text.render_table(self)
@@ -107,10 +124,22 @@ class Trace:
         return trace_text.render_tree(self)
 
     def _repr_html_(self) -> str:
-        return trace_text.render_html(self)
+        """For notebooks: the page in a frame of its own; without numpy plain tables."""
+        if find_spec("numpy") is None:
+            return trace_text.render_html(self)
+        return framed(self.to_html())
+
+    def to_html(self) -> str:
+        """A page with the table, the tree, the graph and the pictures. Raises PlanError without numpy."""
+        if find_spec("numpy") is None:
+            raise PlanError("a page of a trace needs numpy, which is not installed: pip install 'gaff[page]'")
+        from gaff.views.page.one_run import document
+
+        return document(self).to_html()
 
     def to_json(self) -> str:
-        return json.dumps({"gaff_trace": _FORMAT, **asdict(self)}, indent=1)
+        pictures = [one.to_dict() for one in self.pictures]
+        return json.dumps({"gaff_trace": _FORMAT, **asdict(replace(self, pictures=())), "pictures": pictures}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
@@ -125,12 +154,17 @@ class Trace:
             )
             for name in ("unused_modules", "unused_parameters", "notes"):
                 data[name] = tuple(str(item) for item in data[name])
+            data["edges"] = tuple((int(one), int(other), bool(known)) for one, other, known in data.get("edges", ()))
+            data["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
             return _build(cls, data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RecordError(f"trace cannot be read: {error!r}; expected what Trace.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """A page where the name ends in ``.html``, else JSON, which ``load`` reads."""
+        is_page = Path(path).suffix.lower() in (".html", ".htm")
+        text = self.to_html() if is_page else self.to_json()
+        Path(path).write_text(text + "\n", encoding="utf-8", errors="replace" if is_page else "strict")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
@@ -160,4 +194,6 @@ def _build(cls: type[_Row], data: dict[str, Any]) -> _Row:
     unknown = [name for name in data if name not in known]
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r} of {cls.__name__}")
+    if "sketch" in data:
+        data["sketch"] = tuple(float(one) for one in data["sketch"])
     return cls(**data)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from gaff.address import Key, Site
 from gaff.engine.stream import Stream
+from gaff.tools.picturing import Album, are_probabilities
 from gaff.tools.record import Gradient, Statistics
+from gaff.tools.sketching import digest, sketch
 from gaff.values import iter_tensors, size_bytes
 
 
@@ -33,6 +36,9 @@ class CallNotes:
     time_s: float = 0.0
     memory_bytes: int = 0
     statistics: tuple[Tensor, ...] | None = None
+    marks: tuple[Tensor, Tensor] | None = None  # digest and sketch
+    takes: list[CallNotes] = field(default_factory=list)  # those that made what it is given
+    follows: list[CallNotes] = field(default_factory=list)  # those that came before, where it is not known who made it
     is_complete: bool = False
     gradients: dict[str, Gradient] = field(default_factory=dict)
 
@@ -40,8 +46,12 @@ class CallNotes:
 class CallLog:
     """All calls of a traced run, in the order of entry. ``flops``: operations counted so far."""
 
-    def __init__(self, flops: Callable[[], int], device: torch.device) -> None:
+    def __init__(self, flops: Callable[[], int], device: torch.device, album: Album | None = None) -> None:
         self.calls: list[CallNotes] = []
+        self.album = album
+        # who made a tensor, by its identity, and whether that is known
+        self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes | None, bool]] = {}
+        self._latest: CallNotes | None = None  # the last call that ended
         self._open: list[CallNotes] = []
         self._flops = flops
         self._device = device
@@ -51,6 +61,11 @@ class CallLog:
         shapes = shapes_text((*args, kwargs) if kwargs else args)
         self._settle()
         notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
+        self._find_makers(notes, (args, kwargs))
+        if self.album is not None and not self._open and not site.path and site.op is None:
+            for key, tensor in iter_tensors((args, kwargs)):
+                if tensor.is_floating_point():
+                    self.album.add_input(f":input{input_key(key)}", tensor)
         self.calls.append(notes)
         self._open.append(notes)
 
@@ -66,9 +81,52 @@ class CallLog:
         notes.output = shapes_text(output)
         notes.memory_bytes = sum(size_bytes(tensor) for tensor in tensors)
         notes.is_complete = True
+        if self.calls[-1] is notes:  # it holds no other
+            self._latest = notes
         if tensors:
             notes.dtype = str(tensors[0].dtype).removeprefix("torch.")
             notes.statistics = measure(tensors[0])
+            if notes.statistics is not None:
+                notes.marks = digest(tensors[0]), sketch(tensors[0])
+        for tensor in tensors:
+            self._note_maker(notes, tensor)
+        if self.album is not None and site.op is None:
+            self._draw(notes, output, tensors)
+
+    def _find_makers(self, notes: CallNotes, given: Any) -> None:
+        """Who made what a call is given; where nobody is known to, the call before, or at first nobody: an input."""
+        found: dict[int, tuple[CallNotes, bool]] = {}
+        for _, tensor in iter_tensors(given):
+            known = self._made.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                known = self._made[id(tensor)] = weakref.ref(tensor), self._latest, False
+            maker, is_known = known[1:]
+            if maker is not None:
+                found.setdefault(id(maker), (maker, is_known))
+        notes.takes = [maker for maker, is_known in found.values() if is_known]
+        notes.follows = [maker for maker, is_known in found.values() if not is_known]
+
+    def _note_maker(self, notes: CallNotes, tensor: Tensor) -> None:
+        """The innermost call that returned it; a module that holds others only of what none of these has made."""
+        known = self._made.get(id(tensor))
+        inside = self.calls[self._place(notes) + 1 :]
+        if inside and known is not None and known[0]() is tensor and known[2]:
+            return
+        if inside:
+            notes.follows = [inside[-1]]  # it went on with what came last
+        self._made[id(tensor)] = weakref.ref(tensor), notes, True
+
+    def _place(self, notes: CallNotes) -> int:
+        return next(at for at in range(len(self.calls) - 1, -1, -1) if self.calls[at] is notes)
+
+    def _draw(self, notes: CallNotes, output: Any, tensors: list[Tensor]) -> None:
+        assert self.album is not None
+        name = str(replace(notes.site, call=notes.call))
+        for at, tensor in enumerate(tensors[:2]):
+            if tensor.is_floating_point() and (at == 0 or are_probabilities(tensor)):
+                self.album.add(name, tensor, is_attention=are_probabilities(tensor))
+        if tensors and notes.depth <= 1 and tensors[0].requires_grad:
+            self.album.keep_maps(name, tensors[0])
 
     def _settle(self) -> None:
         if self._device.type == "cuda":  # times of queued work would mean nothing
@@ -85,6 +143,11 @@ class GradientLog(Stream):
 
     def add(self, value: Any, run: Any, call: int) -> None:
         self._note(run, call, gradient_of(value))
+        album = self._log.album
+        if album is not None and self._port == "grad_output" and self._site.op is None:
+            album.add_class_activation(str(replace(self._site, call=call)), value)
+            name = str(Site(self._site.path, call=call, port="grad_output"))
+            album.add(name, value, is_gradient=True)
 
     def absent(self, run: Any, call: int, reason: str) -> None:
         self._note(run, call, Gradient(reason=reason))
@@ -157,7 +220,18 @@ def gradient_of(tensor: Tensor) -> Gradient:
         norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
         zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
         zeros = 1 - (x.numel() * (1 - zeros)) / max(tensor.numel(), 1)  # what a sparse gradient leaves out is zero
-    return Gradient(shape_text(tensor), norm, zeros)
+        marks = (f"{digest(x).item():x}", numbers_of(sketch(x))) if not x.is_complex() else ("", ())
+    return Gradient(shape_text(tensor), norm, zeros, "", *marks)
+
+
+def numbers_of(marks: Tensor) -> tuple[float, ...]:
+    """Of a sketch, to eight digits. Synchronises with the device."""
+    return tuple(float(f"{one:.8g}") for one in marks.tolist())
+
+
+def input_key(key: Key) -> str:
+    """What of the arguments it is, as an address has it: [0], or the keyword."""
+    return "".join(f"[{part}]" for part in key[1:])
 
 
 def shape_text(tensor: Tensor) -> str:

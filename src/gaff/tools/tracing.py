@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address import Site
+from gaff.address import Site, parse_site
 from gaff.compat import version_of
 from gaff.engine.flops import FlopCount
 from gaff.engine.graph import used_leaves
@@ -19,10 +19,20 @@ from gaff.engine.opcalls import OpCall
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap, Tap
 from gaff.errors import PlanError
+from gaff.record.picture import Picture
 from gaff.select import Found, is_container, iter_modules, join, need_module, unwrap
 from gaff.tools.op_log import place_of, place_text
+from gaff.tools.picturing import Album, are_probabilities, attention_of
 from gaff.tools.record import CallRow, ParameterRow, Trace
-from gaff.tools.trace_sink import CallLog, CallNotes, GradientLog, ParameterLog, shape_text, statistics_of
+from gaff.tools.trace_sink import (
+    CallLog,
+    CallNotes,
+    GradientLog,
+    ParameterLog,
+    numbers_of,
+    shape_text,
+    statistics_of,
+)
 from gaff.tools.untouched import untouched
 from gaff.values import iter_tensors
 
@@ -37,6 +47,7 @@ def trace_run(
     *,
     has_flops: bool,
     has_ops: bool = False,
+    has_pictures: bool = False,
 ) -> Trace:
     """See ``gaff.trace``."""
     need_module(model)
@@ -44,8 +55,9 @@ def trace_run(
         _check_backward(model, backward)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     counter = FlopCount.warm() if has_flops else None
-    log = CallLog(lambda: counter.total if counter is not None else 0, device)
     modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
+    album = Album(len(modules) * (2 if backward is not None else 1)) if has_pictures else None
+    log = CallLog(lambda: counter.total if counter is not None else 0, device, album)
     parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
     taps = _taps(model, modules, log, parameters if backward is not None else {}, has_ops=has_ops)
     session = Session(model, taps)
@@ -104,6 +116,8 @@ def _taps(
                 taps.append(Tap(Found(Site(path, "*", port=port), module, chain), log_gradient, is_exact=False))
         if has_ops:
             taps.append(OpTap(found, partial(_enter_op, log), partial(_leave_op, log)))
+        if log.album is not None:
+            taps.append(OpTap(found, lambda call: None, partial(_picture_op, log.album)))
     for path, _ in _iter_parameters(model):
         if path in parameters:
             owner, chain, name = _owner(modules, path)
@@ -122,6 +136,23 @@ def _enter_op(log: CallLog, call: OpCall) -> None:
 
 def _leave_op(log: CallLog, call: OpCall, output: Any) -> None:
     log.leave(replace(call.site, call=None), output)
+
+
+def _named(picture: Picture, counts: dict[Site, int]) -> Picture:
+    """Without the call where there was only one, as rows have it."""
+    site = parse_site(picture.site)
+    is_single = counts.get(Site(site.path), 0) <= 1
+    return replace(picture, site=str(replace(site, call=None))) if is_single else picture
+
+
+def _picture_op(album: Album, call: OpCall, output: Any) -> None:
+    """Attention: what a softmax has returned, or what is inside a fused call."""
+    name = str(call.site)
+    found = attention_of(call.args, call.kwargs) if call.site.op == "scaled_dot_product_attention" else None
+    if found is not None:
+        album.add(name, found, is_attention=True)
+    elif call.site.op == "softmax" and are_probabilities(output):
+        album.add(name, output, is_attention=True)
 
 
 def _owner(modules: list[Any], path: str) -> tuple[nn.Module, tuple[nn.Module, ...], str]:
@@ -186,6 +217,15 @@ def _build(
         counts[call.site] = counts.get(call.site, 0) + 1
     shown = [call for call in log.calls if call.is_complete or call.site.op is None]
     rows = tuple(_row(call, classes[call.site.path], counts[call.site]) for call in shown)
+    place = {id(call): at for at, call in enumerate(shown)}
+    edges = tuple(
+        (place[id(one)], at, is_known)
+        for at, call in enumerate(shown)
+        for is_known, makers in ((True, call.takes), (False, call.follows))
+        for one in makers
+        if id(one) in place
+    )
+    pictures = tuple(_named(one, counts) for one in log.album.pictures) if log.album is not None else ()
     called = {id(classes[site.path]) for site in counts}
     unused = [path for path, module, _ in modules if path and not is_container(module) and id(module) not in called]
     states = []
@@ -198,7 +238,7 @@ def _build(
         if parameter.requires_grad and is_unused:
             without.append(path)
     name = type(unwrap(model)).__name__
-    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), **facts)
+    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), **facts, edges=edges, pictures=pictures)
 
 
 def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
@@ -221,4 +261,6 @@ def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
         statistics=statistics_of(call.statistics),
         grad_output=call.gradients.get("grad_output"),
         grad_input=call.gradients.get("grad_input"),
+        digest=f"{call.marks[0].item():x}" if call.marks is not None else "",
+        sketch=numbers_of(call.marks[1]) if call.marks is not None else (),
     )

@@ -1,0 +1,19 @@
+"""``gaff diff A B``: where two runs, or two traces, first part."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from gaff.cli.report import need_numpy
+from gaff.parting.diff import diff
+
+
+def run(options: Namespace) -> int:
+    """Exit code 3 where they part."""
+    if options.html:
+        need_numpy("--html")
+    found = diff(options.a, options.b, tolerance=options.tolerance)
+    if options.html:
+        found.save(options.html)
+    print(found.to_json() if options.json else found)
+    return 3 if found else 0

@@ -1,0 +1,1 @@
+"""Where two runs, or two models, first part. Needs no torch."""

@@ -1,0 +1,186 @@
+"""Activations and gradients as pictures, made while they pass: nothing of a tensor is kept but its picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gaff.record.picture import Picture
+
+_ROOM = 5_000_000  # bytes of all pictures of a trace
+_LEAST, _MOST = 2_048, 50_000  # of one
+_TILES = 36
+_TOKENS, _CHANNELS = 128, 256
+_IMAGE = 224  # pixels
+_HEADS = 16
+_MAPS = 8  # class activation maps of one trace
+
+
+class Album:
+    """The pictures of one trace. ``sites``: about how many there will be, which tells how large they may be."""
+
+    def __init__(self, sites: int) -> None:
+        self.pictures: list[Picture] = []
+        self._room = max(_LEAST, min(_MOST, _ROOM // max(1, sites)))
+        self._maps: dict[str, Tensor] = {}  # feature maps that wait for their gradients
+
+    def add_input(self, site: str, tensor: Tensor) -> None:
+        """An image that the model is given, as it is seen; anything else as an activation."""
+        value = _first(tensor)
+        if value is None or value.dim() != 3 or value.shape[0] not in (1, 3) or min(value.shape[1:]) < 4:
+            return self.add(site, tensor)
+        tall, wide = value.shape[1:]
+        scale = min(1.0, _IMAGE / max(tall, wide))
+        small = _resized(value[None], max(1, int(tall * scale)), max(1, int(wide * scale)))[0]
+        low, high = _range(small)
+        pixels = _bytes(small.expand(3, -1, -1).permute(1, 2, 0), low, high)
+        size = (small.shape[1], small.shape[2], 3)
+        self.pictures.append(Picture(site, "image", "the input", size, pixels, tuple(tensor.shape), low, high))
+        return None
+
+    def add(self, site: str, tensor: Tensor, *, is_gradient: bool = False, is_attention: bool = False) -> None:
+        """Whatever the shape of a tensor lets be drawn; of the first example of the batch."""
+        value = _first(tensor)
+        if value is None or not value.numel():
+            return
+        kind, tiles = self._tiles(value, is_attention=is_attention)
+        if tiles is None:
+            return
+        low, high = _range(tiles)
+        is_signed = is_gradient or low < 0
+        if is_signed:
+            high = max(abs(low), abs(high))
+        data = _bytes(tiles, -high if is_signed else low, high)
+        what = "gradient of " if is_gradient else ""
+        more = self._more(kind, value, tiles)
+        shape = tuple(tensor.shape)
+        size = (tiles.shape[0], tiles.shape[1], tiles.shape[2])
+        self.pictures.append(Picture(site, kind, f"{what}{kind}{more}", size, data, shape, low, high, is_signed))
+
+    def keep_maps(self, site: str, tensor: Tensor) -> None:
+        """Keep the feature maps of one example for a class activation map; the latest eight."""
+        value = _first(tensor)
+        if value is not None and value.dim() == 3 and min(value.shape[1:]) > 1:
+            self._maps.pop(site, None)
+            self._maps[site] = value.clone()
+            while len(self._maps) > _MAPS:
+                self._maps.pop(next(iter(self._maps)))
+
+    def add_class_activation(self, site: str, gradient: Tensor) -> None:
+        """Grad-CAM (Selvaraju et al. 2017, equations 1, 2): maps weighted by the mean of their gradient, above zero."""
+        maps, value = self._maps.pop(site, None), _first(gradient)
+        if maps is None or value is None or maps.shape != value.shape:
+            return
+        weights = value.mean((1, 2), keepdim=True)
+        found = (weights * maps).sum(0).relu()
+        under = next((at for at, one in enumerate(self.pictures) if one.kind == "image"), None)
+        small = found[None]
+        if under is not None:
+            tall, wide, _ = self.pictures[under].size
+            small = functional.interpolate(small[None], (tall, wide), mode="bilinear", align_corners=False)[0]
+        low, high = _range(small)
+        size = (1, small.shape[1], small.shape[2])
+        title = "class activation map" + (" over the input" if under is not None else "")
+        shape = tuple(gradient.shape)
+        data = _bytes(small, low, high)
+        self.pictures.append(Picture(site, "class activation", title, size, data, shape, low, high, over=under))
+
+    def _tiles(self, value: Tensor, *, is_attention: bool) -> tuple[str, Tensor | None]:
+        """[tiles, height, width] of one example, small enough."""
+        if is_attention and value.dim() in (2, 3) and min(value.shape[-2:]) > 1:
+            heads = value.reshape(-1, *value.shape[-2:])[:_HEADS]
+            side = int(math.sqrt(self._room * 2 / heads.shape[0]))
+            return "attention", _limited(heads, side, side)
+        if value.dim() == 3 and min(value.shape[1:]) > 1:
+            maps = value[:_TILES]
+            side = max(8, int(math.sqrt(self._room / maps.shape[0])))
+            return "feature maps", _limited(maps, side, side)
+        if value.dim() == 2 and min(value.shape) > 1:
+            return "tokens x channels", _limited(value[None], _TOKENS, min(_CHANNELS, self._room // _TOKENS * 2))
+        if value.dim() >= 1 and value.numel() > 1:
+            row = value.reshape(1, 1, -1)
+            return "values", _limited(row, 1, 2 * _CHANNELS)
+        return "", None
+
+    @staticmethod
+    def _more(kind: str, value: Tensor, tiles: Tensor) -> str:
+        names = {"attention": "heads", "feature maps": "channels"}
+        there = math.prod(value.shape[:-2]) if value.dim() > 2 else 1
+        parts = [f"first {tiles.shape[0]} of {there} {names[kind]}"] if kind in names and there > tiles.shape[0] else []
+        if tuple(tiles.shape[-2:]) != tuple(value.shape[-2:]) and value.dim() > 1:
+            parts.append("averaged to fit")
+        if not bool(torch.isfinite(value).all()):
+            parts.append(f"{int((~torch.isfinite(value)).sum())} not finite, drawn as the lowest")
+        return f" ({', '.join(parts)})" if parts else ""
+
+
+def attention_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The probabilities that ``scaled_dot_product_attention`` does not return, of the first example, from its inputs.
+
+    As torch documents it: softmax(q k^T * scale + mask), before dropout. None where it cannot be told.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() != 4 or key.dim() != 4:
+        return None
+    with torch.no_grad():
+        q, k = query[0, :_HEADS].float(), key[0].float()
+        if k.shape[0] != query.shape[1]:  # groups of heads that share their keys
+            k = k.repeat_interleave(query.shape[1] // k.shape[0], 0)
+        k = k[:_HEADS]
+        scale = given.get("scale") or 1 / math.sqrt(q.shape[-1])
+        scores = q @ k.transpose(-2, -1) * scale
+        if given.get("is_causal"):
+            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~allowed, -math.inf)
+        if isinstance(mask, Tensor):
+            one = mask[0] if mask.dim() == 4 else mask
+            one = one[:_HEADS] if one.dim() == 3 else one
+            scores = scores.masked_fill(~one, -math.inf) if one.dtype == torch.bool else scores + one
+        return scores.softmax(-1)[None]
+
+
+def are_probabilities(tensor: Any) -> bool:
+    """Whether the last dimension holds shares of one, in a square or so of queries and keys. Waits for the device."""
+    if not isinstance(tensor, Tensor) or tensor.dim() not in (3, 4) or not tensor.is_floating_point():
+        return False
+    if min(tensor.shape[-2:]) < 2:
+        return False
+    with torch.no_grad():
+        value = tensor.detach()[:1].float()
+        return bool((value >= 0).all()) and bool(((value.sum(-1) - 1).abs() < 1e-2).all())
+
+
+def _first(tensor: Tensor) -> Tensor | None:
+    """The first example as float32, detached; None of what cannot be drawn."""
+    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    if is_odd or tensor.is_complex() or tensor.dtype == torch.bool or tensor.dim() < 2 or not tensor.shape[0]:
+        return None
+    return tensor.detach()[0].float()
+
+
+def _range(value: Tensor) -> tuple[float, float]:
+    finite = value[torch.isfinite(value)]
+    return (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
+
+
+def _bytes(value: Tensor, low: float, high: float) -> bytes:
+    scaled = (value.nan_to_num(low, high, low) - low) * (255 / (high - low) if high > low else 0.0)
+    table = scaled.round().clamp(0, 255).to(torch.uint8).cpu().contiguous()
+    return bytes(table.flatten().tolist())
+
+
+def _limited(tiles: Tensor, tall: int, wide: int) -> Tensor:
+    """Averaged down where it is larger."""
+    tall, wide = min(tall, tiles.shape[-2]), min(wide, tiles.shape[-1])
+    return tiles if (tall, wide) == tuple(tiles.shape[-2:]) else _resized(tiles[None], tall, wide)[0]
+
+
+def _resized(value: Tensor, tall: int, wide: int) -> Tensor:
+    return functional.adaptive_avg_pool2d(value, (tall, wide))
