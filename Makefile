@@ -5,7 +5,7 @@ PEERS := .venv-peers
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml constraints.txt
 
-.PHONY: demo more test slow vision check bench docs format clean
+.PHONY: demo more test slow vision partners page page-check check bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -34,6 +34,19 @@ slow: $(VENV)/.ready  ## compile, forty architectures, examples
 
 vision: $(PEERS)/.ready  ## torchvision and timm models
 	$(PEERS)/bin/python -m pytest tests/vision -n 2
+
+partners: $(PEERS)/.ready  ## real trackers, tables and event files
+	$(PEERS)/bin/python -m pytest tests/partners -n 2
+
+page: page/node_modules/.package-lock.json  ## the page's script and style, built into the package; needs node
+	cd page && npm run --silent check && npm run --silent test && npm run --silent build
+
+page-check: page/node_modules/.package-lock.json  ## whether what is in the package is what page/ builds
+	cd page && npm run --silent check && npm run --silent test && npm run --silent build -- --check
+
+page/node_modules/.package-lock.json: page/package.json page/package-lock.json
+	cd page && npm ci --silent --ignore-scripts
+	touch $@
 
 check: $(VENV)/.ready  ## lint, format, strict types
 	$(RUN) -m ruff check .

@@ -12,14 +12,14 @@ import { graph } from "./views/graph";
 import { map } from "./views/map";
 import { pictures } from "./views/pictures";
 import { site } from "./views/site";
-import { changes, coverage, gradients, optimizer, origin, runs } from "./views/tables";
+import { changes, coverage, gradients, optimizer, origin, recorder, runs } from "./views/tables";
 import { call, calls, outline, parameters } from "./views/trace";
 import { tree } from "./views/tree";
 import { verdict } from "./views/verdict";
 import type { Page, View } from "./view";
 
 const VIEWS: Record<Head["kind"], View[]> = {
-  training: [verdict, tree, depth, map, site, gradients, origin, optimizer, changes, coverage, runs],
+  training: [verdict, tree, depth, map, site, gradients, origin, optimizer, recorder, changes, coverage, runs],
   trace: [calls, outline, graph, pictures, parameters, call],
   diff: [diff],
 };
@@ -27,7 +27,7 @@ const KNOWN = 1; // the version of the head
 
 const EMPTY: Run = {
   name: "", path: "", verdict: "", level: "fine", steps: 0, complete: true, error: "", overhead: 0, rank: 0, ranks: [0], looks: 0, lastLook: -1,
-  command: "", began: "", facts: [], notes: [], findings: [], sites: [], groups: [], scalars: { names: [] }, models: [], gradients: [], changes: [],
+  command: "", began: "", facts: [], notes: [], findings: [], sites: [], groups: [], scalars: { names: [] }, models: [], gradients: [], flight: [], changes: [],
 };
 
 let source: Source;

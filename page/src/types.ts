@@ -69,7 +69,18 @@ export interface Run {
   scalars: { names: string[]; chunk?: number; low?: number };
   models: { name: string; class: string; compiled?: boolean; modules?: [string, string][] }[];
   gradients: Reached[];
+  flight: Flight[];
   changes: Change[];
+}
+
+export interface Flight {
+  step: number | null;
+  seconds: number | null;
+  lr: number | null;
+  scale: number | null;
+  samples: number | null;
+  batch: string;
+  losses: Record<string, number | null>;
 }
 
 export interface Change {

@@ -276,6 +276,7 @@ def watch(  # noqa: PLR0913  # what to watch, where to keep it, and how often
     every: int | None = None,
     budget: float = 0.01,
     rules_off: Iterable[str] = (),
+    keep_batch: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Watch:
     """Watch a training run: statistics of activations, gradients, weights and updates, judged by health rules.
@@ -291,6 +292,8 @@ def watch(  # noqa: PLR0913  # what to watch, where to keep it, and how often
         every: look at each nth step. None: as often as ``budget`` allows, and more often in the first steps.
         budget: the share of the time that looking may take.
         rules_off: names of health rules that are not asked (docs/rules).
+        keep_batch: write the batch of a step in which a NaN, a spike of the loss or an exception came, with weights and
+            random state, into ``out``: for ``gaff replay``. Needs safetensors.
         tell: called with lines for a terminal, from another thread: alarms at once, progress every ten seconds.
 
     Statistics are computed where the tensors are; values on a GPU are read by another thread. One thread trains: runs
@@ -300,4 +303,5 @@ def watch(  # noqa: PLR0913  # what to watch, where to keep it, and how often
     from gaff.watching.handle import make_watch, settings_of
 
     settings = settings_of(out, only, skip, every, budget, tell)
+    settings["keep_batch"] = keep_batch
     return make_watch(model, optimizer, settings=settings, rules_off=rules_off)

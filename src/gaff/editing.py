@@ -17,7 +17,7 @@ from gaff.engine.session import Session
 from gaff.engine.taps import EditTap, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
 from gaff.plan import Plan
-from gaff.receipt import Receipt, ReceiptRow, tidy
+from gaff.receipt import CHANGING, Receipt, ReceiptRow, tidy
 from gaff.select import identity, is_there, need_module
 
 REPLACED = "the module was replaced while the session was open: its successor was not edited"
@@ -50,6 +50,7 @@ class Editing:
         if self._state == "attached" and self._session.is_open:
             return self  # ``with plan.attach(model) as handle``
         self._session.open()
+        CHANGING.add(self)
         return self
 
     def __exit__(
@@ -60,6 +61,7 @@ class Editing:
     def attach(self) -> None:
         """Open without a block, until ``remove``; warns once where nothing was hit in the first full step."""
         self._session.open()
+        CHANGING.add(self)
         self._state = "attached"
         self._session.clock.at_end.append(self._warn)
 

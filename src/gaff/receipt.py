@@ -5,10 +5,14 @@ Of an edit the first sixteen events at a site are measured, later ones when thei
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gaff.text import table
+
+CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()  # limits on gradients, and sessions of edits, opened in this process
 
 
 @dataclass(frozen=True, slots=True)

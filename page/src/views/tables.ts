@@ -125,6 +125,32 @@ async function quantiles(page: Page, stat: string) {
   return { x: group.last, curves: [{ name: "largest", values: at(1) }, { name: "median", values: at(0.5) }, { name: "smallest", values: at(0) }] };
 }
 
+export const recorder: View = {
+  key: "last",
+  title: "Last steps",
+  what: "the flight recorder: every one of the last steps, looked at or not",
+  isShown: (page) => page.run.flight.length > 0,
+  draw(page) {
+    const rows = [...page.run.flight].reverse();
+    const names = [...new Set(rows.flatMap((row) => Object.keys(row.losses)))];
+    const cells = rows.map((row) => [
+      number(row.step),
+      ...names.map((name) => (name in row.losses ? (row.losses[name] === null ? "not finite" : number(row.losses[name])) : "")),
+      number(row.lr),
+      number(row.scale),
+      number(row.samples),
+      row.seconds ? number(row.seconds) : "did not end",
+      row.batch,
+    ]);
+    return h(
+      "div",
+      {},
+      h("p", { class: "quiet" }, "the latest first; equal checksums are equal batches, as far as their first 4 KiB tell"),
+      table(["step", ...names, "learning rate", "scale", "samples", "seconds", "batch"], cells, [0, ...names.map((_, at) => at + 1), names.length + 1, names.length + 2, names.length + 3, names.length + 4]),
+    );
+  },
+};
+
 export const changes: View = {
   key: "changes",
   title: "Clips and edits",

@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_runs(commands)
     _add_diff(commands)
+    _add_export(commands)
+    _add_replay(commands)
     return parser
 
 
@@ -157,6 +159,11 @@ def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--interval", type=float, default=10.0, metavar="SECONDS", help="between lines of progress (default: 10)"
     )
+    parser.add_argument(
+        "--keep-batch",
+        action="store_true",
+        help="keep batch and weights of a step that goes wrong, for gaff replay",
+    )
     parser.add_argument("--live", action="store_true", help="also serve a page that follows the run, on this machine")
     parser.add_argument("--quiet", action="store_true", help="tell nothing; the record has it all")
     parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes")
@@ -203,6 +210,37 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--tolerance", type=float, metavar="SHARE", help="the relative difference that is allowed")
     parser.add_argument("--json", action="store_true", help="print data instead")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "run a batch that a watched run has kept once more, and look at every op"
+    parser = commands.add_parser(
+        "replay", help=summary, description=f"{summary}; exit code 3 where it finds a NaN or inf"
+    )
+    parser.set_defaults(command="replay")
+    parser.add_argument("run", metavar="RUN", help="a run of gaff watch --keep-batch")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("--step", type=int, metavar="N", help="whose batch (default: the first that was kept)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page of the run: ops, graph, pictures")
+    parser.add_argument("--json", action="store_true", help="print data instead")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "write a watched run as a table or event files, or send it to a tracker"
+    parser = commands.add_parser("export", help=summary, description=summary)
+    parser.set_defaults(command="export")
+    parser.add_argument("run", metavar="RUN", help="the folder that gaff watch --out has written")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=["csv", "jsonl", "parquet", "tensorboard", "wandb", "mlflow", "trackio"],
+        help="the partner; all but csv and jsonl need its package",
+    )
+    parser.add_argument("--out", metavar="PATH", help="the file or folder (default: beside the run)")
+    parser.add_argument("--site", action="append", default=[], metavar="PATTERN", help="sites, such as '**:grad'")
+    parser.add_argument("--stat", action="append", default=[], metavar="NAME", help="numbers of a site, such as rms")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,6 +38,8 @@ def run(options: Namespace) -> int:
     _check(options)
     if options.live:
         need_numpy("--live")
+    if options.keep_batch and find_spec("safetensors") is None:
+        raise PlanError("--keep-batch needs safetensors, which is not installed: pip install 'gaff[files]'")
     out = _folder(options.out, command)
     _build_kernel(options)
     environment = _environment(options, out)
@@ -108,6 +111,7 @@ def _environment(options: Namespace, out: Path) -> dict[str, str]:
         "quiet": options.quiet,
         "plain": options.plain,
         "interval_s": options.interval,
+        "keep_batch": options.keep_batch,
     }
     paths = [inject, *([known] if known else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(settings)}

@@ -7,6 +7,7 @@ reaches a loss, an output or a gradient is told with where it began, not with wh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,7 +42,7 @@ from gaff.health.marks import (
     users_place,
 )
 from gaff.health.ranges import can_hold, has_nonfinite, range_of
-from gaff.health.report import Range, Report
+from gaff.health.report import BEFORE, Range, Report
 from gaff.health.trail import Trail
 from gaff.select import Found, is_container, iter_modules, join, need_module, resolve
 from gaff.tools.op_log import Producers, code_at, place_text
@@ -84,6 +85,8 @@ class Examination:
         self._trail = Trail()
         self._sinks: list[Made] = []
         self._ops = 0
+        self._before: deque[str] = deque(maxlen=BEFORE)  # the last ops that ran
+        self._chains: dict[int, tuple[str, ...]] = {}  # those before something that is not finite was made
         self._inside = [""]  # paths of the modules that run now
         self._last: Made | None = None  # of the last op outside the model
         self._bad_gradients: set[int] = set()  # of parameters, before the step
@@ -249,10 +252,13 @@ class Examination:
             made = self._marks.of(tensor)  # by an op inside a composite one
             if made is None and has_nonfinite(tensor):
                 made = self._judge(call, tensor, marks, ranges)
+                self._chains.setdefault(made.number, tuple(self._before))
             ran.made = ran.made or made
             self._marks.put(tensor, made)
             if made is not None and tensor._base is not None:
                 self._marks.put(tensor._base, made)
+        shapes = ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors[:2])
+        self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))
         if not call.site.path:
             self._last = ran.made if ran.made is None or not ran.made.is_meant else None
         self._producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
@@ -356,6 +362,7 @@ class Examination:
             passed=passed,
             notes=tuple(self.notes),
             ops=ops,
+            before=self._chains.get(made.number, ()),
         )
 
 

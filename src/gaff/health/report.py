@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+BEFORE = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -70,6 +72,7 @@ class Report:
     passed: tuple[str, ...] = ()  # modules that only passed it on
     notes: tuple[str, ...] = ()
     ops: int = 0  # looked at, forward and backward
+    before: tuple[str, ...] = ()  # of one made in a forward pass: the twenty ops that ran before, the last one last
 
     def __bool__(self) -> bool:
         return self.found

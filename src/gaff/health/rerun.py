@@ -61,10 +61,7 @@ def run_again(
     try:
         with ExitStack() as stack:
             stack.enter_context(untouched(model, inputs))
-            for device, dtype in batch.autocast:
-                stack.enter_context(torch.autocast(device, dtype))
-            stack.enter_context(torch.set_grad_enabled(batch.has_grad))
-            _set_random_states(batch.random)
+            replayed(stack, batch)
             if assume_ones:
                 examination.notes.append(
                     "backward was run from ones, for what the loss sent back is not known any more"
@@ -72,6 +69,14 @@ def run_again(
             return examination.run(lambda: _again(model, args, kwargs, batch.gradients, assume_ones)), ""
     except _FAILURES as error:  # what fails when it is run again must not take the place of the alarm
         return Report(False), f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0]
+
+
+def replayed(stack: ExitStack, batch: Batch) -> None:
+    """Autocast, grad mode and random numbers as the batch met them; who calls restores the random numbers."""
+    for device, dtype in batch.autocast:
+        stack.enter_context(torch.autocast(device, dtype))
+    stack.enter_context(torch.set_grad_enabled(batch.has_grad))
+    _set_random_states(batch.random)
 
 
 def _again(

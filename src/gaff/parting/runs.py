@@ -155,8 +155,8 @@ def _batches(a: Record, b: Record) -> list[Row]:
     step = next((step for step in common if prints[0][step] != prints[1][step]), None)
     if step is None:
         return [Row("the batch", "the batch", "batch", "same", 0.0, 0.0, "checksum", step=common[-1])]
-    return [Row("the batch", "the batch", "batch", "parted", math.inf, 0.0, "checksum", prints[0][step], prints[1][step],
-                step=step)]  # fmt: skip
+    a_print, b_print = (one[step] for one in prints)
+    return [Row("the batch", "the batch", "batch", "parted", math.inf, 0.0, "checksum", a_print, b_print, step=step)]
 
 
 def _losses(a: Record, b: Record, tolerance: float | None) -> list[Row]:

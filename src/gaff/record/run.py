@@ -16,6 +16,8 @@ from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.log import EVENT, LAYOUT, MAGIC, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
 from gaff.record.ranks import divergence
+from gaff.record.ring import ENDING as RING
+from gaff.record.ring import Flight, read_ring
 
 VERSION = 1
 HEAD = "run.json"
@@ -192,6 +194,11 @@ class Record:
         """All events of one kind, each with its step."""
         return [(step, one) for step, one in self.part(rank).events if one.get("kind") == kind]
 
+    def flight(self, rank: int = 0) -> list[Flight]:
+        """The last 64 steps, looked at or not, as they were when the process ended, however it ended; oldest first."""
+        path = self.part(rank).reader.path.with_suffix(RING)
+        return read_ring(path) if path.exists() else []
+
     def scalar(self, name: str = "loss", rank: int = 0) -> Series:
         """A number of each step: ``loss`` (the first that was found), ``loss:NAME``, ``lr``, ``grad_norm`` ...
 
@@ -217,7 +224,7 @@ class Record:
         (``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nan``, ``count`` ...) or ``rms``, ``norm``, ``nonfinite``.
         Raises RecordError with near names.
         """
-        key = self._find(site)
+        key = _find(self.names(), site, self.path)
         steps, values = [], []
         stats: dict[str, None] = {}
         part = self.part(rank)
@@ -236,7 +243,7 @@ class Record:
 
     def latest(self, site: str, phase: str = "train", rank: int = 0) -> dict[str, float]:
         """All numbers of one site at the last look that has it, with its step; empty where there is none."""
-        key = self._find(site)
+        key = _find(self.names(), site, self.path)
         part = self.part(rank)
         for at in range(len(part.tables) - 1, -1, -1):
             table = part.table(at)
@@ -249,7 +256,7 @@ class Record:
 
     def magnitudes(self, site: str, phase: str = "train", rank: int = 0) -> list[tuple[int, list[float]]]:
         """For each sampled step the shares of the finite elements in the 64 buckets of magnitude, within 3.3 %."""
-        key = self._find(site)
+        key = _find(self.names(), site, self.path)
         part = self.part(rank)
         found = []
         for at, (step, _) in enumerate(part.tables):
@@ -275,22 +282,6 @@ class Record:
         models = {model for model, _ in keys}
         return {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
 
-    def _find(self, site: str) -> tuple[str, str]:
-        names = self.names()
-        if site in names:
-            return names[site]
-        full = {_joined(*key): key for key in names.values()}
-        if site in full:
-            return full[site]
-        alike = [key for key in names.values() if key[1] == site]
-        if len(alike) == 1:
-            return alike[0]
-        if alike:
-            places = ", ".join(_joined(*one) for one in alike)
-            raise RecordError(f"{site!r} is in several models: expected one of {places}")
-        near = ", ".join(nearest(site, list(names))) or "none"
-        raise RecordError(f"no site {site!r} in {self.path} of {len(names)} sites; nearest: {near}")
-
 
 def load(path: str | Path) -> Record:
     """Open the record of a run: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written.
@@ -299,6 +290,23 @@ def load(path: str | Path) -> Record:
     RecordError where there is no record, or one of a later version.
     """
     return Record(path)
+
+
+def _find(names: dict[str, tuple[str, str]], site: str, path: Path) -> tuple[str, str]:
+    """Model and address of a name; the model's may be left out. Raises RecordError with near names."""
+    if site in names:
+        return names[site]
+    full = {_joined(*key): key for key in names.values()}
+    if site in full:
+        return full[site]
+    alike = [key for key in names.values() if key[1] == site]
+    if len(alike) == 1:
+        return alike[0]
+    if alike:
+        places = ", ".join(_joined(*one) for one in alike)
+        raise RecordError(f"{site!r} is in several models: expected one of {places}")
+    near = ", ".join(nearest(site, list(names))) or "none"
+    raise RecordError(f"no site {site!r} in {path} of {len(names)} sites; nearest: {near}")
 
 
 def _joined(model: str, address: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gaff import compat
 from gaff.engine.steps import AccumulationWatch, BackwardGuard, StepGuard, unwrap_optimizer
 from gaff.errors import NonFiniteError, PlanError
+from gaff.receipt import CHANGING
 from gaff.select import iter_modules, join, need_module
 from gaff.tools.audit import Audit
 
@@ -111,6 +112,7 @@ class Clipping:
             self._backward.follow(self._parameters)
         self._views.watch.open()
         self._is_open = True
+        CHANGING.add(self)
 
     def remove(self) -> None:
         """Take the limits away; the audit stays readable."""

@@ -39,8 +39,9 @@ def alarm(finding: Finding) -> str:
 def body_of(finding: Finding) -> list[str]:
     """The lines of a finding below its title."""
     lines = [finding.message, f"since step {finding.since}" + _extent(finding)]
-    if finding.evidence:
-        lines.append("evidence: " + ", ".join(f"{name} {_shown(value)}" for name, value in finding.evidence.items()))
+    known = {name: value for name, value in finding.evidence.items() if name != "chain"}  # for the page
+    if known:
+        lines.append("evidence: " + ", ".join(f"{name} {_shown(value)}" for name, value in known.items()))
     if finding.also:
         more = f" and {len(finding.also) - 5} more" if len(finding.also) > 5 else ""
         lines.append(f"also at: {', '.join(finding.also[:5])}{more}")

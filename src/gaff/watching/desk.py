@@ -22,6 +22,7 @@ from gaff.record.sample import Key, Sample, Units
 from gaff.statistics.rows import Numbers
 from gaff.views import watch_text
 from gaff.watching import facts, losses
+from gaff.watching.flight import Recall, changes
 from gaff.watching.losses import Losses
 from gaff.watching.models import Model
 from gaff.watching.pace import Pace
@@ -51,11 +52,13 @@ class Pulse(NamedTuple):
 class Desk:
     """Everything that happens to a look after it was taken. The methods are called by the training thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, recall: Recall) -> None:
         self._settings = settings
+        self._recall = recall
+        self._due: list[str] = []  # why the last steps are to be written
         self._tell = settings.tell
         self._path = str(settings.out) if settings.out is not None else ""
-        self._recorder = Recorder(lambda: _log_path(settings))
+        self._recorder = Recorder(lambda: recall.open(_log_path(settings)))
         self._judge = Judge(settings.rules, self._alarm)
         self._writer = Writer(self._job_failed)
         self._pulses: list[Pulse] = []
@@ -134,6 +137,8 @@ class Desk:
     def tick(self, step: int, pace: Pace) -> None:
         """Every step: see whether it is time to write, or to tell."""
         now = perf_counter()
+        if self._due or self._recall.is_asked:
+            self._write_flight(step)
         if now - self._flushed > _FLUSH_S or len(self._pulses) >= _MOST_PULSES:
             self._flushed = now
             self._flush(step, pace)
@@ -163,11 +168,18 @@ class Desk:
 
     def close(self, step: int, pace: Pace, notes: Sequence[str], error: BaseException | None) -> None:
         self._flush(step, pace)
+        if error is not None:
+            self._due.append(type(error).__name__)
         self._writer.stop()
+        if self._due:  # a rule may have fired just now
+            self._write_flight(step)
+            self._writer.stop()
         if self._writer.dropped:
             notes = (*notes, f"{self._writer.dropped} looks were dropped: the record could not be written fast enough")
         broken = [f"rule {name!r} raised {told}: not asked any more" for name, told in self._judge.broken.items()]
         try:
+            for what, lines in changes():
+                self._recorder.event("changes", step, what=what, lines=lines)
             self._write_findings(step, is_last=True)
             self._recorder.event(
                 "end",
@@ -180,6 +192,21 @@ class Desk:
         except OSError as refused:
             self._job_failed(refused)
         self._recorder.close()
+
+    def _write_flight(self, step: int) -> None:
+        """The last steps, as they are: what has happened is among them."""
+        why, self._due = self._due, []
+        if self._recall.is_asked:
+            self._recall.is_asked = False
+            why = [*why, "SIGUSR1"]
+            if self._tell is not None:
+                self._tell(f"gaff: the last steps up to step {step} are written to {self._path}")
+        rows = [one.to_dict() for one in self._recall.recent]
+
+        def job() -> None:
+            self._recorder.event("flight", step, why=why, rows=rows)
+
+        self._writer.put(job)
 
     # on the other thread
 
@@ -232,6 +259,7 @@ class Desk:
             self._tell(watch_text.line(step, self._latest, self._judge.findings, pace.overhead, pace.distance))
 
     def _alarm(self, finding: Finding) -> None:
+        self._due.append(finding.rule)
         if self._tell is not None:
             self._tell(watch_text.alarm(self._judge.about(finding, self._path)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from gaff.engine.steps import unwrap_optimizer
@@ -89,7 +90,10 @@ def make_watch(
 
 
 def rank_of_process() -> int:
-    """As launchers of several processes tell it."""
+    """As torch knows it, or launchers of several processes tell it."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
     told = os.environ.get("RANK", "")
     return int(told) if told.isdigit() else 0
 

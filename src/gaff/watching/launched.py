@@ -35,6 +35,7 @@ def _watch(settings: dict[str, Any]) -> None:
             rules=tuple(rules.select(settings["rules_off"])),
             tell=tell,
             interval_s=settings["interval_s"],
+            keep_batch=settings["keep_batch"],
             rank=int(os.environ.get("RANK", "0")),
             is_lazy=True,
         )

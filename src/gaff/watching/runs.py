@@ -42,7 +42,8 @@ class Listener(Protocol):
 class Runs:
     """Follows the calls of ``models``; finds new ones unless ``is_given``. Only on the thread that opened it."""
 
-    def __init__(self, models: Models, listener: Listener, *, is_given: bool) -> None:
+    def __init__(self, models: Models, listener: Listener, begins: Callable[[Batch], None], *, is_given: bool) -> None:
+        self._begins = begins
         self.batches: list[tuple[Model, Batch]] = []  # of the step in progress
         self.window: Window | None = None  # of the step in progress, if it is looked at
         self.has_compiled_function = False
@@ -214,6 +215,7 @@ class Runs:
             window.facts.setdefault("fingerprint", facts.fingerprint(args, kwargs))
         if len(self.batches) < _KEPT:
             self.batches.append((model, Batch.of(args, kwargs)))
+            self._begins(self.batches[-1][1])
         self._size = facts.batch_size(args, kwargs)
         self._samples += self._size
         self._largest = max(self._largest, self._size)

@@ -194,6 +194,8 @@ def _evidence(report: Report) -> dict[str, Any]:
     told["inputs"] = [f"{one.name}: {one}" for one in report.inputs]
     if report.output is not None:
         told["output"] = f"{report.output.name}: {report.output}"
+    if report.before:
+        told["chain"] = list(report.before)
     if report.notes:
         told["notes"] = list(report.notes)
     return {name: value for name, value in told.items() if value}

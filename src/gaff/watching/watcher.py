@@ -25,6 +25,7 @@ from gaff.engine.outer import Outer, Told
 from gaff.health.rules import Rule
 from gaff.watching import facts, trouble
 from gaff.watching.desk import Desk
+from gaff.watching.flight import Recall
 from gaff.watching.losses import Losses
 from gaff.watching.models import Model, Models
 from gaff.watching.optimizers import Optimizers
@@ -59,6 +60,7 @@ class Settings:
     tell: Callable[[str], None] | None = None
     interval_s: float = 10.0
     rank: int = 0
+    keep_batch: bool = False  # of steps in which something goes wrong, with the model's weights
     is_lazy: bool = False  # make the record when the first model is found
     complain: Callable[[str], None] = to_stderr  # of a failure of ours, where there is no ``tell``
 
@@ -73,12 +75,13 @@ class Watcher:
         self.is_open = False
         self.pace = Pace(settings.budget, settings.every)
         self._models = Models(settings.only, settings.skip)
-        self._runs = Runs(self._models, self, is_given=models is not None)
+        self._recall = Recall(settings.out, keeps_batches=settings.keep_batch)
+        self._runs = Runs(self._models, self, self._recall.begins, is_given=models is not None)
         self._optimizers = Optimizers(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
             self._runs.know(self._models.add(name, model), model)
-        self.desk = Desk(settings)
+        self.desk = Desk(settings, self._recall)
         self._losses = Losses()
         self._clearing = Clearing()
         safely = partial(partial, self.guarded)
@@ -104,6 +107,7 @@ class Watcher:
 
     def open(self) -> None:
         self.is_open = True
+        self._recall.follow_signal()
         self._since = perf_counter()
         self._runs.open()
         self._outer.open()
@@ -120,15 +124,18 @@ class Watcher:
             self._outer.close()  # a failure could not: torch was going through its hooks
             return
         self._end_window(is_whole=False)
+        if error is not None and not isinstance(error, SystemExit):
+            self._recall.keep(self.step, "exception", self._runs.batches)
         self._pulse(0.0)
         self._stop_looking()
         self._outer.close()
         self.desk.close(
             self.step,
             self.pace,
-            (*self._models.missed, *_notes(self._models, self._runs, is_endless=self._is_endless)),
+            (*self._models.missed, *_notes(self._models, self._runs, is_endless=self._is_endless), *self._recall.notes),
             error,
         )
+        self._recall.close()
 
     def _stop_looking(self) -> None:
         """What is left of ours does nothing any more."""
@@ -186,7 +193,8 @@ class Watcher:
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 spike = self._losses.note(loss, self._window)
                 if spike is not None and not self._runs.is_rest():
-                    self.desk.add(trouble.of_spike(spike, self.step, self._runs.batches), self.step)
+                    spiked = trouble.of_spike(spike, self.step, self._runs.batches)
+                    self.desk.add(self._recall.keep_for(spiked, self._runs.batches), self.step)
         if self._losses.is_nonfinite:
             self._find_origin(f"the loss {self._losses.latest!r}", has_gradients=False)
 
@@ -201,7 +209,7 @@ class Watcher:
             finally:
                 self.is_open = True
                 resume()
-            self.desk.add(finding, self.step)
+            self.desk.add(self._recall.keep_for(finding, self._runs.batches), self.step)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         self._runs.left_model()
@@ -265,14 +273,17 @@ class Watcher:
         self.step = count
         self._runs.batches.clear()
         self._updates.clear()
-        if self.pace.is_due(count):
+        if self.pace.is_due(count) or self._recall.is_asked:
             self._begin_window()
         else:
             self._clearing.forget()
         self.desk.tick(count, self.pace)
 
     def _pulse(self, seconds: float) -> None:
-        self.desk.pulse(self.step, seconds, self._losses, self._skipped, self._runs.take_samples())
+        samples = self._runs.take_samples()
+        if seconds or samples:
+            self._recall.ended(self.step, seconds, self._losses, samples)
+        self.desk.pulse(self.step, seconds, self._losses, self._skipped, samples)
         self._losses.forget()
 
     # windows
@@ -316,6 +327,7 @@ class Watcher:
         """A forked child (a DataLoader's worker) is not watched."""
         if self.is_open:
             self.desk.abandon()
+            self._recall.close()
             self._stop_looking()
             self._outer.close()
 

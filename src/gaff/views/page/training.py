@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gaff import __version__
+from gaff.errors import RecordError
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import Key, port_of
@@ -63,7 +64,30 @@ def run_of(  # the range of steps and the width are what a zoom asks for
         "scalars": _scalars(record, rank, chunks),
         "models": [one for _, one in record.events("model", rank)],
         "gradients": _gradients(record, rank, cubes),
+        "flight": [_flight(one) for one in _last_steps(record, rank)],
         "changes": [{"step": step, **one} for step, one in record.events("changes", rank)],
+    }
+
+
+def _last_steps(record: Record, rank: int) -> list[dict[str, Any]]:
+    """From the ring; where it cannot be read, as they were when something was last found."""
+    try:
+        return [one.to_dict() for one in record.flight(rank)]
+    except RecordError:
+        told = record.describe("flight", rank).get("rows")
+        return [one for one in _list(told) if isinstance(one, dict)]
+
+
+def _flight(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows of a step, whatever a damaged file says."""
+    losses = row.get("losses")
+    numbers = {name: row.get(name) for name in ("step", "seconds", "lr", "scale", "samples")}
+    return {
+        **{name: value if isinstance(value, (int, float)) else None for name, value in numbers.items()},
+        "batch": _text(row.get("batch")),
+        "losses": {str(name): value for name, value in losses.items() if isinstance(value, (int, float))}
+        if isinstance(losses, dict)
+        else {},
     }
 
 

@@ -1,0 +1,100 @@
+"""A record in a run of MLflow, in whatever store it is set up with. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import zlib
+from collections.abc import Collection
+from types import TracebackType
+from typing import Any
+
+from gaff.errors import PlanError
+from gaff.integrations.partners import STATS, Findings, as_text, need, points, prefix
+from gaff.integrations.rows import Cursor
+from gaff.record.run import Record
+
+_AT_ONCE = 1000  # metrics of one request: what MLflow takes at most
+_LONGEST = 250  # characters of a metric's name
+_ALLOWED = re.compile(r"[/\w.\- :]*")
+
+
+class MLflow:
+    """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed.
+
+    Goes to your active run, which is left open, else to a new one in ``experiment`` (None: $MLFLOW_EXPERIMENT_NAME,
+    or ``gaff``), which ``close`` ends. Metrics are ``gaff/site/stat``, ``gaff/loss/NAME`` ... with the steps and times
+    of the run; where MLflow does not allow a name, see ``name_of``. Findings are the artifact ``gaff/findings.md``.
+    Stores in a database keep an infinite value as the largest number.
+    """
+
+    def __init__(
+        self, *, sites: Collection[str] = (), stats: Collection[str] = STATS, experiment: str | None = None
+    ) -> None:
+        """Raises PlanError where mlflow is not installed, or ``experiment`` is given and a run is active."""
+        module = need("mlflow", "mlflow")
+        self._metric = need("mlflow.entities", "mlflow").Metric
+        self._client = module.MlflowClient()
+        own = module.active_run()
+        if own is not None and experiment is not None:
+            raise PlanError(f"experiment={experiment!r}: a run of mlflow is active and would be used; end it first")
+        self._is_ours = own is None
+        self.run_id: str = own.info.run_id if own is not None else self._make_run(experiment)
+        self._sites, self._stats = sites, stats
+        self._cursor = Cursor()
+        self._findings = Findings()
+        self._waiting: list[Any] = []  # metrics of the next request
+
+    def send(self, record: Record) -> int:
+        """Returns how many numbers were new. What a failed request held is sent again by the next ``send``."""
+        count = 0
+        for point in points(record, self._sites, self._stats, self._cursor):
+            start, when = prefix(record, point.rank), round(1000 * point.time)
+            self._waiting += [
+                self._metric(name_of(f"{start}{name}"), value, when, point.step) for name, value in point.values.items()
+            ]
+            count += len(point.values)
+            self._flush(_AT_ONCE)
+        self._flush(1)
+        found = self._findings.news(record)
+        if found is not None:
+            self._client.log_text(self.run_id, as_text(found), "gaff/findings.md")
+        return count
+
+    def close(self) -> None:
+        """Ends the run if it was made here."""
+        if self._is_ours:
+            self._client.set_terminated(self.run_id)
+            self._is_ours = False
+
+    def __enter__(self) -> MLflow:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flush(self, least: int) -> None:
+        while len(self._waiting) >= least:
+            self._client.log_batch(self.run_id, self._waiting[:_AT_ONCE])
+            del self._waiting[:_AT_ONCE]
+
+    def _make_run(self, experiment: str | None) -> str:
+        name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gaff"
+        known = self._client.get_experiment_by_name(name)
+        number = known.experiment_id if known is not None else self._client.create_experiment(name)
+        return str(self._client.create_run(number).info.run_id)
+
+
+def name_of(wanted: str) -> str:
+    """As MLflow allows it: letters, digits, ``_-.: /``, 250 characters, the plain form of a path.
+
+    Any other is changed and ends in a checksum, so that none falls on another.
+    """
+    is_path = posixpath.normpath(wanted) == wanted != "." and not wanted.startswith(("/", ".."))
+    if is_path and len(wanted) <= _LONGEST and _ALLOWED.fullmatch(wanted):
+        return wanted
+    parts = [one for one in re.sub(r"[^/\w.\- :]", "_", wanted).split("/") if one not in ("", ".", "..")]
+    return f"{'/'.join(parts)[: _LONGEST - 9]}-{zlib.crc32(wanted.encode()):08x}"

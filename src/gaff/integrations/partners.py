@@ -1,0 +1,98 @@
+"""What the senders to trackers have in common: the partner's package, names of metrics, points, findings as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from gaff.errors import PlanError
+from gaff.integrations.rows import Cursor, Row, looks, rows_of, steps
+from gaff.record.run import Record
+from gaff.views.watch_text import body_of
+
+# What is sent where nobody chooses: all thirteen numbers of a thousand sites are more than a dashboard can show.
+STATS = ("mean", "std", "rms", "zeros", "nonfinite", "update_ratio")
+
+
+class Point(NamedTuple):
+    """Numbers of one rank that belong together, by their names."""
+
+    rank: int
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+def need(module: str, extra: str) -> Any:
+    """The partner's module. Raises PlanError with what to install where there is none."""
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise  # it is there, and something that it needs is not
+        raise PlanError(f"{package!r} is not installed: expected pip install 'gaff[{extra}]'") from None
+
+
+def refuse_options(module: str, run: Any, options: Mapping[str, Any]) -> None:
+    """Raises PlanError where a run is active, so that options of a new one would have no effect."""
+    if run is not None and options:
+        raise PlanError(
+            f"{', '.join(f'{name}={value!r}' for name, value in options.items())}: a run of {module} is active and "
+            "would be used; finish it first, or leave the options out"
+        )
+
+
+def points(record: Record, sites: Collection[str], stats: Collection[str], since: Cursor) -> Iterator[Point]:
+    """One for each step, of its scalars, and one for each table."""
+    for rows in steps(record, since=since):
+        if rows:
+            yield _point(rows)
+    for look in looks(record, sites=sites, since=since):
+        rows = list(rows_of(look, stats))
+        if rows:
+            yield _point(rows)
+
+
+def tag(row: Row) -> str:
+    """``site/stat``, ``site/eval_stat`` in evaluation, ``loss/NAME``, ``run/lr``."""
+    if not row.site:
+        return row.stat.replace(":", "/", 1) if row.stat.startswith("loss:") else f"run/{row.stat}"
+    return f"{row.site}/{'' if row.phase == 'train' else f'{row.phase}_'}{row.stat}"
+
+
+def prefix(record: Record, rank: int) -> str:
+    """Of names in a tracker that has one place for all ranks."""
+    return "gaff/" if rank == min(record.ranks) else f"gaff/rank{rank}/"
+
+
+class Findings:
+    """Tells the findings of a record when they are others than the last time."""
+
+    def __init__(self) -> None:
+        self._told = "[]"
+
+    def news(self, record: Record) -> list[list[str]] | None:
+        """Severity, rule, site, rank and text of each, worst first; None where nothing has changed."""
+        found = record.findings
+        told = json.dumps([one.to_dict() for one in found], default=str)
+        if told == self._told:
+            return None
+        self._told = told
+        return [[one.severity, one.rule, one.address, str(one.rank), "\n".join(body_of(one))] for one in found]
+
+
+def as_text(findings: list[list[str]]) -> str:
+    """Findings as Markdown in which nothing is markup but the title: every other line is indented as code."""
+    blocks = []
+    for severity, rule, site, rank, body in findings:
+        lines = [f"at {site}, rank {rank}", *body.split("\n")]
+        code = "\n".join(f"    {piece}" for line in lines for piece in line.splitlines() or [""])
+        blocks.append(f"**{severity}: {rule if rule.isidentifier() else 'finding'}**\n\n{code}")
+    return "\n\n".join(blocks) or "nothing found"
+
+
+def _point(rows: list[Row]) -> Point:
+    return Point(rows[0].rank, rows[0].step, rows[0].time, {tag(row): row.value for row in rows})

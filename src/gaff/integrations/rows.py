@@ -1,0 +1,225 @@
+"""What a record holds as plain rows, read once from front to end, or on from where one stopped. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gaff.address import nearest
+from gaff.errors import RecordError
+from gaff.record.log import MATRIX, SERIES, LogReader
+from gaff.record.matrix import Table, number_of, unpack, unpack_series
+from gaff.record.run import Part, Record
+
+DERIVED = ("rms", "norm", "nonfinite")  # as ``record.series`` knows them: they follow from what is stored
+MAGNITUDES = "magnitudes"  # no number but a histogram
+_CORE = ("count", "mean", "std", "min", "max", "zeros", "nan", "positive_inf", "negative_inf")  # each row has these
+_Key = tuple[str, str]
+
+
+class Row(NamedTuple):
+    """One number. ``time``: when it was written, in seconds since 1970. A scalar of the run has an empty ``site``."""
+
+    rank: int
+    phase: str
+    step: int  # optimizer steps completed before it was seen
+    time: float
+    site: str
+    stat: str
+    value: float
+
+
+class Look(NamedTuple):
+    """One table of a record. ``rows``: place in the table and name of each wanted site that has numbers there."""
+
+    rank: int
+    step: int
+    time: float
+    table: Table
+    rows: list[tuple[int, str]]
+
+
+@dataclass
+class _Place:
+    """How much of one part was passed, and when what it holds was written, which a second reader tells."""
+
+    clock: LogReader
+    tables: int = 0
+    steps: int = 0
+    table_times: array[float] = field(default_factory=lambda: array("d"))
+    step_times: array[float] = field(default_factory=lambda: array("d"))
+
+    def read(self) -> None:
+        for frame in self.clock.frames():
+            if frame.kind == MATRIX:
+                self.table_times.append(frame.time)
+            elif frame.kind == SERIES:
+                self.step_times.extend(_times(frame.time, unpack_series(frame.payload)))
+
+
+class Cursor:
+    """How far a record has been read: given again after ``record.refresh()``, only what is new follows.
+
+    Moves on by a whole table or step, when the row after it is asked for: after an error nothing is missing. A site
+    keeps its first name, also where a second model is found later. Of one record only.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, _Place] = {}
+        self._names: dict[_Key, str] = {}
+
+    def catch_up(self, record: Record) -> dict[_Key, str]:
+        """Know the names and times of what the record has by now; returns the name of each (model, address)."""
+        for name, key in record.names().items():
+            self._names.setdefault(key, sound(name))
+        for part in parts_of(record):
+            if part.rank not in self._places:
+                self._places[part.rank] = _Place(LogReader(part.reader.path))
+            self._places[part.rank].read()
+        return self._names
+
+    def place(self, part: Part) -> _Place:
+        """Of a part of the record that was caught up with."""
+        return self._places[part.rank]
+
+
+def looks(
+    record: Record, *, sites: Collection[str] = (), since: Cursor | None = None, with_magnitudes: bool = False
+) -> Iterator[Look]:
+    """Every table, rank by rank; each is unpacked once and not kept. ``sites``: patterns; none: all of them."""
+    cursor = since if since is not None else Cursor()
+    names = cursor.catch_up(record)
+    is_wanted = site_filter(sites)
+    for part in parts_of(record):
+        place = cursor.place(part)
+        wanted: dict[int, list[tuple[int, str]]] = {}  # by number of the layout
+        while place.tables < len(part.tables):
+            step, payload = part.tables[place.tables]
+            layout = part.layouts.get(number_of(payload))
+            if layout is not None:  # else the frame that names it was damaged
+                if layout.number not in wanted:
+                    named = ((at, names.get(key, "")) for at, key in enumerate(layout.rows))
+                    wanted[layout.number] = [(at, name) for at, name in named if name and is_wanted(name)]
+                table = unpack(layout, payload, with_magnitudes=with_magnitudes)
+                count = table.columns["count"]
+                there = [one for one in wanted[layout.number] if not math.isnan(count[one[0]])]
+                yield Look(part.rank, step, place.table_times[place.tables], table, there)
+            place.tables += 1
+
+
+def numbers(
+    record: Record, *, sites: Collection[str] = (), stats: Collection[str] = (), since: Cursor | None = None
+) -> Iterator[Row]:
+    """Every number of every site: the stored columns and ``DERIVED``, with the values of ``record.series``.
+
+    ``sites``: patterns (``site_filter``), ``stats``: names; none: all. A number that only some looks have, such as
+    ``saturated`` or ``adam_rms``, gives a row only where it is one.
+    """
+    for look in looks(record, sites=sites, since=since):
+        yield from rows_of(look, stats)
+
+
+def rows_of(look: Look, stats: Collection[str] = ()) -> Iterator[Row]:
+    """The numbers of one look."""
+    columns = [
+        (sound(name), values, name in _CORE or name in DERIVED)
+        for name, values in _columns(look.table).items()
+        if not stats or name in stats
+    ]
+    for at, site in look.rows:
+        for stat, values, is_always in columns:
+            value = values[at]
+            if is_always or not math.isnan(value):
+                yield Row(look.rank, look.table.phase, look.step, look.time, site, stat, value)
+
+
+def scalars(record: Record, *, since: Cursor | None = None) -> Iterator[Row]:
+    """The numbers of each step, such as ``loss:NAME`` or ``lr``; NaN only of losses, as ``record.scalar`` tells them.
+
+    Their time is that of the frame they were written in, less the seconds of the steps that follow in it.
+    """
+    for rows in steps(record, since=since):
+        yield from rows
+
+
+def steps(record: Record, *, since: Cursor | None = None) -> Iterator[list[Row]]:
+    """The scalars of each step together."""
+    cursor = since if since is not None else Cursor()
+    cursor.catch_up(record)
+    for part in parts_of(record):
+        place = cursor.place(part)
+        columns = [(sound(name), name.startswith("loss"), values) for name, values in part.series.items()]
+        numbered = part.series.get("step", array("d"))
+        while place.steps < len(numbered):
+            at = place.steps
+            start = (part.rank, "train", int(numbered[at]), place.step_times[at], "")
+            yield [
+                Row(*start, name, values[at])
+                for name, is_loss, values in columns
+                if name != "step" and (is_loss or not math.isnan(values[at]))
+            ]
+            place.steps += 1
+
+
+def check(record: Record, sites: Iterable[str], stats: Iterable[str]) -> None:
+    """Raises RecordError for a pattern or a stat that names nothing in the record, where it has any sites."""
+    names = [sound(name) for name in record.sites]
+    if not names:
+        return
+    for pattern in sites:
+        if not any(map(site_filter([pattern]), names)):
+            near = ", ".join(nearest(pattern, names)) or "none"
+            raise RecordError(f"no site {pattern!r} in {record.path} of {len(names)} sites; nearest: {near}")
+    columns = {name for part in parts_of(record) for one in part.layouts.values() for name, _ in one.columns}
+    known = [*sorted(columns), *DERIVED]
+    for stat in stats:
+        if stat not in known:
+            raise RecordError(f"no stat {stat!r} in {record.path}: expected one of {', '.join(known)}")
+
+
+def site_filter(patterns: Collection[str]) -> Callable[[str], bool]:
+    """Whether a site has one of these names; in them ``*`` stands for part of a name, ``**`` for anything.
+
+    ``fc*`` means outputs, ``**:grad`` gradients of parameters, ``layer4**`` all in and of layer4.
+    """
+    signs = {"**": ".*", "*": "[^.:]*"}
+    texts = ["".join(signs.get(one) or re.escape(one) for one in re.split(r"(\*\*|\*)", text)) for text in patterns]
+    expression = re.compile("|".join(texts), re.DOTALL)
+    return lambda name: not texts or expression.fullmatch(name) is not None
+
+
+def parts_of(record: Record) -> list[Part]:
+    return [record.part(rank) for rank in record.ranks]
+
+
+def sound(name: str) -> str:
+    """Without half characters, which JSON can hold and UTF-8 cannot."""
+    return name.encode("utf-8", "replace").decode("utf-8")
+
+
+def _columns(table: Table) -> dict[str, array[float]]:
+    """The stored ones and those that follow from them, where they do."""
+    stored = table.columns
+    found = dict(stored)
+    if {"mean", "std"} <= stored.keys():
+        rms = [math.hypot(*one) for one in zip(stored["mean"], stored["std"], strict=True)]
+        found["rms"] = array("d", rms)
+        roots = (math.sqrt(one) if one >= 0 else math.nan for one in stored["count"])
+        found["norm"] = array("d", [one * root for one, root in zip(rms, roots, strict=True)])
+    if {"nan", "positive_inf", "negative_inf"} <= stored.keys():
+        counts = zip(stored["nan"], stored["positive_inf"], stored["negative_inf"], strict=True)
+        found["nonfinite"] = array("d", map(sum, counts))
+    return found
+
+
+def _times(end: float, columns: dict[str, array[float]]) -> list[float]:
+    """When each step of a series ended, if the last one did at ``end``."""
+    found = []
+    for seconds in reversed(columns.get("seconds", array("d", [0.0]) * len(columns["step"]))):
+        found.append(end)
+        end -= 0.0 if math.isnan(seconds) else seconds
+    return found[::-1]

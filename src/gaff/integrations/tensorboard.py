@@ -1,0 +1,144 @@
+"""A record as event files that TensorBoard shows: scalars, histograms of magnitudes, findings. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gaff.errors import PlanError
+from gaff.integrations.partners import STATS, Findings, as_text, need, tag
+from gaff.integrations.rows import MAGNITUDES, Cursor, Look, Row, looks, rows_of, steps
+from gaff.record.run import Record
+from gaff.statistics.rows import BUCKETS, lower_edge
+
+_LAST_EDGE = 128  # of float32
+_EDGES = [*(lower_edge(bucket) for bucket in range(BUCKETS)), _LAST_EDGE]
+
+
+class TensorBoard:
+    """Writes what is new in a record with each ``send``, after a run or while it goes on. To be closed.
+
+    Tags are ``loss/NAME``, ``run/lr``, ``site/stat`` and, of evaluation, ``site/eval_stat``; values are float32 (its
+    server reads no other), with the times of the run. ``site/magnitudes`` is a histogram over powers of two: what lies
+    between 0 and 1 is how many finite elements are from 1 to 2 in magnitude, within 3.3 %; zeros are in none. Findings
+    are a text. With several ranks each has a folder of its own.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        sites: Collection[str] = (),
+        stats: Collection[str] = (*STATS, MAGNITUDES),
+    ) -> None:
+        """``folder``: without event files. Raises PlanError where it has some, or tensorboard is not installed."""
+        self.folder = Path(folder)
+        self._make = need("tensorboard.summary.writer.event_file_writer", "tensorboard").EventFileWriter
+        self._protos = {
+            name: need(f"tensorboard.compat.proto.{name}_pb2", "tensorboard")
+            for name in ("event", "summary", "tensor", "tensor_shape", "types")
+        }
+        self._kinds = {
+            name: need(f"tensorboard.plugins.{name}.metadata", "tensorboard").create_summary_metadata("", "")
+            for name in ("histogram", "text")
+        }
+        if next(self.folder.rglob("*.tfevents.*"), None) is not None:
+            raise PlanError(f"{str(self.folder)!r} holds event files already: expected a new folder, or remove them")
+        self._sites, self._stats = sites, stats
+        self._cursor = Cursor()
+        self._findings = Findings()
+        self._writers: dict[int, Any] = {}
+        self._latest = time.time()  # of what was sent; before that, now
+        self._known: set[tuple[int, str]] = set()  # tags whose kind was told
+
+    def send(self, record: Record) -> int:
+        """Write what has come since the last time, to the disk; returns how many numbers and histograms."""
+        count = 0
+        for rows in steps(record, since=self._cursor):
+            count += self._add_rows(record, rows)
+        has_magnitudes = MAGNITUDES in self._stats
+        for look in looks(record, sites=self._sites, since=self._cursor, with_magnitudes=has_magnitudes):
+            count += self._add_rows(record, list(rows_of(look, self._stats)))
+            count += self._add_histograms(record, look) if has_magnitudes else 0
+        found = self._findings.news(record)
+        if found is not None:
+            tensor = self._tensor("DT_STRING", string_val=[as_text(found).encode()])
+            value = self._value(min(record.ranks), "findings", "text", tensor)
+            self._write(record, min(record.ranks), record.steps, self._latest, [value])
+        for writer in self._writers.values():
+            writer.flush()
+        return count
+
+    def close(self) -> None:
+        """What was sent is complete on the disk without it; ends the writers' threads."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add_rows(self, record: Record, rows: list[Row]) -> int:
+        values = [self._protos["summary"].Summary.Value(tag=tag(row), simple_value=row.value) for row in rows]
+        if rows:
+            self._write(record, rows[0].rank, rows[0].step, rows[0].time, values)
+        return len(values)
+
+    def _add_histograms(self, record: Record, look: Look) -> int:
+        values = []
+        for at, site in look.rows:
+            bins = bins_of(look.table.shares(at), look.table.columns["count"][at])
+            if bins:
+                row = Row(look.rank, look.table.phase, look.step, look.time, site, MAGNITUDES, math.nan)
+                flat = [number for one in bins for number in one]
+                tensor = self._tensor("DT_DOUBLE", (len(bins), 3), double_val=flat)
+                values.append(self._value(look.rank, tag(row), "histogram", tensor))
+        if values:
+            self._write(record, look.rank, look.step, look.time, values)
+        return len(values)
+
+    def _value(self, rank: int, name: str, kind: str, tensor: Any) -> Any:
+        """The kind is told once a tag."""
+        is_new = (rank, name) not in self._known
+        self._known.add((rank, name))
+        return self._protos["summary"].Summary.Value(
+            tag=name, tensor=tensor, metadata=self._kinds[kind] if is_new else None
+        )
+
+    def _tensor(self, dtype: str, shape: tuple[int, ...] = (), **values: Any) -> Any:
+        shapes = self._protos["tensor_shape"].TensorShapeProto
+        dims = shapes(dim=[shapes.Dim(size=one) for one in shape])
+        return self._protos["tensor"].TensorProto(
+            dtype=self._protos["types"].DataType.Value(dtype), tensor_shape=dims, **values
+        )
+
+    def _write(self, record: Record, rank: int, step: int, when: float, values: list[Any]) -> None:
+        if rank not in self._writers:
+            folder = self.folder / f"rank{rank}" if len(record.ranks) > 1 else self.folder
+            self._writers[rank] = self._make(str(folder))
+        self._latest = when
+        summary = self._protos["summary"].Summary(value=values)
+        self._writers[rank].add_event(self._protos["event"].Event(wall_time=when, step=step, summary=summary))
+
+
+def bins_of(shares: list[float], count: float) -> list[tuple[float, float, float]]:
+    """Left edge, right edge (both as powers of two) and elements of each bucket, from the first that has any to the
+    last; nothing where none has.
+    """
+    filled = [bucket for bucket, share in enumerate(shares) if share > 0]
+    if not filled or count <= 0:
+        return []
+    return [
+        (float(_EDGES[bucket]), float(_EDGES[bucket + 1]), shares[bucket] * count)
+        for bucket in range(filled[0], filled[-1] + 1)
+    ]

@@ -1,0 +1,53 @@
+"""A callback for the Trainer of transformers that watches a training run."""
+
+from __future__ import annotations
+
+import os
+from inspect import signature
+from typing import Any
+
+from gaff.api import watch
+from gaff.integrations.partners import need
+from gaff.record.finding import Finding
+
+_Callback: Any = need("transformers", "transformers").TrainerCallback
+
+
+class Watch(_Callback):  # type: ignore[misc]  # a Trainer calls all methods of its base
+    """``Trainer(callbacks=[Watch(out="runs/a")])`` is ``gaff.watch(model, out="runs/a")`` while ``train`` runs.
+
+    ``gaff_findings``, how many there are that are not over, goes beside what the Trainer logs: into
+    ``state.log_history``, and to callbacks that come after this one. Waits there for looks still to be judged; what is
+    computed stays the same, bit for bit. The Trainer tells of no exception: after one, call ``remove()``.
+    """
+
+    def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int | None = None, **options: Any) -> None:
+        """``options``: as ``gaff.watch`` takes them. Raises TypeError for others at once."""
+        super().__init__()
+        signature(watch).bind_partial(out=out, every=every, **options)
+        self._options = {"out": out, "every": every, **options}
+        self.watch: Any = None  # the latest gaff.Watch
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Of the latest training, worst first; also after it."""
+        return [] if self.watch is None else list(self.watch.findings)
+
+    def remove(self) -> None:
+        """Stop watching; nothing of gaff's stays. What was found stays readable."""
+        if self.watch is not None:
+            self.watch.remove()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        self.remove()
+        self.watch = watch({"model": model}, **self._options)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **kwargs: Any) -> None:
+        if self.watch is None or logs is None:
+            return
+        count = sum(not one.is_over for one in self.findings)
+        for told in (logs, *state.log_history[-1:]):
+            told["gaff_findings"] = count
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.remove()

@@ -1,0 +1,63 @@
+"""A record in a run of Weights & Biases, online or offline. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import TracebackType
+from typing import Any
+
+from gaff.integrations.partners import STATS, Findings, need, points, prefix, refuse_options
+from gaff.integrations.rows import Cursor
+from gaff.record.run import Record
+
+_STEP = "gaff/step"
+
+
+class Wandb:
+    """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed.
+
+    Goes to your active run, which is left open, else to a new one, which ``close`` finishes; ``options`` are those of
+    ``wandb.init``. Metrics are ``gaff/site/stat``, ``gaff/loss/NAME`` ... over ``gaff/step``, so the steps of your own
+    metrics need not agree; findings are the table ``gaff/findings``. Each ``send`` adds rows to the run's history:
+    where you give ``step=`` to ``wandb.log`` yourself, send after your last one, since these steps only grow.
+    """
+
+    def __init__(self, *, sites: Collection[str] = (), stats: Collection[str] = STATS, **options: Any) -> None:
+        """Raises PlanError where wandb is not installed, or ``options`` are given and a run is active."""
+        self._wandb = need("wandb", "wandb")
+        own = self._wandb.run
+        refuse_options("wandb", own, options)
+        self.run = own if own is not None else self._wandb.init(**options)
+        self._is_ours = own is None
+        self.run.define_metric(_STEP, hidden=True)
+        self.run.define_metric("gaff/*", step_metric=_STEP)
+        self._sites, self._stats = sites, stats
+        self._cursor = Cursor()
+        self._findings = Findings()
+
+    def send(self, record: Record) -> int:
+        """Returns how many numbers were new."""
+        count = 0
+        for point in points(record, self._sites, self._stats, self._cursor):
+            start = prefix(record, point.rank)
+            self.run.log({_STEP: point.step, **{f"{start}{name}": value for name, value in point.values.items()}})
+            count += len(point.values)
+        found = self._findings.news(record)
+        if found is not None:
+            table = self._wandb.Table(columns=["severity", "rule", "site", "rank", "text"], data=found)
+            self.run.log({_STEP: record.steps, "gaff/findings": table})
+        return count
+
+    def close(self) -> None:
+        """Finishes the run if it was made here."""
+        if self._is_ours:
+            self.run.finish()
+            self._is_ours = False
+
+    def __enter__(self) -> Wandb:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

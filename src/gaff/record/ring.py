@@ -1,0 +1,131 @@
+"""The last steps of a process, in a file that is memory: what was written is there whatever ends the process.
+
+A flight recorder of 64 rows of a fixed size. Each row begins and ends with its number, so that a torn one is seen.
+A row holds what is known of every step, looked at or not: when it ended, the losses, a checksum of its batch, and the
+state of torch's random numbers on the CPU before its first run. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gaff.errors import RecordError
+
+ENDING = ".ring"
+ROWS = 64
+LOSSES = 8
+STATE = 5056  # bytes of a state of torch's generator on the CPU
+_MAGIC = b"GAFFRNG1"
+_NAMES = 2048  # bytes for the names of losses, as JSON
+# number, step, time, seconds, lr, scale, samples, checksum, which losses are known, losses
+_ROW = struct.Struct(f"<qqddddqII{LOSSES}d")
+_SIZE = _ROW.size + STATE + 8
+_BEGIN = len(_MAGIC) + _NAMES
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One of the last steps. ``time``: when it ended, in seconds since 1970; ``batch``: a checksum of its inputs."""
+
+    step: int
+    time: float
+    seconds: float
+    lr: float
+    scale: float
+    samples: int
+    batch: str
+    losses: dict[str, float]
+    random: bytes = b""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the random state."""
+        return {"step": self.step, "time": self.time, "seconds": self.seconds, "lr": self.lr, "scale": self.scale,
+                "samples": self.samples, "batch": self.batch, "losses": self.losses}  # fmt: skip
+
+
+class RingWriter:
+    """Writes rows over the oldest ones. Never waits for the disk."""
+
+    def __init__(self, path: Path) -> None:
+        size = _BEGIN + ROWS * _SIZE
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, size)  # a full disk is told now, not by a signal later
+            else:
+                os.ftruncate(file, size)
+            self._memory = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+        self._memory[: len(_MAGIC)] = _MAGIC
+        self._names: list[str] = []
+        self._count = 0
+
+    def write(self, flight: Flight) -> None:
+        """The first eight losses are kept."""
+        for name in flight.losses:
+            if name not in self._names and len(self._names) < LOSSES:
+                self._name(name)
+        there = sum(1 << at for at, name in enumerate(self._names) if name in flight.losses)
+        losses = [flight.losses.get(name, float("nan")) for name in self._names]
+        losses += [float("nan")] * (LOSSES - len(losses))
+        self._count += 1
+        at = _BEGIN + (self._count % ROWS) * _SIZE
+        row = _ROW.pack(self._count, flight.step, flight.time, flight.seconds, flight.lr, flight.scale, flight.samples,
+                        int(flight.batch or "0", 16), there, *losses)  # fmt: skip
+        self._memory[at + _SIZE - 8 : at + _SIZE] = bytes(8)  # torn, until all of it is there
+        self._memory[at : at + len(row)] = row
+        state = flight.random if len(flight.random) == STATE else bytes(STATE)
+        self._memory[at + _ROW.size : at + _ROW.size + STATE] = state
+        self._memory[at + _SIZE - 8 : at + _SIZE] = self._count.to_bytes(8, "little")
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _name(self, name: str) -> None:
+        told = json.dumps([*self._names, name]).encode()
+        if len(told) < _NAMES:
+            self._names.append(name)
+            self._memory[len(_MAGIC) : len(_MAGIC) + len(told)] = told
+
+
+def read_ring(path: Path) -> list[Flight]:
+    """The rows that are whole, oldest first. Raises RecordError for what is no ring."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+    if data[: len(_MAGIC)] != _MAGIC or len(data) != _BEGIN + ROWS * _SIZE:
+        raise RecordError(f"{path}: is no ring of last steps: {len(data)} bytes, expected {_BEGIN + ROWS * _SIZE}")
+    names = _names(data[len(_MAGIC) : _BEGIN], path)
+    found = []
+    for row in range(ROWS):
+        at = _BEGIN + row * _SIZE
+        number, *rest = _ROW.unpack_from(data, at)
+        if number > 0 and int.from_bytes(data[at + _SIZE - 8 : at + _SIZE], "little") == number:
+            found.append((number, _flight(rest, names, data[at + _ROW.size : at + _ROW.size + STATE])))
+    return [flight for _, flight in sorted(found, key=lambda one: one[0])]
+
+
+def _names(data: bytes, path: Path) -> Sequence[str]:
+    told = data.partition(b"\0")[0]
+    try:
+        names = json.loads(told) if told else []
+    except (ValueError, RecursionError):
+        raise RecordError(f"{path}: the names of its losses cannot be read") from None
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise RecordError(f"{path}: the names of its losses are no list of texts")
+    return names
+
+
+def _flight(row: Sequence[Any], names: Sequence[str], random: bytes) -> Flight:
+    step, time, seconds, lr, scale, samples, checksum, there, *losses = row
+    known = {name: losses[at] for at, name in enumerate(names[:LOSSES]) if there >> at & 1}
+    return Flight(step, time, seconds, lr, scale, samples, f"{checksum:08x}", known, random if any(random) else b"")

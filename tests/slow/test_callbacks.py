@@ -1,0 +1,169 @@
+"""Callbacks of Lightning and of transformers: they watch a training run, compute nothing else, and end with it."""
+
+import logging
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
+
+import gaff
+from gaff.errors import PlanError, RecordError
+from gaff.integrations import lightning, transformers
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, fails_at=None):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.fails_at = fails_at
+
+    def training_step(self, batch, number):
+        if number == self.fails_at:
+            raise ZeroDivisionError("in the user's step")
+        return F.cross_entropy(self.body(batch[0]), batch[1])
+
+    def validation_step(self, batch, number):
+        self.log("val", F.cross_entropy(self.body(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def fit(folder, *callbacks, logger=False, fails_at=None):
+    torch.manual_seed(3)
+    lit = Lit(fails_at)
+    loader = DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,))), 5, shuffle=True)
+    trainer = pl.Trainer(
+        max_epochs=2, logger=logger, callbacks=list(callbacks), accelerator="cpu", enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=4, default_root_dir=str(folder),
+    )  # fmt: skip
+    trainer.fit(lit, loader, loader)
+    return lit, trainer
+
+
+PLAIN = torch.autograd.backward  # replaced while anything is watched
+
+
+def backward_is_plain():
+    return torch.autograd.backward is PLAIN
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_a_lightning_fit_has_the_bits_of_a_bare_one_and_is_watched(tmp_path):
+    bare, _ = fit(tmp_path)
+    drawn = torch.rand(3)
+    callback = lightning.Watch(out=tmp_path / "run", every=1)
+    lit, _ = fit(tmp_path, callback)
+    assert torch.equal(torch.rand(3), drawn)
+    assert same(bare, lit)
+    assert callback.watch.failure is None
+    record = gaff.load(tmp_path / "run")
+    assert record.steps == callback.watch.step == 16
+    assert record.is_complete
+    assert len(record.series("body.0", "rms")) == 16
+    assert len(record.series("body.0", "rms", phase="eval")) > 0
+    assert [one.rule for one in record.findings] == [one.rule for one in callback.findings]
+    assert backward_is_plain()
+
+
+def test_lightnings_loggers_get_findings_and_the_norm_of_all_gradients(tmp_path):
+    norms = {}
+
+    class Norms(pl.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            norms[trainer.global_step] = sum(one.grad.square().sum() for one in module.parameters()).sqrt().item()
+
+    logger = CSVLogger(tmp_path)
+    told = []
+    logger.log_metrics = lambda metrics, step=None: told.append((step, dict(metrics)))
+    callback = lightning.Watch(every=1)
+    bare, _ = fit(tmp_path)
+    lit, _ = fit(tmp_path, Norms(), callback, logger=logger)
+    assert same(bare, lit)
+    ours = [(step, metrics) for step, metrics in told if "gaff/findings" in metrics]
+    assert [step for step, _ in ours] == [3, 7, 11, 15, 15]
+    for step, metrics in ours[:4]:
+        assert metrics["gaff/grad_norm"] == pytest.approx(norms[step], rel=1e-5)
+    assert ours[-1][1] == {"gaff/findings": float(sum(not one.is_over for one in callback.findings))}
+
+
+def test_an_exception_in_a_fit_ends_the_watching_and_is_in_the_record(tmp_path):
+    callback = lightning.Watch(out=tmp_path / "run", every=1)
+    with pytest.raises(ZeroDivisionError, match="in the user's step"):
+        fit(tmp_path, callback, fails_at=3)
+    assert backward_is_plain()
+    record = gaff.load(tmp_path / "run")
+    assert record.is_complete
+    assert "ZeroDivisionError: in the user's step" in record.describe("end")["error"]
+
+
+def train(folder, *callbacks):
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (32, 8))]
+    arguments = TrainingArguments(
+        str(folder), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[],
+        disable_tqdm=True, logging_steps=2, use_cpu=True, save_strategy="no", seed=1,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return model, trainer
+
+
+def test_a_transformers_training_has_the_bits_of_a_bare_one_and_is_watched(tmp_path):
+    bare, plain = train(tmp_path)
+    drawn = torch.rand(3)
+    callback = transformers.Watch(out=tmp_path / "run", every=1)
+    model, trainer = train(tmp_path, callback)
+    assert torch.equal(torch.rand(3), drawn)
+    assert same(bare, model)
+    assert callback.watch.failure is None
+    record = gaff.load(tmp_path / "run")
+    assert record.steps == 6
+    assert record.is_complete
+    assert len(record.series("transformer.h.0", "rms")) == 6
+    assert backward_is_plain()
+    counts = [one["gaff_findings"] for one in trainer.state.log_history]
+    assert len(counts) == len(plain.state.log_history) == 4
+    assert counts[-1] == sum(not one.is_over for one in callback.findings)
+    losses = [one.get("loss") for one in trainer.state.log_history]
+    assert losses == [one.get("loss") for one in plain.state.log_history]
+
+
+def test_after_an_exception_in_transformers_it_can_be_removed(tmp_path):
+    class Failing(transformers._Callback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise ZeroDivisionError
+
+    callback = transformers.Watch(every=1)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, callback, Failing())
+    assert not backward_is_plain()
+    callback.remove()
+    assert backward_is_plain()
+
+
+@pytest.mark.parametrize("kind", [lightning.Watch, transformers.Watch])
+def test_what_cannot_be_is_told(kind, tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
+        kind(evry=2)
+    run = fit if kind is lightning.Watch else train
+    with pytest.raises(PlanError, match="every=0: expected a number of steps, 1 or more"):
+        run(tmp_path, kind(every=0))
+    run(tmp_path, kind(out=tmp_path / "run"))
+    with pytest.raises(RecordError, match="holds a run already"):
+        run(tmp_path, kind(out=tmp_path / "run"))
+    assert backward_is_plain()
