@@ -65,7 +65,8 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
   let content: HTMLElement;
   try {
     clearCharts();
-    content = await view.draw(page);
+    const isThere = view.key === "call" || (view.isShown?.(page) ?? true);
+    content = isThere ? await view.draw(page) : h("p", { class: "quiet" }, `${view.title}: there is nothing of this here`);
   } catch (error) {
     content = h("p", { class: "verdict error" }, `this view cannot be drawn: ${error instanceof Error ? error.message : String(error)}`);
   }
@@ -75,6 +76,7 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
     h("nav", { label: "views" }, ...views.map((one, at) => h("a", { href: page.link(one.key), class: one === view ? "here" : "", title: `${one.what} (key ${at + 1})` }, one.title))),
     h("main", { id: "main", tabindex: -1 }, content),
   );
+  frame.dataset.shown = location.hash;
   if (focused) {
     const again = [...frame.querySelectorAll<HTMLElement>("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused);
     again?.focus();

@@ -63,7 +63,8 @@ def page(title: str, head: str, data: str, *, connect: str = "'none'") -> str:
     )
     inside = head.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<!doctype html>\n<!-- The page draws curves with uPlot:\n{asset('uPlot-LICENSE.txt')}-->\n"
+        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)} · gaff</title>\n<style>{style}</style>\n</head>\n<body>\n"
@@ -75,7 +76,7 @@ def page(title: str, head: str, data: str, *, connect: str = "'none'") -> str:
 
 @lru_cache(maxsize=4)
 def asset(name: str) -> str:
-    """The page's style or script, as it was built into the package."""
+    """The page's style or script, as it was built into the package, or the licence of what is in it."""
     return files("gaff.views.page").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 

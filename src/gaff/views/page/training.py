@@ -62,10 +62,24 @@ def run_of(  # the range of steps and the width are what a zoom asks for
         "sites": [[key[0], key[1], known.get(key, key[1])] for key in keys],
         "groups": [_group(cube, number, chunks) for cube in cubes],
         "scalars": _scalars(record, rank, chunks),
-        "models": [one for _, one in record.events("model", rank)],
+        "models": [_model(one) for _, one in record.events("model", rank)],
         "gradients": _gradients(record, rank, cubes),
         "flight": [_flight(one) for one in _last_steps(record, rank)],
-        "changes": [{"step": step, **one} for step, one in record.events("changes", rank)],
+        "changes": [
+            {"step": step, "what": _text(one.get("what")), "lines": [_text(line) for line in _list(one.get("lines"))]}
+            for step, one in record.events("changes", rank)
+        ],
+    }
+
+
+def _model(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Name, class, and path and class of each module, whatever a damaged file says."""
+    modules = [one for one in _list(told.get("modules")) if isinstance(one, list) and len(one) == 2]
+    return {
+        "name": _text(told.get("name")),
+        "class": _text(told.get("class")),
+        "compiled": bool(told.get("compiled")),
+        "modules": [[_text(path), _text(kind)] for path, kind in modules],
     }
 
 

@@ -1,0 +1,285 @@
+"""Where two part: planted differences are found first and at their site, and what is equal is called so."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff.cli import main
+from gaff.parting.pairs import pair_up
+from gaff.tools.sketching import digest, sketch
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.two(torch.tanh(self.one(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(blocks))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Port(nn.Module):
+    """The same net under other names."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.layers, self.out = net.blocks, net.head
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+X = torch.randn(32, 16, generator=torch.Generator().manual_seed(3))
+
+
+def traced(model, x=X):
+    return gaff.trace(model, x, backward=lambda y: y.float().square().mean())
+
+
+def spoil_weight(net):
+    with torch.no_grad():
+        net.blocks[2].one.weight[3, 5] += 1e-3
+
+
+def spoil_eps(net):
+    net.blocks[1].norm.eps = 1e-3
+
+
+def spoil_order(net):
+    with torch.no_grad():
+        net.blocks[2].two.weight.copy_(net.blocks[2].two.weight[torch.randperm(16)])  # the same values elsewhere
+        net.blocks[2].two.bias.zero_()
+
+
+def spoil_bias(net):
+    with torch.no_grad():
+        net.head.bias += 1e-4
+
+
+def spoil_one_type(net):
+    net.blocks[3].two.register_forward_hook(lambda module, args, y: y.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "site"),
+    [(spoil_weight, "blocks.2.one"), (spoil_eps, "blocks.1.norm"), (spoil_order, "blocks.2.two"), (spoil_bias, "head"),
+     (spoil_one_type, "blocks.3.two")],
+)  # fmt: skip
+def test_a_planted_difference_is_the_first(spoil, site):
+    net = Net()
+    if spoil is spoil_order:
+        with torch.no_grad():
+            net.blocks[2].two.bias.zero_()
+    other = copy.deepcopy(net)
+    spoil(other)
+    found = gaff.diff(traced(net), traced(other))
+    assert found
+    assert (found.first.site, found.first.phase) == (site, "forward")
+    assert f"they part first at {site}, forward" in found.verdict
+
+
+def test_a_difference_in_backward_alone_is_found_there():
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return -grad
+
+    net = Net()
+    other = copy.deepcopy(net)
+    real = other.blocks[1].forward
+    other.blocks[1].forward = lambda x: Turned.apply(real(x))
+    found = gaff.diff(traced(net), traced(other))
+    assert found.first.phase == "backward"
+    assert found.first.site == "blocks.1.two"
+
+
+def test_the_same_model_twice_is_the_same_to_the_last_bit():
+    net = Net()
+    found = gaff.diff(traced(net), traced(copy.deepcopy(net)))
+    assert not found
+    assert {row.state for row in found.rows} == {"same"}
+    assert "the same in all of" in found.verdict
+    assert found.first is None
+
+
+def test_a_port_is_matched_by_order_and_shape():
+    net = Net()
+    found = gaff.diff(traced(net), traced(Port(copy.deepcopy(net))))
+    assert not found
+    assert {(row.site, row.other) for row in found.rows} >= {("blocks.2.one", "layers.2.one"), ("head", "out")}
+    other = Port(copy.deepcopy(net))
+    other.layers[3].norm.eps = 0.1
+    found = gaff.diff(traced(net), traced(other))
+    assert (found.first.site, found.first.other) == ("blocks.3.norm", "layers.3.norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_precision_is_rounding_but_not_with_a_tolerance_of_nothing(dtype):
+    net = Net()
+    a, b = traced(net), traced(copy.deepcopy(net).to(dtype), X.to(dtype))
+    assert not gaff.diff(a, b)
+    assert "equal within rounding" in gaff.diff(a, b).verdict
+    assert gaff.diff(a, b, tolerance=0.0)
+
+
+def test_a_layer_less_is_told():
+    net, other = Net(), Net(3)
+    other.blocks.load_state_dict({key: value for key, value in net.blocks.state_dict().items() if key[0] != "3"})
+    other.head.load_state_dict(net.head.state_dict())
+    found = gaff.diff(traced(net), traced(other))
+    assert set(found.only_a) >= {"blocks.3", "blocks.3.norm", "blocks.3.one", "blocks.3.two"}
+    assert found.first.site == "head"
+
+
+def test_nan_in_one_is_a_difference_and_in_both_is_none():
+    net = Net()
+    with torch.no_grad():
+        net.blocks[1].two.bias[0] = float("nan")
+    assert not gaff.diff(traced(net), traced(copy.deepcopy(net)))
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.blocks[1].two.bias[0] = 0.0
+    assert gaff.diff(traced(net), traced(other)).first.site == "blocks.1.two"
+
+
+@pytest.mark.parametrize("shape", [(1,), (31,), (32,), (3, 33), (2**20 + 5,), (5, 7, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_sketch_tells_the_norm_and_a_digest_the_bits(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    y = x.clone()
+    y.view(-1)[-1] += 1
+    assert digest(x) == digest(x.clone())
+    assert digest(x) != digest(y)
+    assert torch.equal(sketch(x), sketch(x.clone()))
+    assert (sketch(y) - sketch(x)).norm().item() == pytest.approx((y.double() - x.double()).norm().item(), rel=1e-2)
+    ratio = sketch(x).norm().item() / x.double().norm().item()
+    assert 0.3 < ratio < 1.9
+
+
+def test_a_sketch_knows_strides_and_passes_over_what_is_not_finite():
+    x = torch.randn(6, 8)
+    assert torch.equal(sketch(x.t()), sketch(x.t().contiguous()))
+    assert digest(x.t()) == digest(x.t().contiguous())
+    bad = x.clone()
+    bad[0, 0] = float("inf")
+    assert torch.isfinite(sketch(bad)).all()
+
+
+def train(out, lr=0.01, seed=0, spoil=None):
+    torch.manual_seed(0)
+    net = Net(2)
+    optimizer = torch.optim.SGD(net.parameters(), lr)
+    data = torch.Generator().manual_seed(seed)
+    with gaff.watch(net, optimizer, out=out, every=1):
+        for step in range(20):
+            optimizer.zero_grad()
+            if spoil is not None:
+                spoil(net, step)
+            net(torch.randn(32, 16, generator=data)).square().mean().backward()
+            optimizer.step()
+    return gaff.load(out)
+
+
+def test_two_runs_alike_are_the_same(tmp_path):
+    found = gaff.diff(train(tmp_path / "a"), train(tmp_path / "b"))
+    assert not found
+    assert {row.state for row in found.rows} == {"same"}
+
+
+def test_another_learning_rate_parts_first_in_the_first_update(tmp_path):
+    train(tmp_path / "a")
+    train(tmp_path / "b", lr=0.02)
+    found = gaff.diff(tmp_path / "a", str(tmp_path / "b"))
+    assert found.first.step == 0
+    assert found.first.site.endswith(":update")
+
+
+def test_another_batch_is_named_before_all_it_causes(tmp_path):
+    found = gaff.diff(train(tmp_path / "a"), train(tmp_path / "b", seed=1))
+    assert (found.first.phase, found.first.step) == ("batch", 0)
+
+
+def test_a_weight_that_changes_on_the_way_is_found_in_its_step(tmp_path):
+    def spoil(net, step):
+        if step == 12:
+            with torch.no_grad():
+                net.blocks[1].one.weight *= 3
+
+    found = gaff.diff(train(tmp_path / "a"), train(tmp_path / "b", spoil=spoil))
+    assert found.first.step == 12
+    assert found.first.site == "blocks.1.one"
+
+
+def test_pairs_prefer_names_then_the_longest_rows_of_equals():
+    pairs, left_a, left_b = pair_up(["x1", "y2", "z3"], ["a1", "y2", "b2", "c3"], str, [("digit", lambda one: one[1])])
+    assert [(pair.a, pair.b, pair.how) for pair in pairs] == [(0, 0, "digit"), (1, 1, "address"), (2, 3, "digit")]
+    assert (left_a, left_b) == ([], [2])
+
+
+def test_the_command_tells_saves_and_says_by_its_exit_code(tmp_path, capsys):
+    net = Net()
+    other = copy.deepcopy(net)
+    spoil_eps(other)
+    traced(net).save(tmp_path / "a.json")
+    traced(other).save(tmp_path / "b.json")
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--html", str(tmp_path / "d.html")]) == 3
+    assert "they part first at blocks.1.norm" in capsys.readouterr().out
+    assert '"kind":"diff"' in (tmp_path / "d.html").read_text()
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["first"]["site"] == "blocks.1.norm"
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--tolerance", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["{trace}", "{run}"], "expected two of a kind"), (["{trace}", "{none}"], "is no folder"),
+     (["{trace}", "{trace}", "--tolerance", "-1"], "expected a relative difference of 0 or more"),
+     (["{trace}", "{trace}", "--tolerance", "nan"], "expected a relative difference of 0 or more")],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_told_in_a_line(tmp_path, capsys, arguments, message):
+    traced(Net(1)).save(tmp_path / "trace.json")
+    train(tmp_path / "run")
+    names = {"trace": tmp_path / "trace.json", "run": tmp_path / "run", "none": tmp_path / "none"}
+    assert main(["diff", *(one.format(**names) for one in arguments)]) == 1
+    assert message in capsys.readouterr().err
+    with pytest.raises(gaff.errors.PlanError, match="diff was given a int"):
+        gaff.diff(1, 2)
+
+
+def test_runs_of_a_folder_are_listed_also_those_that_cannot_be_read(tmp_path, capsys):
+    train(tmp_path / "runs" / "good")
+    bad = tmp_path / "runs" / "bad"
+    bad.mkdir()
+    (bad / "rank0.gaff").write_bytes(b"nothing")
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    text = capsys.readouterr().out
+    assert "nothing wrong was found in 20 steps" in text
+    assert "is no record of gaff" in text
+    assert main(["runs", str(tmp_path / "runs"), "--json"]) == 0
+    assert {one["ended"] for one in json.loads(capsys.readouterr().out)} == {"yes", ""}
+    assert main(["runs", str(tmp_path)]) == 1
+    assert "holds no run" in capsys.readouterr().err

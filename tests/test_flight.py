@@ -1,0 +1,306 @@
+"""The flight recorder: every step leaves a row, and what did harm can be run again as it was."""
+
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import gaff
+from gaff.cli import main
+from gaff.errors import RecordError
+from gaff.record.ring import ROWS, STATE, Flight, RingWriter, read_ring
+from gaff.watching.kept import kept_of, read_kept
+
+NAN = math.nan
+
+
+def flight(step, **losses):
+    return Flight(step, 1e9 + step, 0.5, 0.1, NAN, 8, f"{step:08x}", losses, bytes([step % 256]) * STATE)
+
+
+def test_a_ring_keeps_the_last_rows_whole(tmp_path):
+    ring = RingWriter(tmp_path / "rank0.ring")
+    assert read_ring(tmp_path / "rank0.ring") == []
+    for step in range(100):
+        ring.write(flight(step, loss=step / 2, **({"odd": NAN} if step % 2 else {})))
+        rows = read_ring(tmp_path / "rank0.ring")
+        assert [row.step for row in rows] == list(range(max(0, step - ROWS + 1), step + 1))
+    ring.close()
+    assert repr(rows[-1]) == repr(flight(99, loss=49.5, odd=NAN))
+    assert rows[-2].losses == {"loss": 49.0}
+
+
+def test_a_row_that_was_not_finished_is_left_out(tmp_path):
+    path = tmp_path / "rank0.ring"
+    ring = RingWriter(path)
+    for step in range(3):
+        ring.write(flight(step))
+    ring.close()
+    data = path.read_bytes()
+    size = (len(data) - 8 - 2048) // ROWS
+    end = 8 + 2048 + 4 * size  # rows begin at the second: the third step's is the fourth
+    path.write_bytes(data[: end - 8] + bytes(8) + data[end:])
+    assert [row.step for row in read_ring(path)] == [0, 1]
+
+
+def test_more_losses_than_there_is_room_for_and_long_names(tmp_path):
+    ring = RingWriter(tmp_path / "rank0.ring")
+    ring.write(flight(0, **{"x" * 5000: 1.0, **{f"l{at}": float(at) for at in range(20)}}))
+    ring.close()
+    assert read_ring(tmp_path / "rank0.ring")[0].losses == {f"l{at}": float(at) for at in range(8)}
+
+
+@pytest.mark.parametrize("data", [b"", b"GAFFRNG1", b"x" * 1000])
+def test_what_is_no_ring_is_told(tmp_path, data):
+    (tmp_path / "rank0.ring").write_bytes(data)
+    with pytest.raises(RecordError, match="is no ring"):
+        read_ring(tmp_path / "rank0.ring")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
+        self.seen = []
+
+    def forward(self, x, scale=None):
+        y = self.drop(self.norm(self.a(x)))
+        self.seen.append(y.detach().clone())
+        y = self.b(y)
+        return y.log() if scale is None else y * scale
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def train(out, steps=5, bad=3, keep_batch=True, fail=None):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.Generator().manual_seed(1)
+    with gaff.watch(model, optimizer, out=out, every=1, keep_batch=keep_batch):
+        for step in range(steps):
+            x = torch.randn(16, 4, generator=data)
+            optimizer.zero_grad()
+            loss = model(x, *([] if step == bad else [0.5])).sum()
+            loss.backward()
+            if step == bad:
+                weights = {key: value.clone() for key, value in model.state_dict().items()}
+                kept = x, weights, model.seen[step]
+            if step == fail:
+                raise KeyError("of the script's own")
+            optimizer.step()
+    return kept
+
+
+def test_every_step_leaves_a_row(tmp_path):
+    train(tmp_path / "run", bad=4)
+    rows = gaff.load(tmp_path / "run").flight()
+    assert [row.step for row in rows] == list(range(5))
+    assert all(len(row.random) == STATE and row.samples == 16 for row in rows)
+    assert len({row.batch for row in rows}) == 5
+    assert all(math.isfinite(row.losses["loss"]) for row in rows[:4])
+    assert math.isnan(rows[4].losses["loss"])
+    assert all(row.random != other.random for row, other in itertools.pairwise(rows))  # of dropout
+
+
+def test_a_finding_writes_the_last_steps_down_its_own_among_them(tmp_path):
+    train(tmp_path / "run")
+    events = gaff.load(tmp_path / "run").events("flight")
+    step, told = next(one for one in events if "nonfinite" in one[1]["why"])
+    assert [row["step"] for row in told["rows"]][:4] == [0, 1, 2, 3]
+    assert math.isnan(told["rows"][3]["losses"]["loss"])
+    assert step >= 3
+
+
+def test_a_kept_batch_is_what_the_step_met_to_the_last_bit(tmp_path):
+    x, weights, passed = train(tmp_path / "run")
+    (path,) = kept_of(tmp_path / "run")
+    assert path.name == "00000003-nonfinite.safetensors"
+    kept = read_kept(path)
+    assert (kept.step, kept.why, kept.model, kept.training) == (3, "nonfinite", "model", True)
+    assert torch.equal(kept.batch.args[0], x)
+    assert kept.weights.keys() == weights.keys()
+    assert all(torch.equal(kept.weights[key], value) for key, value in weights.items())
+    model = build()
+    model.load_state_dict(kept.weights)
+    torch.set_rng_state(kept.batch.random[0])
+    model.train()(*kept.batch.args, **kept.batch.kwargs)
+    assert torch.equal(model.seen[0], passed)  # the same units were dropped
+    finding = next(one for one in gaff.load(tmp_path / "run").findings if one.rule == "nonfinite")
+    assert finding.evidence["kept"] == str(path)
+
+
+def test_keeping_changes_no_bit(tmp_path):
+    weights = []
+    for at, keep in enumerate((False, True)):
+        torch.manual_seed(5)
+        weights.append(train(tmp_path / str(at), keep_batch=keep)[1])
+    assert all(torch.equal(one, weights[1][key]) for key, one in weights[0].items())
+    assert not kept_of(tmp_path / "0")
+
+
+def test_the_batch_of_an_exception_is_kept(tmp_path):
+    with pytest.raises(KeyError, match="of the script's own"):
+        train(tmp_path / "run", bad=2, fail=2)
+    assert {path.name.partition("-")[2] for path in kept_of(tmp_path / "run")} == {
+        "nonfinite.safetensors", "exception.safetensors",
+    }  # fmt: skip
+    assert any("KeyError" in one["why"] for _, one in gaff.load(tmp_path / "run").events("flight"))
+
+
+def test_structures_tied_weights_and_what_cannot_be_kept(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, given, *, more):
+            return self.two(self.one(given["x"][0])) * float("nan") * more["scale"]
+
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1, keep_batch=True):
+        given = {"x": (torch.randn(2, 3), [1, "two", None, True]), "what": object()}
+        model(given, more={"scale": 2.0}).sum().backward()
+        optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert any("is a object, which was not kept" in note for note in record.notes)
+    with pytest.raises(RecordError, match="was not kept when the batch was"):
+        read_kept(kept_of(tmp_path / "run")[0])
+
+
+def test_replay_runs_the_batch_again_and_names_the_op(tmp_path, capsys):
+    train(tmp_path / "run")
+    spec = f"{__file__}:build"
+    page = tmp_path / "page.html"
+    assert main(["replay", str(tmp_path / "run"), "--model", spec, "--html", str(page)]) == 3
+    text = capsys.readouterr().out
+    assert "step 3 of" in text
+    assert "kept for nonfinite" in text
+    assert "/log" in text
+    assert '"kind":"trace"' in page.read_text()
+    assert main(["replay", str(tmp_path / "run"), "--model", spec, "--step", "9"]) == 1
+    assert "has kept no batch of step 9: expected one of 3 (nonfinite)" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "run"), "--model", f"{__file__}:other"]) == 1
+    assert "is another model than model was" in capsys.readouterr().err
+
+
+def other():
+    return nn.Linear(2, 2)
+
+
+def test_replay_of_what_is_fine_shows_the_ops(tmp_path, capsys):
+    with pytest.raises(KeyError):
+        train_fine(tmp_path / "run")
+    assert main(["replay", str(tmp_path / "run"), "--model", f"{__file__}:build_linear"]) == 0
+    text = capsys.readouterr().out
+    assert "every op is finite" in text
+    assert "/linear#0" in text
+
+
+def build_linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def train_fine(out):
+    model = build_linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=out, every=1, keep_batch=True):
+        for step in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+            if step == 2:
+                raise KeyError("of the script's own")
+            optimizer.step()
+
+
+def test_a_run_without_kept_batches_and_garbage_are_told(tmp_path, capsys):
+    train(tmp_path / "run", keep_batch=False)
+    assert main(["replay", str(tmp_path / "run"), "--model", f"{__file__}:build"]) == 1
+    assert "has kept no batch" in capsys.readouterr().err
+    (tmp_path / "run" / "batches").mkdir()
+    path = tmp_path / "run" / "batches" / "00000000-x.safetensors"
+    for write in (lambda: path.write_bytes(b"garbage"), lambda: save_file({"a": torch.zeros(1)}, str(path))):
+        write()
+        assert main(["replay", str(tmp_path / "run"), "--model", f"{__file__}:build"]) == 1
+        assert "is no batch that gaff has kept" in capsys.readouterr().err
+
+
+def test_the_signal_asks_for_the_last_steps_unless_the_script_has_a_use_for_it(tmp_path):
+    model, told = build_linear(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = signal.getsignal(signal.SIGUSR1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", tell=told.append):
+        for step in range(200):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 150:
+                os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    step, event = next(one for one in gaff.load(tmp_path / "run").events("flight") if "SIGUSR1" in one[1]["why"])
+    assert [row["step"] for row in event["rows"]][-1] == step - 1
+    assert any("the last steps up to step" in line for line in told)
+    calls = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
+    try:
+        with gaff.watch(model, optimizer, out=tmp_path / "other"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0)
+        assert calls == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_watching_from_another_thread_touches_no_signal(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    errors = []
+
+    def work():
+        try:
+            train(tmp_path / "run", bad=1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+KILLED = """
+import os, sys, torch, gaff
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+watch = gaff.watch(model, optimizer, out=sys.argv[1])
+for step in range(100):
+    loss = model(torch.randn(4, 2)).sum()
+    loss.backward()
+    optimizer.step()
+    if step == 90:
+        print(loss.item(), flush=True)
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_kills_the_process_leaves_its_very_last_step(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == -9
+    rows = gaff.load(tmp_path / "run").flight()
+    assert rows[-1].step == 90
+    assert rows[-1].losses["loss"] == float(ran.stdout)
+    assert len(rows) == ROWS
