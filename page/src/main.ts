@@ -34,6 +34,19 @@ let source: Source;
 let drawing = 0; // the number of the latest drawing: an older one that ends later is thrown away
 let isConnected = true;
 const frame = document.getElementById("page")!;
+let own = location.protocol === "about:" ? "" : null; // inside a notebook's frame the address is not ours to change
+
+function here(): string {
+  return own ?? location.hash;
+}
+
+function goTo(hash: string): void {
+  if (own === null) location.hash = hash;
+  else {
+    own = hash;
+    void draw();
+  }
+}
 
 function pageOf(route: Route): Page {
   const all = source.head.runs ?? [];
@@ -41,10 +54,10 @@ function pageOf(route: Route): Page {
   const chosen = all.indexOf(run);
   const link = (view: string, options = {}) => write(view, { ...(chosen > 0 ? { run: chosen } : {}), ...options });
   const go = (view: string, options = {}, quietly = false) => {
-    if (quietly) {
-      history.replaceState(null, "", link(view, options));
-      void draw({ keepFocus: true });
-    } else location.hash = link(view, options);
+    if (!quietly) return goTo(link(view, options));
+    if (own === null) history.replaceState(null, "", link(view, options));
+    else own = link(view, options);
+    void draw({ keepFocus: true });
   };
   return { source, route, run, runs: all, link, go };
 }
@@ -55,7 +68,7 @@ function viewsOf(page: Page): View[] {
 
 async function draw({ keepFocus = false } = {}): Promise<void> {
   const mine = ++drawing;
-  const route = read(location.hash);
+  const route = read(here());
   const page = pageOf(route);
   const views = viewsOf(page);
   const all = VIEWS[source.head.kind];
@@ -76,7 +89,7 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
     h("nav", { label: "views" }, ...views.map((one, at) => h("a", { href: page.link(one.key), class: one === view ? "here" : "", title: `${one.what} (key ${at + 1})` }, one.title))),
     h("main", { id: "main", tabindex: -1 }, content),
   );
-  frame.dataset.shown = location.hash;
+  frame.dataset.shown = here();
   if (focused) {
     const again = [...frame.querySelectorAll<HTMLElement>("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused);
     again?.focus();
@@ -91,7 +104,7 @@ function header(page: Page): HTMLElement {
     "header",
     {},
     h("h1", {}, h("span", { class: "brand" }, "gaff"), ` ${head.kind === "training" ? page.run.name : head.title}`),
-    page.runs.length > 1 && select("run", page.runs.map((run, at): [string, string] => [String(at), run.name]), chosen, (value) => (location.hash = write(page.route.view, { ...Object.fromEntries(page.route.options), run: value }))),
+    page.runs.length > 1 && select("run", page.runs.map((run, at): [string, string] => [String(at), run.name]), chosen, (value) => goTo(write(page.route.view, { ...Object.fromEntries(page.route.options), run: value }))),
     head.live && h("span", { class: isConnected ? "live" : "live lost", id: "live" }, isConnected ? (page.runs.every((run) => run.complete) ? "ended" : "live") : "connecting ..."),
     h("button", { type: "button", title: "light or dark (t)", on: { click: toggleTheme } }, "◐"),
     h("button", { type: "button", title: "keys (?)", on: { click: toggleHelp } }, "?"),
@@ -108,7 +121,7 @@ function toggleTheme(): void {
 function toggleHelp(): void {
   const known = document.getElementById("help");
   if (known) return known.remove();
-  const page = pageOf(read(location.hash));
+  const page = pageOf(read(here()));
   const keys: [string, string][] = [
     ...viewsOf(page).map((view, at): [string, string] => [String((at + 1) % 10), `${view.title}: ${view.what}`]),
     ["j, k", "the next site or call, the one before"],
@@ -122,7 +135,7 @@ function toggleHelp(): void {
 }
 
 function step(by: number): void {
-  const page = pageOf(read(location.hash));
+  const page = pageOf(read(here()));
   if (page.route.view === "call") page.go("call", { at: Math.max(0, Math.min(source.head.trace!.rows.length - 1, Number(page.route.options.get("at") ?? 0) + by)) });
   else if (page.run.sites.length) {
     const at = page.route.view === "site" ? siteNamed(page.run, page.route.options.get("site") ?? page.run.sites[0]![2]) : -1;
@@ -138,7 +151,7 @@ function onKey(event: KeyboardEvent): void {
     (document.activeElement as HTMLElement | null)?.blur();
   }
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
-  const page = pageOf(read(location.hash));
+  const page = pageOf(read(here()));
   const views = viewsOf(page);
   const digit = "1234567890".indexOf(event.key);
   if (event.key.length === 1 && digit >= 0) {
@@ -149,7 +162,7 @@ function onKey(event: KeyboardEvent): void {
   else if (event.key === "?") toggleHelp();
   else if (event.key === "[" || event.key === "]") {
     const run = page.runs.indexOf(page.run) + (event.key === "]" ? 1 : -1);
-    if (page.runs[run]) location.hash = write(page.route.view, { ...Object.fromEntries(page.route.options), run });
+    if (page.runs[run]) goTo(write(page.route.view, { ...Object.fromEntries(page.route.options), run }));
   } else if (event.key === "/") {
     const field = frame.querySelector<HTMLInputElement>("input.filter");
     if (field) {
@@ -210,6 +223,12 @@ function start(): void {
   }
   source = head.live ? served(head) : offline(head);
   addEventListener("hashchange", () => void draw());
+  addEventListener("click", (event) => {
+    const link = own === null ? null : (event.target as Element).closest('a[href^="#/"]');
+    if (!link) return;
+    event.preventDefault();
+    goTo(link.getAttribute("href")!);
+  });
   addEventListener("keydown", onKey);
   void draw().then(() => {
     if (head.live) live(head);
