@@ -11,17 +11,21 @@ demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
 	$(VENV)/bin/gaff watch --out demo-out/broken -- $(RUN) examples/train_digits.py --bug dead-relu
 	$(VENV)/bin/gaff watch --out demo-out/healthy -- $(RUN) examples/train_digits.py
+	$(VENV)/bin/gaff report demo-out/broken demo-out/healthy --html demo-out/training.html
 	@echo
 	@echo "Above: a script that knows nothing of gaff, once with a bug and once without. The alarm names the layer and the remedy."
 	@echo "Next: $(VENV)/bin/gaff report demo-out/broken tells it again; other bugs: --bug nan, no-zero-grad, detached, lr-too-high ..."
+	@echo "Look at demo-out/training.html in a browser: both runs, every layer over time; key ? lists its keys."
 	@echo "      make more shows the rest: trace, take, apply, nan, and examples with real sentences and photos."
 
 more: $(VENV)/.ready  ## what else there is
 	$(VENV)/bin/gaff trace examples/digits.py:model examples/digits.py:image --backward
 	$(VENV)/bin/gaff take examples/digits.py:model features head.hidden --input examples/digits.py:image --out demo-out/digits.safetensors
 	$(VENV)/bin/gaff apply examples/half.json examples/digits.py:model examples/digits.py:image
+	$(VENV)/bin/gaff trace examples/resnet50.py:model examples/resnet50.py:photo --backward --html demo-out/resnet50.html > /dev/null
 	$(VENV)/bin/gaff nan --again examples/broken.py || test $$? -eq 3  # 3: there is something, and it was found
 	@echo
+	@echo "Look at demo-out/resnet50.html in a browser: a photo on its way through ResNet-50, layer by layer."
 	@echo "Next: $(VENV)/bin/gaff sites examples/digits.py:model shows what can be addressed; add --json for data."
 	@echo "      $(RUN) examples/minilm.py (real sentence embeddings), $(RUN) examples/resnet50.py (a photo) show more;"
 	@echo "      $(RUN) examples/heads.py silences every attention head of MiniLM, all in one forward."

@@ -38,6 +38,10 @@ def test_every_public_name_port_error_and_command_is_documented():
         "gaff anatomy",
         "gaff watch",
         "gaff report",
+        "gaff runs",
+        "gaff diff",
+        "gaff export",
+        "gaff replay",
     ):
         assert command in ALL_TEXT, command
     for name in [
@@ -77,6 +81,8 @@ def test_every_option_of_watch_is_explained():
         "--interval",
         "--quiet",
         "--plain",
+        "--live",
+        "--keep-batch",
     ):
         assert option in page
     for option in inspect.signature(gaff.watch).parameters:

@@ -13,7 +13,7 @@ from gaff import __version__
 from gaff.errors import RecordError
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
-from gaff.record.sample import Key, port_of
+from gaff.record.sample import Key
 from gaff.views import watch_text
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document
@@ -191,8 +191,8 @@ def _gradients(record: Record, rank: int, cubes: Sequence[Cube]) -> list[dict[st
     if cube is None:
         return []
     index = {key: at for at, key in enumerate(cube.keys)}
-    paths = {(key[0], key[1].rpartition(":")[0]) for key in cube.keys if port_of(key[1]) in ("param", "grad")}
-    rms = {key: _last(cube, "rms", at) for key, at in index.items() if port_of(key[1]) == "grad"}
+    paths = {(key[0], key[1].rpartition(":")[0]) for key in cube.keys if key[1].endswith((":param", ":grad"))}
+    rms = {key: _last(cube, "rms", at) for key, at in index.items() if key[1].endswith(":grad")}
     known = [value[1] for value in rms.values() if value is not None and value[1] > 0]
     middle = float(np.median(known)) if known else 0.0
     ordered = [key for key in weights if key in paths] + sorted(paths - set(weights))

@@ -1,0 +1,143 @@
+"""Pictures of a run or a trace for papers, as matplotlib figures. Needs matplotlib (``gaff[figures]``).
+
+Each function returns a ``Figure`` that belongs to no window: ``signal_by_depth(record).savefig("depth.pdf")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gaff.address import nearest
+from gaff.errors import PlanError, RecordError
+from gaff.record.cube import Cube, read_cubes
+from gaff.record.run import Record
+from gaff.record.sample import port_of
+
+if TYPE_CHECKING:
+    from gaff.tools.record import Trace
+
+_ALL = 1 << 30  # columns: every look
+_MOST_NAMES = 40  # of sites that are written beside a map
+_SIGNED = "RdBu_r"
+
+
+def signal_by_depth(record: Record, *, stat: str = "rms", port: str = "output", looks: int = 6, rank: int = 0) -> Any:
+    """One number of all sites of a port from the first layer to the last, at some looks; on a logarithmic axis.
+
+    ``port``: ``output``, ``grad_output``, ``param``, ``grad``; ``stat``: a column of the record, such as ``rms`` or
+    ``update_ratio``. Raises RecordError where nothing has it.
+    """
+    cube, rows, names = _rows(record, stat, port, rank)
+    table = cube.latest[stat][rows]
+    columns = np.unique(np.linspace(0, table.shape[1] - 1, min(looks, table.shape[1])).round().astype(int))
+    figure, axes = _axes((max(5.0, 0.18 * len(names)), 3.6))
+    shades = import_module("matplotlib").colormaps["viridis_r"](np.linspace(0.05, 0.95, len(columns)))
+    for column, shade in zip(columns, shades, strict=True):
+        axes.plot(table[:, column], color=shade, marker=".", linewidth=1, label=f"step {cube.last[column]}")
+    axes.set(yscale="log", ylabel=f"{stat} of {port}")
+    _name(axes.xaxis, names, rotation=90)
+    axes.legend(fontsize="x-small")
+    return figure
+
+
+def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: int = 0) -> Any:
+    """One number of all sites of a port over all looks. Zero and below are grey where the scale is logarithmic."""
+    cube, rows, names = _rows(record, stat, port, rank)
+    table = cube.latest[stat][rows]
+    figure, axes = _axes((7.0, max(2.4, 0.16 * len(names))))
+    colors = import_module("matplotlib.colors")
+    is_log = bool(np.nanmin(table) >= 0) and bool((table > 0).any())
+    shown = np.where(table > 0, table, np.nan) if is_log else table
+    axes.set_facecolor("0.6")
+    edges = [*cube.first.tolist(), int(cube.last[-1]) + 1]
+    mesh = axes.pcolormesh(edges, np.arange(len(names) + 1), shown, norm=colors.LogNorm() if is_log else None,
+                           cmap="magma" if is_log else _SIGNED, rasterized=True)  # fmt: skip
+    axes.invert_yaxis()
+    axes.set(xlabel="step")
+    _name(axes.yaxis, names, at=0.5)
+    figure.colorbar(mesh, label=f"{stat} of {port}")
+    return figure
+
+
+def curves(records: Sequence[Record] | Record, name: str = "loss") -> Any:
+    """A number of every step, such as ``loss`` or ``grad_norm``, of one run or of several."""
+    several = [records] if isinstance(records, Record) else list(records)
+    figure, axes = _axes((5.5, 3.2))
+    for record in several:
+        series = record.scalar(name)
+        axes.plot(series.steps, series.values, linewidth=1, label=record.path.name)
+    axes.set(xlabel="step", ylabel=name.removeprefix("loss:"))
+    if len(several) > 1:
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def picture(trace: Trace, site: str, kind: str | None = None) -> Any:
+    """A picture of a trace that was made with ``pictures=True``: maps side by side, a class activation over its image.
+
+    ``kind``: where a site has several, such as ``class activation``. Raises RecordError with near names.
+    """
+    known = [one for one in trace.pictures if one.site == site and kind in (None, one.kind)]
+    if not known:
+        near = ", ".join(nearest(site, [one.site for one in trace.pictures])) or "none"
+        what = f"picture of {kind}" if kind else "picture"
+        raise RecordError(f"the trace has no {what} at {site!r}; nearest: {near}")
+    one = known[0]
+    table = np.frombuffer(one.data, np.uint8).reshape(one.size)
+    if one.kind == "image":
+        figure, axes = _axes((4.0, 4.0))
+        axes.imshow(table)
+        axes.set_axis_off()
+        return figure
+    count = table.shape[0]
+    across = int(np.ceil(np.sqrt(count)))
+    plt = _figure_class()
+    figure = plt(figsize=(1.4 * across + 0.6, 1.4 * int(np.ceil(count / across)) + 0.4), layout="constrained")
+    low = -one.high if one.signed else one.low
+    for at in range(count):
+        axes = figure.add_subplot(int(np.ceil(count / across)), across, at + 1)
+        axes.set_axis_off()
+        values = low + table[at] / 255 * (one.high - low)
+        if one.over is not None:
+            under = trace.pictures[one.over]
+            axes.imshow(np.frombuffer(under.data, np.uint8).reshape(under.size))
+        axes.imshow(values, cmap=_SIGNED if one.signed else "magma", vmin=low, vmax=one.high,
+                    alpha=1.0 if one.over is None else 0.55, aspect="auto" if 1 in values.shape else "equal")  # fmt: skip
+    figure.suptitle(f"{one.site or 'the model'}, {one.title}", fontsize="small")
+    return figure
+
+
+def _rows(record: Record, stat: str, port: str, rank: int) -> tuple[Cube, list[int], list[str]]:
+    """The cube that has the number, and its rows of one port, in the order in which they were first seen."""
+    names = {key: name for name, key in record.names().items()}
+    for cube in read_cubes(record.part(rank), columns=_ALL, marks=1):
+        if cube.phase != "train" or stat not in cube.latest:
+            continue
+        table = cube.latest[stat]
+        rows = [at for at, key in enumerate(cube.keys) if port_of(key[1]) == port and not np.isnan(table[at]).all()]
+        if rows:
+            return cube, rows, [names.get(cube.keys[at], cube.keys[at][1]) for at in rows]
+    raise RecordError(f"{record.path}: no site has {stat!r} of {port!r}: see record.sites and record.latest(site)")
+
+
+def _axes(size: tuple[float, float]) -> tuple[Any, Any]:
+    figure = _figure_class()(figsize=size, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _figure_class() -> Any:
+    if find_spec("matplotlib") is None:
+        raise PlanError("figures need matplotlib, which is not installed: pip install 'gaff[figures]'")
+    return import_module("matplotlib.figure").Figure
+
+
+def _name(axis: Any, names: Sequence[str], *, at: float = 0.0, rotation: float = 0.0) -> None:
+    """Some of the names, where there are too many to be read."""
+    every = max(1, -(-len(names) // _MOST_NAMES))
+    axis.set_ticks([place + at for place in range(0, len(names), every)])
+    axis.set_ticklabels(list(names)[::every], rotation=rotation, fontsize="x-small", parse_math=False)
