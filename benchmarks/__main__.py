@@ -10,6 +10,7 @@ from torch import nn
 import gaff
 from benchmarks import edits as edit_prices
 from benchmarks import ops as op_prices
+from benchmarks import pages as page_prices
 from benchmarks import watch as watch_prices
 from benchmarks.harness import measure, peer, table
 
@@ -284,6 +285,7 @@ def edits():
 clip, samples = edit_prices.clip, edit_prices.samples
 ops, guard = op_prices.ops, op_prices.guard
 kernels, steps = watch_prices.kernels, watch_prices.steps
+pages, recorder = page_prices.pages, page_prices.recorder
 
 
 def main():
@@ -300,6 +302,8 @@ def main():
         "guard",
         "kernels",
         "steps",
+        "pages",
+        "recorder",
         "idle",
     ]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")

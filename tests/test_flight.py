@@ -128,7 +128,7 @@ def test_a_kept_batch_is_what_the_step_met_to_the_last_bit(tmp_path):
     (path,) = kept_of(tmp_path / "run")
     assert path.name == "00000003-nonfinite.safetensors"
     kept = read_kept(path)
-    assert (kept.step, kept.why, kept.model, kept.training) == (3, "nonfinite", "model", True)
+    assert (kept.step, kept.why, kept.model, kept.modes["drop"]) == (3, "nonfinite", "model", True)
     assert torch.equal(kept.batch.args[0], x)
     assert kept.weights.keys() == weights.keys()
     assert all(torch.equal(kept.weights[key], value) for key, value in weights.items())
@@ -194,7 +194,7 @@ def test_replay_runs_the_batch_again_and_names_the_op(tmp_path, capsys):
     assert main(["replay", str(tmp_path / "run"), "--model", spec, "--step", "9"]) == 1
     assert "has kept no batch of step 9: expected one of 3 (nonfinite)" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "run"), "--model", f"{__file__}:other"]) == 1
-    assert "is another model than model was" in capsys.readouterr().err
+    assert "it is another model than model was" in capsys.readouterr().err
 
 
 def other():
@@ -304,3 +304,116 @@ def test_what_kills_the_process_leaves_its_very_last_step(tmp_path):
     assert rows[-1].step == 90
     assert rows[-1].losses["loss"] == float(ran.stdout)
     assert len(rows) == ROWS
+
+
+def test_the_step_of_a_second_optimizer_belongs_to_the_same_step(tmp_path):
+    """Gradients that it is about to use are not those of before; what is bad in them is found in their step."""
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.ModuleDict({"a": a, "b": b})
+    optimizers = [torch.optim.SGD(one.parameters(), 0.01) for one in (a, b)]
+    with gaff.watch({"a": a, "b": b}, optimizers, out=tmp_path / "run", every=1, keep_batch=True) as watch:
+        for step in range(30):
+            model.zero_grad()
+            x = torch.randn(8, 4)
+            loss = b(a(x).detach())
+            loss = loss.clamp(min=0, max=0).sqrt().sum() if step == 20 else loss.square().sum()  # sqrt'(0) is inf
+            (loss + a(x).square().mean()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert watch.step == step + 1
+    rules = {(one.rule, one.since) for one in gaff.load(tmp_path / "run").findings}
+    assert not any(rule == "not_cleared" for rule, _ in rules)
+    assert ("nonfinite", 20) in rules
+
+
+def test_looking_for_the_origin_writes_into_no_batch_of_the_users(tmp_path):
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 1)
+
+        def forward(self, x, bad):
+            x.div_(4)
+            y = self.fc(x)
+            return (y * float("nan") if bad else y).square().mean()
+
+    data = torch.rand(3, 8, 4)
+    wanted = data / 4
+    model = InPlace()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", keep_batch=True):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(data[step], step == 1).backward()
+            optimizer.step()
+    assert torch.equal(data, wanted)
+    kept = read_kept(kept_of(tmp_path / "run")[0])
+    assert kept.was_changed
+    assert torch.equal(kept.batch.args[0], wanted[1])
+
+
+def test_the_micro_batch_that_did_harm_is_kept_not_the_last(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    bad, good = torch.full((4, 2), float("inf")), torch.ones(4, 2)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1, keep_batch=True):
+        for x in (bad, good):
+            model(x).sum().backward()
+        optimizer.step()
+    assert torch.equal(read_kept(kept_of(tmp_path / "run")[0]).batch.args[0], bad)
+
+
+def test_modes_buffers_and_odd_keys_are_kept(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.fc = nn.BatchNorm1d(3), nn.Linear(3, 1)
+            self.register_buffer("extra", torch.zeros(()), persistent=False)
+
+        def forward(self, given):
+            return self.fc(self.norm(given["a.b"] + given["a"]["b"])) * self.extra
+
+    model = Odd()
+    model.norm.eval()
+    model.extra.fill_(float("nan"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = {"a.b": torch.randn(4, 3), "a": {"b": torch.randn(4, 3)}, 7: 1}
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1, keep_batch=True):
+        model(given).sum().backward()
+        optimizer.step()
+    kept = read_kept(kept_of(tmp_path / "run")[0])
+    fresh = Odd().double()
+    kept.restore(fresh)
+    (found,) = kept.batch.args
+    assert torch.equal(found["a.b"], given["a.b"])
+    assert torch.equal(found["a"]["b"], given["a"]["b"])
+    assert found[7] == 1
+    assert not fresh.norm.training
+    assert fresh.training
+    assert math.isnan(fresh.extra)
+    assert fresh.fc.weight.dtype == torch.float32
+
+
+def test_a_checksum_copies_no_more_than_it_needs(monkeypatch):
+    from gaff.watching import facts
+
+    wide = torch.randn(64, 3, 50, 50).to(memory_format=torch.channels_last)
+    assert facts.fingerprint((wide,), {}, 4096) == facts.fingerprint((wide.contiguous(),), {}, 4096)
+    sizes = []
+    real = torch.Tensor.reshape
+    monkeypatch.setattr(torch.Tensor, "reshape", lambda self, *shape: sizes.append(self.numel()) or real(self, *shape))
+    facts.fingerprint((wide, torch.ones(1).expand(1000, 1000)), {}, 4096)
+    assert max(sizes) <= 8192
+
+
+def test_losses_that_go_backward_together_keep_their_names(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gaff.watch(model, optimizer, out=tmp_path / "run"):
+        small = model(torch.ones(1, 2)).sum() * 0 + 1
+        large = model(torch.ones(1, 2)).sum() * 0 + 100
+        torch.autograd.backward([small, large])
+        optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.scalar("loss:small").values == [1.0]
+    assert record.scalar("loss:large").values == [100.0]

@@ -106,7 +106,8 @@ export function chart(given: Chart): HTMLElement {
     live.add({ plot, box });
     if (given.pick) plot.over.addEventListener("click", () => plot.cursor.idx !== null && plot.cursor.idx !== undefined && given.pick!(plot.cursor.idx));
     new ResizeObserver(() => {
-      if (box.isConnected) plot.setSize({ width: Math.max(200, box.clientWidth), height: given.height ?? 240 });
+      const width = Math.max(200, box.clientWidth);
+      if (box.isConnected && width !== plot.width) plot.setSize({ width, height: given.height ?? 240 });
     }).observe(box);
   });
   return box;

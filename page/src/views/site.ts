@@ -38,9 +38,10 @@ export const site: View = {
 
 /** A field with all sites, and the next and the one before (keys j and k). */
 function choose(page: Page, wanted: string): HTMLElement {
-  const list = h("datalist", { id: "sites" }, ...page.run.sites.slice(0, 5000).map(([, , name]) => h("option", { value: name })));
+  const list = h("datalist", { id: "sites" });
   const field = h("input", { value: wanted, label: "site", class: "filter long" });
   field.setAttribute("list", "sites");
+  field.addEventListener("focus", () => list.replaceChildren(...page.run.sites.slice(0, 5000).map(([, , name]) => h("option", { value: name }))), { once: true });
   field.addEventListener("change", () => page.go("site", { site: field.value }));
   const at = siteNamed(page.run, wanted);
   const step = (by: number, text: string, title: string) => {

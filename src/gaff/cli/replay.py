@@ -28,7 +28,7 @@ def run(options: Namespace) -> int:
         need_numpy("--html")
     kept = _choose(options)
     model = load_model(options.model).model
-    _load(model, kept, options.model)
+    kept.restore(model)
     report, failure = run_again(model, kept.batch, assume_ones=True)
     if failure:
         raise PlanError(failure)
@@ -38,7 +38,9 @@ def run(options: Namespace) -> int:
     if options.json:
         print(json.dumps({"step": kept.step, "why": kept.why, "model": kept.model, **report.to_dict()}, indent=1))
         return 3 if report else 0
-    print(f"step {kept.step} of {options.run}, kept for {kept.why}; {kept.model} with the weights that it met")
+    print(f"step {kept.step} of {options.run}, kept for {kept.why}; {kept.model} with the weights of that step")
+    if kept.was_changed:
+        print("note: the run wrote into what it was given: this is of the batch as it was left")
     print(_text(report, told))
     return 3 if report else 0
 
@@ -56,15 +58,6 @@ def _choose(options: Namespace) -> Kept:
         steps = ", ".join(f"{one.step} ({one.why})" for one in all_kept)
         raise RecordError(f"{options.run!r} has kept no batch of step {options.step}: expected one of {steps}")
     return found
-
-
-def _load(model: nn.Module, kept: Kept, spec: str) -> None:
-    """Raises PlanError where the weights are of another model."""
-    try:
-        model.load_state_dict(kept.weights)
-    except RuntimeError as error:
-        raise PlanError(f"{spec!r} is another model than {kept.model} was: {error}") from None
-    model.train(kept.training)
 
 
 def _trace(model: nn.Module, kept: Kept, *, has_pictures: bool) -> Trace:

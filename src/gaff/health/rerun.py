@@ -54,11 +54,11 @@ def run_again(
     """
     changed = any(compat.version_of(tensor) != version for tensor, version in batch.versions)
     examination = Examination(model, allow)
-    args, kwargs = map_tensors((batch.args, batch.kwargs), _leaf, _itself)
-    inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
     if changed:
         examination.notes.append("the batch was written to after the run: this is of what it is now")
     try:
+        args, kwargs = map_tensors((batch.args, batch.kwargs), _Own(), _itself)
+        inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
         with ExitStack() as stack:
             stack.enter_context(untouched(model, inputs))
             replayed(stack, batch)
@@ -97,11 +97,20 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    """Without the graph behind it, which the user's own backward has used up."""
-    if tensor.is_inference() or not tensor.requires_grad:
-        return tensor
-    return tensor.detach().requires_grad_()
+class _Own:
+    """Copies of tensors: the model may write into what it is given, and backward has used up the graph behind it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Tensor] = {}  # the same tensor twice stays one
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        known = self._known.get(id(tensor))
+        if known is None:
+            known = tensor.detach().clone()
+            if tensor.requires_grad and not tensor.is_inference():
+                known.requires_grad_()
+            self._known[id(tensor)] = known
+        return known
 
 
 def _random_states() -> list[Tensor]:

@@ -80,8 +80,8 @@ class Recall:
             return ""
         try:
             path = self._keeper.keep(step, why, model.name, root, batch)
-        except OSError as error:
-            self._keeper.notes.append(f"the batch of step {step} was not kept: {error}")
+        except Exception as error:  # noqa: BLE001  # whatever is in a batch: what was found must not be lost with it
+            self._keeper.notes.append(f"the batch of step {step} was not kept: {type(error).__name__}: {error}")
             return ""
         return str(path) if path is not None else ""
 

@@ -45,11 +45,13 @@ class Watch:
     @property
     def findings(self) -> list[Finding]:
         """What has been found so far, worst first. Waits until the looks taken so far are judged."""
+        self._watcher.guarded(self._watcher.step_over)
         return self._watcher.desk.findings
 
     @property
     def step(self) -> int:
         """Optimizer steps completed."""
+        self._watcher.guarded(self._watcher.step_over)
         return self._watcher.step
 
     @property

@@ -48,12 +48,15 @@ class Losses:
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
-    def note(self, tensor: Tensor, window: Window | None) -> Spike | None:
-        """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting."""
+    def note(self, tensor: Tensor, window: Window | None, at: int = 0) -> Spike | None:
+        """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
+
+        ``at``: its place, where backward runs from several.
+        """
         known = next((one for one in self._scaled if one[0]() is tensor), None)
         named = tensor if known is None else known[1]()
         self.is_nonfinite = False
-        place = caller()
+        place = caller(), at
         if place not in self.names:
             self.names[place] = self._new_name(name_of_loss(named) if named is not None else "loss")
         name = self.latest = self.names[place]

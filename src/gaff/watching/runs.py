@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +14,13 @@ from gaff import compat
 from gaff.engine.outer import Calls, ModuleHooks
 from gaff.health.rerun import Batch
 from gaff.select import unwrap
+from gaff.values import iter_tensors, size_bytes
 from gaff.watching import facts
 from gaff.watching.models import Model, Models
 from gaff.watching.window import Window
 
-_KEPT = 16  # batches of one step that are kept for a look at what went wrong
+_KEPT = 16  # batches of one step that are kept for a look at what went wrong: the last ones
+_KEPT_BYTES = 1 << 28
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _MOST_RUNS = 256  # without any step
 
@@ -37,6 +39,8 @@ class Listener(Protocol):
     def may_evaluate(self) -> bool: ...
 
     def step_is_endless(self) -> None: ...
+
+    def step_over(self) -> None: ...
 
 
 class Runs:
@@ -111,6 +115,11 @@ class Runs:
         """Whether the latest batch is less than half of the largest: the rest of a data set, whose loss is noisier."""
         return bool(self.batches) and 2 * self._size < self._largest
 
+    @property
+    def samples(self) -> int:
+        """That models were given since they were last taken, in training mode."""
+        return self._samples
+
     def take_samples(self) -> int:
         """How many samples models were given since the last time, in training mode."""
         samples, self._samples = self._samples, 0
@@ -155,6 +164,7 @@ class Runs:
         self.know(model, module)
         if args is None:
             return
+        self._listener.step_over()
         if self._phase(module) == "train":
             self._begin_train(model, module, args, {})
         else:
@@ -194,6 +204,7 @@ class Runs:
         return "train" if torch.is_grad_enabled() or compat.enclosing_functions() else "eval"  # inside a checkpoint
 
     def _begin(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._listener.step_over()
         if self._phase(module) == "train":
             self._begin_train(model, module, args, kwargs)
         else:
@@ -213,9 +224,10 @@ class Runs:
             window.facts.setdefault("batch", facts.batch_size(args, kwargs))
             window.facts.setdefault("precision", facts.precision(module))
             window.facts.setdefault("fingerprint", facts.fingerprint(args, kwargs))
-        if len(self.batches) < _KEPT:
-            self.batches.append((model, Batch.of(args, kwargs)))
-            self._begins(self.batches[-1][1])
+        self.batches.append((model, Batch.of(args, kwargs)))
+        self._begins(self.batches[-1][1])
+        while len(self.batches) > 1 and (len(self.batches) > _KEPT or _bytes_of(self.batches) > _KEPT_BYTES):
+            del self.batches[0]
         self._size = facts.batch_size(args, kwargs)
         self._samples += self._size
         self._largest = max(self._largest, self._size)
@@ -250,3 +262,7 @@ class Runs:
             self._hooks.switch_on()
         else:
             self._hooks.switch_off()
+
+
+def _bytes_of(batches: Iterable[tuple[Model, Batch]]) -> int:
+    return sum(size_bytes(tensor) for _, batch in batches for _, tensor in iter_tensors((batch.args, batch.kwargs)))

@@ -25,16 +25,19 @@ from gaff.watching.models import Model
 
 _ODD = 5.0  # times the median over the batch: a sample that stands out
 _MOST_SAMPLES = 8
+Batches = Sequence[tuple[Model, Batch]]
 
 
-def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *, has_gradients: bool) -> Finding:
+def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool) -> tuple[Finding, Batches]:
     """A NaN or inf: the batches of the step are run again, with every op looked at, until one tells where it began.
 
+    A batch that was given a NaN tells little: one that made it is looked for among those before. Returns it as well.
     A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its graph
     and its counters notice nothing.
     """
     known = RULES["nonfinite"]
     told = "NaN or inf"
+    given: tuple[Finding, Batches] | None = None
     for model, batch in reversed(batches):
         root = model.root()
         if root is None:
@@ -43,7 +46,7 @@ def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *
         if not report and has_gradients:
             report = _examine(root, batch, assume_ones=True)
         if report:
-            return Finding(
+            found = Finding(
                 rule="nonfinite",
                 site=report.site,
                 model=model.name,
@@ -55,8 +58,13 @@ def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *
                 evidence=_evidence(report),
                 last=step,
             )
+            if report.direction != "before":
+                return found, [(model, batch)]
+            given = given or (found, [(model, batch)])
+    if given is not None:
+        return given
     where = "outside the model: in the loss itself, or in a batch from before" if batches else told
-    return Finding(
+    outside = Finding(
         rule="nonfinite",
         site="",
         model="",
@@ -67,6 +75,7 @@ def of_nonfinite(what: str, step: int, batches: Sequence[tuple[Model, Batch]], *
         remedy="gaff.find_nonfinite(step) on a step like this one looks at the ops outside the model, too",
         last=step,
     )
+    return outside, []
 
 
 def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:

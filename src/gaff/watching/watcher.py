@@ -99,6 +99,8 @@ class Watcher:
         self._skipped = 0
         self._in_a_row = 0  # skipped without a step in between
         self._since = 0.0
+        self._ended_at: float | None = None  # the leader's step, until something else begins: others may follow it
+        self._stepped: set[int] = set()  # optimizers that made theirs in it
         self._evaluated_at: int | None = None
         self._is_endless = False
         self._looks = -1
@@ -123,6 +125,7 @@ class Watcher:
         if not self.is_open:
             self._outer.close()  # a failure could not: torch was going through its hooks
             return
+        self.guarded(self.step_over)
         self._end_window(is_whole=False)
         if error is not None and not isinstance(error, SystemExit):
             self._recall.keep(self.step, "exception", self._runs.batches)
@@ -157,6 +160,11 @@ class Watcher:
 
     # what the runs tell
 
+    def step_over(self) -> None:
+        """Something new begins: what belongs to a step that has ended is complete, steps of other optimizers too."""
+        if self._ended_at is not None:
+            self._end_step(self.step + 1, self._ended_at)
+
     def model_found(self, model: Model) -> None:
         self.desk.model(model, self.step)
 
@@ -186,12 +194,13 @@ class Watcher:
 
     def _backward_begins(self, losses: Any) -> None:
         self._runs.left_model()
+        self.step_over()
         if self._window is not None:
             self._clearing.look()
         several = losses if isinstance(losses, (list, tuple)) else [losses]  # a generator is not ours to use up
-        for loss in several:
+        for at, loss in enumerate(several):
             if isinstance(loss, Tensor) and loss.numel() == 1:
-                spike = self._losses.note(loss, self._window)
+                spike = self._losses.note(loss, self._window, at)
                 if spike is not None and not self._runs.is_rest():
                     spiked = trouble.of_spike(spike, self.step, self._runs.batches)
                     self.desk.add(self._recall.keep_for(spiked, self._runs.batches), self.step)
@@ -205,16 +214,18 @@ class Watcher:
             self.is_open = False  # what is run again is not watched
             resume = self._runs.pause()
             try:
-                finding = trouble.of_nonfinite(what, self.step, self._runs.batches, has_gradients=has_gradients)
+                finding, batch = trouble.of_nonfinite(what, self.step, self._runs.batches, has_gradients=has_gradients)
             finally:
                 self.is_open = True
                 resume()
-            self.desk.add(self._recall.keep_for(finding, self._runs.batches), self.step)
+            self.desk.add(self._recall.keep_for(finding, batch or self._runs.batches[-1:]), self.step)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         self._runs.left_model()
         if not self._optimizers.has(optimizer):
             return
+        if id(optimizer) in self._stepped:
+            self.step_over()
         if self._window is not None:
             began = perf_counter()
             has_moments = self._looks % _MOMENTS == 0
@@ -242,11 +253,18 @@ class Watcher:
             self._window.cost_s += perf_counter() - began
         self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
         if is_end:
-            self._end_step(self.step + 1)
+            self._stepped = {id(optimizer)}
+            self._ended_at = now = perf_counter()
+            self._recall.ended(self.step, now - self._since, self._losses, self._runs.samples)
+            if len(self._optimizers.counts) == 1:  # else others may follow: their steps belong to the same
+                self.step_over()
+        elif self._ended_at is not None:
+            self._stepped.add(id(optimizer))
 
     def _step_skipped(self, optimizer: Any) -> None:
         """A GradScaler has found gradients that are not finite: what the window has seen of them is its business."""
         if self._optimizers.has(optimizer):
+            self.step_over()
             self._skipped += 1
             self._in_a_row += 1
             if self._in_a_row == _STUCK:
@@ -258,9 +276,11 @@ class Watcher:
                 self._window.is_open = False
                 self._begin_window()
 
-    def _end_step(self, count: int) -> None:
+    def _end_step(self, count: int, ended: float) -> None:
         now = perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, self._since = ended - self._since, ended
+        self._ended_at = None
+        self._stepped.clear()
         window = self._window
         self.pace.spend(self.desk.take_spent())
         if window is not None:
@@ -281,7 +301,7 @@ class Watcher:
 
     def _pulse(self, seconds: float) -> None:
         samples = self._runs.take_samples()
-        if seconds or samples:
+        if samples and not seconds:  # the run has ended in the middle of a step
             self._recall.ended(self.step, seconds, self._losses, samples)
         self.desk.pulse(self.step, seconds, self._losses, self._skipped, samples)
         self._losses.forget()
