@@ -5,18 +5,21 @@ import { readFileSync, writeFileSync, mkdirSync } from "node:fs";
 const out = new URL("../src/gaff/views/page/assets/", import.meta.url);
 const limits = { "page.js": 100 * 1024, both: 150 * 1024 }; // bytes
 
-// uPlot without its dates, which are a tenth of it: our x is a step.
-const DATES = [
+// uPlot without its dates, bars, steps and splines, which are a fifth of it: our x is a step, our curves are lines.
+const UNUSED = [
   [/^function genTimeStuffs\(ms\) \{[\s\S]*?^\}$/m, "function genTimeStuffs() { return [[1], [], () => () => []]; }"],
   [/^function fmtDate\(tpl, names\) \{[\s\S]*?^\}$/m, "function fmtDate() { return () => ''; }"],
+  [/^\t\(paths\.stepped = stepped\);$/m, ""],
+  [/^\t\(paths\.bars    = bars\);$/m, ""],
+  [/^\t\(paths\.spline  = monotoneCubic\);$/m, ""],
   [/^function tzDate\(date, tz\) \{[\s\S]*?^\}$/m, "function tzDate(date) { return date; }"],
 ];
-const withoutDates = {
-  name: "without-dates",
+const withoutUnused = {
+  name: "without-unused",
   setup(build) {
     build.onLoad({ filter: /uPlot\.esm\.js$/ }, ({ path }) => {
       let text = readFileSync(path, "utf8");
-      for (const [what, instead] of DATES) {
+      for (const [what, instead] of UNUSED) {
         if (!what.test(text)) throw new Error(`this uPlot has no ${what}`);
         text = text.replace(what, instead);
       }
@@ -35,7 +38,7 @@ async function bundle(entry) {
     target: "es2022",
     legalComments: "inline",
     charset: "ascii",
-    plugins: [withoutDates],
+    plugins: [withoutUnused],
   });
   return result.outputFiles[0].text;
 }

@@ -283,3 +283,106 @@ def test_runs_of_a_folder_are_listed_also_those_that_cannot_be_read(tmp_path, ca
     assert {one["ended"] for one in json.loads(capsys.readouterr().out)} == {"yes", ""}
     assert main(["runs", str(tmp_path)]) == 1
     assert "holds no run" in capsys.readouterr().err
+
+
+class Same(nn.Module):
+    """Returns what it was built with, whatever comes in."""
+
+    def __init__(self, *outputs):
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, x):
+        return self.outputs[0] if len(self.outputs) == 1 else self.outputs
+
+
+NAN, INF = float("nan"), float("inf")
+BIG = torch.randn(2, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([torch.tensor([NAN, 1.0, 2.0])], [torch.tensor([NAN, 100.0, 205.0])]),
+        ([torch.tensor([NAN, 1.0, 2.0])], [torch.tensor([INF, 1.0, 2.0])]),
+        ([torch.tensor([NAN, 0.0, 2.0])], [torch.tensor([0.0, NAN, 2.0])]),
+        ([BIG], [BIG.flip(0)]),
+        ([torch.ones(3), torch.ones(3)], [torch.ones(3), 2 * torch.ones(3)]),
+        ([torch.ones(3, dtype=torch.complex64)], [torch.ones(3, dtype=torch.complex64) * 1j]),
+        ([torch.tensor([1.0, 2.0], dtype=torch.float64)], [torch.tensor([1.0, 2.0 + 1e-9], dtype=torch.float64)]),
+        ([torch.tensor([1e200], dtype=torch.float64)], [torch.tensor([2e200], dtype=torch.float64)]),
+    ],
+    ids=["nan in both", "inf for nan", "nan elsewhere", "blocks swapped", "second output", "complex", "double", "huge"],
+)
+def test_what_is_not_the_same_is_never_called_so(a, b):
+    x = torch.zeros(1)
+    found = gaff.diff(gaff.trace(Same(*a), x), gaff.trace(Same(*b), x))
+    assert found, found
+    assert not gaff.diff(gaff.trace(Same(*a), x), gaff.trace(Same(*a), x))
+
+
+@pytest.mark.parametrize("b", [torch.arange(6.0).view(3, 2), -0.0 * torch.arange(6.0).view(2, 3)], ids=["shape", "-0"])
+def test_other_shapes_and_signs_of_zero_are_not_the_same_bits(b):
+    a = torch.arange(6.0).view(2, 3) if b.shape == (3, 2) else torch.zeros(2, 3)
+    found = gaff.diff(gaff.trace(Same(a), torch.zeros(1)), gaff.trace(Same(b), torch.zeros(1)))
+    assert {row.state for row in found.rows if row.phase == "forward"} == {"close"}
+    assert "the first bits that differ are those of :output" in str(found)
+
+
+def test_another_input_is_told_before_what_it_causes():
+    net = Net()
+    found = gaff.diff(traced(net), traced(net, X.flip(1)))
+    assert (found.rows[0].phase, found.rows[0].state) == ("input", "close")
+    assert found.first.site == "blocks.0.norm"
+    assert "the first bits that differ are those of the input" in str(found)
+
+
+def test_one_layer_of_another_type_is_named():
+    class Cast(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear.bfloat16()
+
+        def forward(self, x):
+            return self.linear(x.bfloat16())
+
+    torch.manual_seed(0)
+    a = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity())
+    b = copy.deepcopy(a)
+    b[1] = Cast(b[1])
+    found = gaff.diff(gaff.trace(a, X[:, :4]), gaff.trace(b, X[:, :4]))
+    assert any("is float32 in A and bfloat16 in B" in note for note in found.notes)
+
+
+def test_a_gradient_that_ceases_and_nan_of_one_run_are_differences(tmp_path):
+    def freeze(net, step):
+        if step == 9:
+            net.head.weight.requires_grad_(False)
+            net.head.weight.grad = None
+
+    train(tmp_path / "a")
+    train(tmp_path / "b", spoil=freeze)
+    found = gaff.diff(tmp_path / "a", tmp_path / "b")
+    assert found.first.step == 9
+    row = next(row for row in found.rows if row.site == "head.weight:grad")
+    assert (row.state, row.number, row.b) == ("parted", "presence", "absent")
+
+
+def test_a_difference_in_evaluation_is_found(tmp_path):
+    records = []
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        torch.manual_seed(0)
+        net = Net(1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        data = torch.Generator().manual_seed(0)
+        with gaff.watch(net, optimizer, out=tmp_path / name, every=1):
+            for _ in range(12):
+                optimizer.zero_grad()
+                net(torch.randn(8, 16, generator=data)).square().mean().backward()
+                optimizer.step()
+            net.eval()
+            with torch.no_grad():
+                net(factor * X)
+        records.append(gaff.load(tmp_path / name))
+    found = gaff.diff(*records)
+    assert found.first.phase == "evaluation"

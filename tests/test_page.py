@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import re
+import socket
 import struct
 import threading
 import zlib
@@ -24,7 +25,8 @@ from torch import nn
 import gaff
 from gaff.cli import main
 from gaff.record.cube import read_cubes
-from gaff.record.log import EVENT
+from gaff.record.log import EVENT, SERIES
+from gaff.record.matrix import pack_series
 from gaff.record.run import load
 from gaff.views.page.chunks import Chunks, from_log16, to_log16
 from gaff.views.page.document import asset
@@ -32,6 +34,7 @@ from gaff.views.page.live import Board, Server
 from gaff.views.page.training import document
 from made_records import HOSTILE, MadeRun, make
 
+NAN = math.nan
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
@@ -399,3 +402,144 @@ def test_a_run_that_has_not_begun_is_waited_for_and_new_processes_are_found(tmp_
     (tmp_path / "other" / "rank1.gaff").rename(tmp_path / "run" / "rank1.gaff")
     assert board.look()
     assert json.loads(board.head())["runs"][0]["ranks"] == [0, 1]
+
+
+def test_zooming_often_never_forgets_the_latest_version(tmp_path):
+    with Served(make(tmp_path / "run")) as served:
+        for end in range(60):
+            assert served.ask(f"/head?begin=0&end={end}")[0] == 200
+        head = json.loads(served.ask("/head")[1])
+        assert served.ask(f"/chunk/{head['live']['version']}/0")[0] == 200
+        assert served.ask("/")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder, run: run.log.write_json(EVENT, {"kind": "progress", "memory": {"x": 10**400}}),
+        lambda folder, run: (folder / "rank².gaff").write_bytes(b"GAFFLOG1"),
+        lambda folder, run: run.log.write_json(EVENT, {"kind": "model", "replicated": True}),
+        lambda folder, run: (folder / "run.json").write_text("[" * 5000),
+    ],
+)
+def test_one_odd_record_takes_no_page_away(tmp_path, spoil):
+    run = MadeRun(tmp_path / "bad")
+    run.look(0)
+    spoil(tmp_path / "bad", run)
+    run.log.close()
+    board = Board([make(tmp_path / "good"), tmp_path / "bad"])
+    runs = json.loads(board.head())["runs"]
+    assert runs[0]["steps"] == 3
+    assert len(runs) == 2
+
+
+def test_a_run_that_was_replaced_is_opened_anew(tmp_path):
+    board = Board([make(tmp_path / "run")])
+    assert json.loads(board.head())["runs"][0]["steps"] == 3
+    (tmp_path / "run" / "rank0.gaff").unlink()
+    run = MadeRun(tmp_path / "run")
+    run.steps(0, [1.0])
+    run.log.close()
+    for _ in range(3):
+        (tmp_path / "run" / "touched").write_text(str(_))  # what changes makes it look again
+        board.look()
+    assert json.loads(board.head())["runs"][0]["steps"] == 1
+
+
+def test_requests_that_are_no_requests_get_an_answer(tmp_path, capfd):
+    with Served(make(tmp_path / "run")) as served:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as raw:
+            raw.sendall(b"GET http://[x HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert raw.recv(100).startswith(b"HTTP/1.1 400")
+        assert served.ask("/chunk/1/" + "9" * 5000)[0] == 410
+    assert capfd.readouterr().err == ""
+
+
+def test_a_server_that_nobody_needs_ends(tmp_path):
+    board = Board([tmp_path / "never"])
+    server = Server(board)
+    server.follow(idle_s=0.0)
+    assert board.is_closed
+
+
+def test_the_terminal_takes_no_orders_from_a_record(tmp_path, capsys):
+    run = MadeRun(tmp_path / "run", sites=["fc1"], model="\x1b[2J\x07m\udc00")
+    run.look(0)
+    run.steps(0, [1.0])
+    run.finding(0, site="a\x1b[31m\x9b")
+    run.log.close()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert not any((ord(one) < 32 and one not in "\n\t") or 127 <= ord(one) < 160 for one in text)
+    assert "\\x1b[31m" in text
+
+
+def test_a_record_that_asks_for_too_much_is_refused(tmp_path):
+    run = MadeRun(tmp_path / "run")
+    columns = {"step": [0.0] * 100_000, **{f"c{at}": [0.0] * 100_000 for at in range(20)}}
+    run.log.write(SERIES, pack_series(columns))
+    for at in range(2000):
+        run.log.write(SERIES, pack_series({"step": [0.0], f"d{at}": [0.0]}))
+    run.log.close()
+    with pytest.raises(gaff.errors.RecordError, match="series of more than"):
+        load(tmp_path / "run")
+
+
+def test_parameters_of_odd_and_shared_names_are_told_once(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("my-layer 1", nn.Linear(4, 4))
+            self.again = self._modules["my-layer 1"]
+            self.out = nn.Linear(4, 4)
+            self.out.weight = self.again.weight
+
+        def forward(self, x):
+            return self.out(self.again(x))
+
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+    rows = document([load(tmp_path / "run")]).head["runs"][0]["gradients"]
+    assert {row["path"]: row["state"] for row in rows} == {
+        "`my-layer 1`.weight": "fine", "`my-layer 1`.bias": "fine", "out.bias": "fine",
+    }  # fmt: skip
+    assert all(row["shape"] for row in rows)
+
+
+def test_a_gradient_that_is_all_nan_or_gone_is_not_told_by_older_ones(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            if step == 3:
+                model[0].weight.grad.fill_(float("nan"))
+                model[1].bias.grad = None
+            optimizer.step()
+    rows = {row["path"]: row for row in document([load(tmp_path / "run")]).head["runs"][0]["gradients"]}
+    assert (rows["0.weight"]["state"], rows["0.weight"]["norm"], rows["0.weight"]["step"]) == ("not finite", None, 3)
+    assert (rows["1.bias"]["state"], rows["1.bias"]["step"]) == ("none", 2)
+    assert rows["1.weight"]["state"] == "fine"
+
+
+def test_magnitudes_of_one_table_are_not_wiped_by_another_of_the_same_step(tmp_path):
+    run = MadeRun(tmp_path / "run")
+    run.look(0, absent=(1,))
+    run.look(0, absent=(0, 2))
+    run.log.close()
+    page = document([load(tmp_path / "run")])
+    table = unpacked(page, page.head["runs"][0]["groups"][0]["magnitudes"][0])
+    assert (table[:3, 42, 0] > 0).all()
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_step(tmp_path):
+    run = MadeRun(tmp_path / "run")
+    run.steps(0, [1.0] * 5000 + [NAN] + [1.0] * 4000 + [math.inf])
+    run.log.close()
+    assert document([load(tmp_path / "run")]).head["runs"][0]["scalars"]["odd"] == {"loss:l": [5000, 9001]}

@@ -34,9 +34,9 @@ X = torch.rand(2, 3, 16, 12, generator=torch.Generator().manual_seed(1))
 
 def values(picture):
     """What the bytes of a picture stand for."""
-    low = -picture.high if picture.signed else picture.low
+    low, high = (-picture.limit, picture.limit) if picture.limit else (picture.low, picture.high)
     table = np.frombuffer(picture.data, np.uint8).reshape(picture.size).astype(np.float64)
-    return torch.tensor(low + table / 255 * (picture.high - low))
+    return torch.tensor(low + table / 255 * (high - low))
 
 
 def pictured(model, *args, **options):
@@ -45,7 +45,7 @@ def pictured(model, *args, **options):
 
 
 def close(found, wanted, picture):
-    step = (picture.high - (-picture.high if picture.signed else picture.low)) / 255
+    step = (2 * picture.limit if picture.limit else picture.high - picture.low) / 255
     assert found.shape == wanted.shape
     assert (found - wanted.double()).abs().max() <= 0.51 * step + 1e-6
 
@@ -58,10 +58,11 @@ def test_feature_maps_are_of_the_first_example_before_anything_wrote_over_them()
     for site in ("conv", "relu", "more"):
         picture = found[site, "feature maps"]
         assert picture.shape == tuple(got[site].shape)
-        assert picture.signed == bool(got[site][0].min() < 0)
+        assert (picture.limit > 0) == bool(got[site][0].min() < 0)
+        assert (picture.low, picture.high) == (got[site][0].min().item(), got[site][0].max().item())
         close(values(picture), got[site][0], picture)
     gradient = found["conv:grad_output", "feature maps"]
-    assert gradient.signed
+    assert gradient.limit > 0
     close(values(gradient), got["conv:grad_output"][0], gradient)
 
 
@@ -100,23 +101,32 @@ def test_what_is_not_finite_is_counted():
 
     model = nn.Sequential(Bad())
     picture = pictured(model, torch.rand(1, 2, 5, 5))["0", "feature maps"]
-    assert picture.title == "feature maps (1 not finite, drawn as the lowest)"
+    assert picture.title == "feature maps (1 not finite, drawn at the ends of the scale)"
     assert np.frombuffer(picture.data, np.uint8).reshape(picture.size)[0, 1, 1] == 0
 
 
-@pytest.mark.parametrize("case", ["plain", "causal", "longer", "bool", "added", "groups", "scale"])
+@pytest.mark.parametrize(
+    "case", ["plain", "causal", "longer", "bool", "added", "groups", "scale", "nothing", "three", "five"]
+)
 def test_attention_inside_the_fused_call_is_what_it_uses(case):
     torch.manual_seed(0)
     heads = 2 if case == "groups" else 4
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, heads, 7, 8), torch.eye(7).expand(2, heads, 7, 7)
+    if case == "three":
+        q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    if case == "five":
+        q, k, v = (one.view(2, 2, 2, *one.shape[-2:]) for one in (q, k, v))
+    masked = torch.zeros(5, 7, dtype=torch.bool)
+    masked[1:] = True
     options = {
-        "plain": {}, "causal": {"is_causal": True}, "longer": {}, "scale": {"scale": 0.3},
+        "nothing": {"attn_mask": masked, "scale": 0.0}, "three": {}, "five": {}, "plain": {}, "causal": {"is_causal": True}, "longer": {}, "scale": {"scale": 0.3},
         "bool": {"attn_mask": torch.rand(5, 7) > 0.3}, "added": {"attn_mask": torch.randn(2, 1, 5, 7)},
         "groups": {"enable_gqa": True},
     }[case]  # fmt: skip
     wanted = functional.scaled_dot_product_attention(q, k, v, **options)  # of the identity: the probabilities
     found = attention_of((q, k, v), options)
-    torch.testing.assert_close(found[0].nan_to_num(), wanted[0].nan_to_num())
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found[0].reshape(wanted[0].shape), wanted[0].nan_to_num())
 
 
 def test_attention_of_transformers_is_drawn_whichever_way_it_is_computed():

@@ -79,6 +79,13 @@ export function chart(given: Chart): HTMLElement {
     return box;
   }
   queueMicrotask(() => {
+    try {
+      plotInto();
+    } catch (error) {
+      box.append(h("p", { class: "quiet" }, `this curve cannot be drawn: ${String(error)}`));
+    }
+  });
+  const plotInto = () => {
     const style = getComputedStyle(document.documentElement);
     const [ink, line] = [style.getPropertyValue("--quiet").trim(), style.getPropertyValue("--line").trim()];
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui, sans-serif" };
@@ -109,7 +116,7 @@ export function chart(given: Chart): HTMLElement {
       const width = Math.max(200, box.clientWidth);
       if (box.isConnected && width !== plot.width) plot.setSize({ width, height: given.height ?? 240 });
     }).observe(box);
-  });
+  };
   return box;
 }
 
@@ -122,6 +129,7 @@ function drawBand(plot: uPlot, band: { from: number; to: number; label: string }
   plot.ctx.fillStyle = "rgba(60,180,110,.12)";
   plot.ctx.fillRect(plot.bbox.left, high, plot.bbox.width, low - high);
   plot.ctx.fillStyle = "rgba(60,160,110,.9)";
-  plot.ctx.fillText(band.label, plot.bbox.left + 6, high + 4);
+  plot.ctx.textBaseline = "top";
+  plot.ctx.fillText(band.label, plot.bbox.left + 6, high + 6);
   plot.ctx.restore();
 }

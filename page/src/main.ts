@@ -81,6 +81,7 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
     const isThere = view.key === "call" || (view.isShown?.(page) ?? true);
     content = isThere ? await view.draw(page) : h("p", { class: "quiet" }, `${view.title}: there is nothing of this here`);
   } catch (error) {
+    if (head410(error)) return refresh();
     content = h("p", { class: "verdict error" }, `this view cannot be drawn: ${error instanceof Error ? error.message : String(error)}`);
   }
   if (mine !== drawing) return;
@@ -90,6 +91,7 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
     h("main", { id: "main", tabindex: -1 }, content),
   );
   frame.dataset.shown = here();
+  frame.querySelector("nav .here")?.scrollIntoView({ block: "nearest", inline: "center" });
   if (focused) {
     const again = [...frame.querySelectorAll<HTMLElement>("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused);
     again?.focus();
@@ -130,8 +132,10 @@ function toggleHelp(): void {
     ["t", "light or dark"],
     ["?", "this list"],
   ];
-  document.body.append(h("dialog", { id: "help" }, h("h2", {}, "Keys"), h("dl", { class: "evidence" }, ...keys.flatMap(([key, what]) => [h("dt", {}, key), h("dd", {}, what)])), h("button", { type: "button", on: { click: toggleHelp } }, "close (Esc)")));
-  document.getElementById("help")!.setAttribute("open", "");
+  const help = h("dialog", { id: "help" }, h("h2", {}, "Keys"), h("dl", { class: "evidence" }, ...keys.flatMap(([key, what]) => [h("dt", {}, key), h("dd", {}, what)])), h("button", { type: "button", on: { click: toggleHelp } }, "close (Esc)"));
+  help.addEventListener("close", () => help.remove());
+  document.body.append(help);
+  help.showModal();
 }
 
 function step(by: number): void {
@@ -146,8 +150,8 @@ function step(by: number): void {
 
 function onKey(event: KeyboardEvent): void {
   const isTyping = event.target instanceof HTMLInputElement || event.target instanceof HTMLSelectElement;
+  if (document.getElementById("help")) return event.key === "?" ? toggleHelp() : undefined;
   if (event.key === "Escape") {
-    document.getElementById("help")?.remove();
     (document.activeElement as HTMLElement | null)?.blur();
   }
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -171,6 +175,16 @@ function onKey(event: KeyboardEvent): void {
       field.select();
     }
   }
+}
+
+/** The server keeps a version no longer than a while. */
+function head410(error: unknown): boolean {
+  return source.head.live !== undefined && error instanceof Error && error.message.includes("says 410");
+}
+
+async function refresh(): Promise<void> {
+  source = served(await fetchHead(source.head.live!.token));
+  await draw({ keepFocus: true });
 }
 
 /** A run that goes on: a new version is drawn in place of the old one. */

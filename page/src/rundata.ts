@@ -62,9 +62,9 @@ export function siteNamed(run: Run, name: string): number {
   return found >= 0 ? found : run.sites.findIndex((site) => site[1] === name);
 }
 
-/** The last value of a row that is known. */
-export function latest(values: ArrayLike<number>, row: number, columns: number): number {
-  for (let at = columns - 1; at >= 0; at--) {
+/** The last value of a row that is known, up to a column. */
+export function latest(values: ArrayLike<number>, row: number, columns: number, end = columns - 1): number {
+  for (let at = end; at >= 0; at--) {
     const value = values[row * columns + at]!;
     if (!Number.isNaN(value)) return value;
   }

@@ -66,7 +66,7 @@ export interface Run {
   findings: Finding[];
   sites: [string, string, string][]; // model, address, name as Python takes it
   groups: Group[];
-  scalars: { names: string[]; chunk?: number; low?: number };
+  scalars: { names: string[]; chunk?: number; low?: number; odd?: Record<string, number[]> }; // odd: steps without a finite loss
   models: { name: string; class: string; compiled?: boolean; modules?: [string, string][] }[];
   gradients: Reached[];
   flight: Flight[];

@@ -96,3 +96,12 @@ def count_text(number: float) -> str:
 
 def bytes_text(size: float) -> str:
     return count_text(size) + "B" if size < 10_000 else count_text(size).replace("K", "k") + "B"
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Without what could command a terminal, or what it cannot write: such characters as Python escapes them."""
+    return "".join(
+        one if one in keep or not (ord(one) < 32 or 127 <= ord(one) < 160 or 0xD800 <= ord(one) < 0xE000)
+        else repr(one)[1:-1]
+        for one in text
+    )  # fmt: skip

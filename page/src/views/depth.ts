@@ -3,7 +3,7 @@
 import { h, select } from "../dom";
 import { portOf } from "../format";
 import { chart, type Curve } from "../lines";
-import { rowsOf } from "../rundata";
+import { latest, rowsOf } from "../rundata";
 import type { Run } from "../types";
 import type { Page, View } from "../view";
 
@@ -24,7 +24,7 @@ export const depth: View = {
   what: "activations, gradients and updates from the first layer to the last",
   isShown: (page) => page.run.groups.length > 0,
   async draw(page) {
-    const steps = Number(page.route.options.get("steps") ?? CURVES);
+    const steps = Math.min(50, Math.max(1, Math.round(Number(page.route.options.get("steps") ?? CURVES)) || CURVES));
     const panels = await Promise.all(PICTURES.map(([title, port, stat]) => panel(page, title, port, stat, steps)));
     return h(
       "div",
@@ -84,7 +84,7 @@ export async function byDepth(page: Pick<Page, "source">, run: Run, port: string
     const count = Math.min(wanted, rows.columns);
     for (let at = 0; at < count; at++) {
       const column = count === 1 ? rows.columns - 1 : Math.round((at * (rows.columns - 1)) / (count - 1));
-      const values = chosen.map(({ row }) => rows.values[row * rows.columns + column]!);
+      const values = chosen.map(({ row }) => latest(rows.values, row, rows.columns, column)); // others step less often
       const color = SHADES[SHADES.length - count + at] ?? SHADES[SHADES.length - 1]!;
       curves.push({ name: `step ${group.last[column]}`, values, color });
     }

@@ -66,7 +66,8 @@ export const origin: View = {
   draw(page) {
     const found = page.run.findings.filter((one) => one.rule === "nonfinite");
     return h("div", {}, ...found.map((one) => {
-      const { chain, ...rest } = one.evidence as { chain?: string[] };
+      const { chain: told, ...rest } = one.evidence;
+      const chain = Array.isArray(told) ? told.map(evidence) : null;
       return h(
         "section",
         { class: "card error" },
@@ -112,11 +113,14 @@ async function quantiles(page: Page, stat: string) {
   const group = run.groups.find((one) => one.group === "parameters" && one.phase === "train");
   const rows = group ? await rowsOf(page.source, group, stat) : null;
   if (!group || !rows) return null;
+  const now = new Float64Array(rows.rows).fill(NaN); // the latest of each: some step less often than others
   const sorted = group.last.map((_, column) => {
     const known = new Float64Array(rows.rows);
     let count = 0;
     for (let row = 0; row < rows.rows; row++) {
-      const value = rows.values[row * rows.columns + column]!;
+      const here = rows.values[row * rows.columns + column]!;
+      if (!Number.isNaN(here)) now[row] = here;
+      const value = now[row]!;
       if (Number.isFinite(value)) known[count++] = value;
     }
     return known.subarray(0, count).sort();

@@ -75,7 +75,8 @@ async function curves(page: Page): Promise<HTMLElement> {
   const wanted = [...names.filter((name) => name.startsWith("loss:")), ...["grad_norm", "lr", "scale", "seconds"].filter((name) => names.includes(name))];
   for (const name of wanted) {
     const curve = overlaid(page.runs, all, name, page.run);
-    if (curve) shown.push(h("div", { class: "panel" }, h("h3", {}, title(name)), chart({ ...curve, isLog: isWide(curve.curves), height: 180, xName: "step" })));
+    const odd = page.run.scalars.odd?.[name];
+    if (curve) shown.push(h("div", { class: "panel" }, h("h3", {}, title(name)), chart({ ...curve, isLog: isWide(curve.curves), height: 180, xName: "step" }), odd && h("p", { class: "verdict error" }, `not finite, or not there, at step ${odd.join(", ")}`)));
   }
   return h("div", { class: "panels" }, ...shown);
 }

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from gaff.cli.report import need_numpy
 from gaff.parting.diff import diff
+from gaff.text import printable
 
 
 def run(options: Namespace) -> int:
@@ -15,5 +16,5 @@ def run(options: Namespace) -> int:
     found = diff(options.a, options.b, tolerance=options.tolerance)
     if options.html:
         found.save(options.html)
-    print(found.to_json() if options.json else found)
+    print(found.to_json() if options.json else printable(str(found)))
     return 3 if found else 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from gaff.errors import PlanError, RecordError
 from gaff.record.run import Record, load
+from gaff.text import printable
 from gaff.views import watch_text
 
 
@@ -26,7 +27,7 @@ def run(options: Namespace) -> int:
         if options.json:
             print(json.dumps(to_json(record), indent=1))
         else:
-            print(watch_text.report(record, plain=options.plain, most=10**6 if options.all else None))
+            print(printable(watch_text.report(record, plain=options.plain, most=10**6 if options.all else None)))
     return 0
 
 
@@ -65,6 +66,8 @@ def _live(options: Namespace) -> int:
         raise PlanError(f"port {options.port} cannot be used: {error}; leave --port out for any that is free") from None
     sys.stderr.write(f"gaff: live page at {server.url}\n")
     sys.stderr.flush()
+    if options.idle is not None:  # beside a watched command: nothing more is said, and nobody's pipe is held open
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     with suppress(KeyboardInterrupt):
         server.follow(options.idle)
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from gaff.errors import RecordError
 from gaff.record.run import ENDING, Record
-from gaff.text import table
+from gaff.text import printable, table
 from gaff.views import watch_text
 
 
@@ -25,7 +25,8 @@ def run(options: Namespace) -> int:
         print(json.dumps(rows, indent=1))
     else:
         head = ("run", "began", "steps", "findings", "ended", "verdict")
-        print(table(head, [tuple(str(row[name]) for name in head) for row in rows], right=("steps", "findings")))
+        cells = [tuple(printable(str(row[name]), keep="") for name in head) for row in rows]
+        print(table(head, cells, right=("steps", "findings")))
     return 0
 
 
@@ -43,5 +44,5 @@ def _told(path: Path) -> dict[str, Any]:
             "ended": "yes" if record.is_complete else "no",
             "verdict": watch_text.verdict(record),
         }
-    except RecordError as error:
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with one, the others are told
         return {"run": str(path), "began": "", "steps": "", "findings": "", "ended": "", "verdict": str(error)}

@@ -118,9 +118,15 @@ def _environment(options: Namespace, out: Path) -> dict[str, str]:
 
 
 def _serve(out: Path) -> None:
-    """A page of its own process: it outlives the run until nobody has looked for ten minutes."""
+    """A page of its own process: it outlives the run until nobody has looked for ten minutes, and holds no pipe."""
     command = [sys.executable, "-m", "gaff", "report", "--live", "--idle", str(_IDLE_S), str(out)]
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert server.stderr is not None
+    sys.stderr.write(server.stderr.readline().decode(errors="replace"))  # its address, or why there is none
+    sys.stderr.flush()
+    server.stderr.close()
 
 
 def _wait(child: subprocess.Popen[Any]) -> int:

@@ -21,7 +21,8 @@ _ROWS = 30  # of the text
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One site of both. ``phase``: forward, backward, parameter, batch or loss; ``step``: of a run, None of a trace.
+    """One site of both. ``phase``: input, forward, backward, parameter, batch, loss or
+    evaluation; ``step``: of a run, None of a trace.
 
     ``state``: ``same`` numbers to the last bit, ``close``: within ``tolerance``, ``parted``. ``delta``: the
     difference relative to the larger of both; of runs, of the logarithms of their rms. ``number``: what differs most,

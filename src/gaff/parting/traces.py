@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gaff.parting.difference import Difference, Row, shown, state_of
-from gaff.parting.pairs import pair_up
+from gaff.parting.pairs import Pair, pair_up
 from gaff.tools.record import CallRow, Gradient, ParameterRow, Trace
 
 # Unit roundoff: half the distance from 1 to the next number (IEEE 754-2019; Micikevicius et al. 2022 for float8).
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8,
              "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # fmt: skip
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
+_LITTLE = 2.0**-60  # a difference too small to be told
 _LEAST = 1e-3  # of the median norm of gradients
 _NUMBERS = ("mean", "std", "min", "max")
 
@@ -29,9 +30,16 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
     made = _made(a)
     pairs.sort(key=lambda pair: made[pair.a])
     rows: list[Row] = []
+    if a.given and b.given:
+        is_same = a.given == b.given
+        rows.append(Row("the input", "the input", "input", "same" if is_same else "close", 0.0 if is_same else _LITTLE,
+                        0.0, "digest", a.given, b.given))  # fmt: skip
+    compared = 0
     for order, pair in enumerate(pairs):
         one, other = a.rows[pair.a], b.rows[pair.b]
-        rows += _forward(one, other, pair.how, _allowed(tolerance, order, one, other))
+        found = _forward(one, other, pair.how, _allowed(tolerance, order, one, other))
+        rows += found
+        compared += bool(found)
     forward = len(pairs)
     if a.has_backward and b.has_backward:
         least = _LEAST * _middle([row.grad_output for row in (*a.rows, *b.rows)])
@@ -41,7 +49,9 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
             sites = one.site, other.site
             rows += _backward(sites, (one.grad_output, other.grad_output), "backward", pair.how, allowed, least)
         rows += _parameters(a, b, tolerance, 2 * forward)
-    notes = []
+    notes = _remarks(a, b, pairs, rows)
+    if compared < len(pairs):
+        notes.append(f"{len(pairs) - compared} calls returned nothing that can be compared: no real elements")
     if a.has_backward != b.has_backward:
         notes.append("only one of them has a backward pass: gradients were not compared")
     by_order = sum(pair.how != "address" for pair in pairs)
@@ -49,6 +59,19 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
         notes.append(f"{by_order} of {len(pairs)} calls have no namesake: matched by their order and shape")
     only_a, only_b = tuple(a.rows[at].site for at in left_a), tuple(b.rows[at].site for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
+
+
+def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[Row]) -> list[str]:
+    """What is worth knowing where nothing has parted yet: the first bits that differ, a type among others."""
+    notes = []
+    first = next((row for row in rows if row.state != "same"), None)
+    if first is not None and first.state == "close":
+        notes.append(f"the first bits that differ are those of {first.site}, {first.phase}, by {first.delta:.2g}")
+    odd = [pair for pair in pairs if a.rows[pair.a].dtype != b.rows[pair.b].dtype]
+    if odd and len(odd) < len(pairs):
+        one, other = a.rows[odd[0].a], b.rows[odd[0].b]
+        notes.append(f"{one.site} is {one.dtype} in A and {other.dtype} in B, the first of {len(odd)} such calls")
+    return notes
 
 
 def _made(trace: Trace) -> list[int]:
@@ -82,26 +105,33 @@ def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow)
 
 def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[Row]:
     """Nothing where one has no numbers."""
-    if one.statistics is None or other.statistics is None:
-        return []
     if one.digest and one.digest == other.digest and one.dtype == other.dtype and one.output == other.output:
         return [Row(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
+    if one.statistics is None or other.statistics is None:
+        return _of_sketches(one, other, how, tolerance)
     number, delta = _farthest(one, other)
     values = [getattr(row.statistics, number) for row in (one, other)]
-    if _is_alike(one, other):
-        delta = max(0.0, _sketched(one.sketch, other.sketch))
-        if delta == 0 and one.dtype != other.dtype:
-            delta = 2.0**-60  # the same numbers in another type
+    if one.output != other.output:
+        number, delta = "shape", max(delta, _LITTLE)
+        state = state_of(delta, tolerance)
+        return [Row(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)]
+    if delta < math.inf and one.sketch and other.sketch:
+        delta = _sketched(one.sketch, other.sketch)
+        counts = [one.statistics.nonfinite, other.statistics.nonfinite]
+        if delta == 0 and counts[0] and one.dtype == other.dtype:  # then they are of other kinds, or elsewhere
+            number, delta, values = "nonfinite", math.inf, counts
+    delta = max(delta, _LITTLE)  # the bits differ, or the type
     state = state_of(delta, tolerance)
     told = shown(values[0]), shown(values[1])
     return [Row(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
 
 
-def _is_alike(one: CallRow, other: CallRow) -> bool:
-    """Whether elements can be told to belong together: the same shape, all finite."""
-    known = one.statistics is not None and other.statistics is not None
-    is_finite = known and not one.statistics.nonfinite and not other.statistics.nonfinite  # type: ignore[union-attr]
-    return bool(one.sketch and other.sketch) and one.output == other.output and is_finite
+def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[Row]:
+    """Of what has no moments, such as complex numbers; nothing where there is not even a sketch."""
+    if not one.sketch or not other.sketch:
+        return []
+    delta = max(_sketched(one.sketch, other.sketch), _LITTLE)
+    return [Row(one.site, other.site, "forward", state_of(delta, tolerance), delta, tolerance, "sketch", how=how)]
 
 
 def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
@@ -122,8 +152,8 @@ def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
 
 def _sketched(a: Sequence[float], b: Sequence[float], least: float = 0.0) -> float:
     """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third."""
-    difference = math.sqrt(sum((one - other) ** 2 for one, other in zip(a, b, strict=True)))
-    size = max(least, *(math.sqrt(sum(one * one for one in values)) for values in (a, b)))
+    difference = math.hypot(*(one - other for one, other in zip(a, b, strict=True)))
+    size = max(least, *(math.hypot(*values) for values in (a, b)))
     return difference / size if size else float(difference > 0)
 
 
@@ -144,13 +174,17 @@ def _backward(
         return [Row(*sites, phase, "parted", math.inf, tolerance, "gradient", a, b, how)]
     if one.digest and one.digest == other.digest and one.shape == other.shape:
         return [Row(*sites, phase, "same", 0.0, tolerance, how=how)]
-    if not math.isfinite(one.norm + other.norm):
-        delta = 0.0 if str(one.norm) == str(other.norm) else math.inf
+    is_finite = math.isfinite(one.norm), math.isfinite(other.norm)
+    if is_finite[0] != is_finite[1]:
+        delta = math.inf
     elif one.sketch and other.sketch and one.shape == other.shape:
         delta = _sketched(one.sketch, other.sketch, least)
+        delta = math.inf if delta == 0 and not all(is_finite) else delta
     else:
         size = max(one.norm, other.norm, least)
         delta = abs(one.norm - other.norm) / size if size else 0.0
+        delta = math.inf if math.isnan(delta) else delta
+    delta = max(delta, _LITTLE)  # the bits differ
     return [Row(*sites, phase, state_of(delta, tolerance), delta, tolerance, "norm", a, b, how)]
 
 

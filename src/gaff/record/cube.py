@@ -96,7 +96,7 @@ def _fill(cube: Cube, part: Part, places: Iterable[tuple[int, int]], bucket: dic
     shape = (len(cube.keys), len(cube.first))
     for table in (cube.lowest, cube.highest, cube.latest):
         table.update({name: np.full((shape[1], shape[0]), np.nan, np.float32) for name in (*names, *_DERIVED)})
-    rows = {number: np.array([index[key] for key in layout.rows]) for number, layout in part.layouts.items()
+    rows = {number: np.array([index[key] for key in layout.rows], int) for number, layout in part.layouts.items()
             if layout.group == cube.group and all(key in index for key in layout.rows)}  # fmt: skip
     mark_of = {int(step): at for at, step in enumerate(cube.marks)}
     for step, at in places:
@@ -132,6 +132,6 @@ def _columns(cube: Cube, layout: Layout, payload: bytes, rows: Any, mark: int | 
     for values in found.values():
         values[absent] = np.nan
     if has_magnitudes:
-        table = np.frombuffer(data, np.uint8, BUCKETS * count, at).reshape(BUCKETS, count)
-        cube.magnitudes[rows, :, mark] = table.T
+        shares = np.frombuffer(data, np.uint8, BUCKETS * count, at).reshape(BUCKETS, count)
+        cube.magnitudes[rows[~absent], :, mark] = shares.T[~absent]  # another table of this step may have the others
     return found

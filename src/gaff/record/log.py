@@ -82,7 +82,10 @@ class LogReader:
         self.damaged = 0  # places inside the file at which bytes had to be passed over
         self._at = 0
         try:
+            if not path.is_file():
+                raise RecordError(f"{path}: is no file")
             with path.open("rb") as file:
+                self._identity = os.fstat(file.fileno()).st_ino
                 start = file.read(len(MAGIC))
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
@@ -93,6 +96,9 @@ class LogReader:
         """Those that are complete and not returned yet. A torn one at the end is waited for, elsewhere passed over."""
         begin, at = self._at or len(MAGIC), 0
         with self.path.open("rb") as file:
+            told = os.fstat(file.fileno())
+            if told.st_ino != self._identity or told.st_size < begin:
+                raise RecordError(f"{self.path}: was replaced or cut since it was opened; open the record anew")
             file.seek(begin)
             data = file.read()
         while at + _HEADER.size <= len(data):

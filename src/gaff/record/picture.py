@@ -14,9 +14,9 @@ KINDS = ("image", "feature maps", "attention", "tokens x channels", "values", "c
 class Picture:
     """One picture of one tensor that passed a site; of the first example of the batch.
 
-    ``data``: a byte a cell, of [tiles, height, width], or [height, width, 3] of an image. Bytes go linearly from
-    ``low`` to ``high``, or where ``signed`` from minus to plus ``high`` with zero in the middle. ``shape``: the
-    tensor's. ``over``: the number of the picture that this one is laid over.
+    ``data``: a byte a cell, of [tiles, height, width], or [height, width, 3] of an image. ``low``, ``high``: the range
+    of the finite values; bytes go linearly from one to the other, or with a ``limit`` from minus to plus that, zero in
+    the middle. ``shape``: the tensor's. ``over``: the number of the picture that this one is laid over.
     """
 
     site: str
@@ -27,7 +27,7 @@ class Picture:
     shape: tuple[int, ...]
     low: float
     high: float
-    signed: bool = False
+    limit: float = 0.0
     over: int | None = None
 
     def to_dict(self) -> dict[str, Any]:

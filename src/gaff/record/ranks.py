@@ -19,7 +19,7 @@ def divergence(parts: Sequence[Part]) -> list[Finding]:
 
     Means and spreads are compared bit for bit: replicas make the same steps from the same gradients. Certain.
     """
-    replicated = {str(one["name"]) for part in parts for _, one in part.events if one.get("replicated")}
+    replicated = {str(one.get("name")) for part in parts for _, one in part.events if one.get("replicated")}
     if len(parts) < 2 or not replicated:
         return []
     weights = [_weights(part, replicated) for part in parts]

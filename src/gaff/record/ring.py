@@ -99,6 +99,8 @@ class RingWriter:
 def read_ring(path: Path) -> list[Flight]:
     """The rows that are whole, oldest first. Raises RecordError for what is no ring."""
     try:
+        if not path.is_file():
+            raise RecordError(f"{path}: is no file")
         data = path.read_bytes()
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None

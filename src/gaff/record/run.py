@@ -22,6 +22,8 @@ from gaff.record.ring import Flight, read_ring
 VERSION = 1
 HEAD = "run.json"
 ENDING = ".gaff"
+_MOST_CELLS = 1 << 27  # of the series of one process
+_MOST_DEPTH = 20  # of evidence
 _DERIVED = ("rms", "norm", "nonfinite")  # not stored: they follow from what is
 
 
@@ -75,6 +77,8 @@ class Part:
             raise RecordError("a series has no steps, or steps that are no numbers")
         known = len(self.series.get("step", ()))
         rows = len(columns.get("step", ()))
+        if (known + rows) * len({*self.series, *columns}) > _MOST_CELLS:
+            raise RecordError(f"series of more than {_MOST_CELLS} numbers are none of gaff's")
         for name, values in columns.items():
             if name not in self.series:
                 self.series[name] = array("d", [math.nan]) * known
@@ -104,6 +108,7 @@ class Record:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._parts: list[Part] = []
+        self._named: tuple[int, dict[str, tuple[str, str]]] = (-1, {})  # by how many layouts there were
         self._open()
         if not self._parts:
             kind = "is no folder" if not self.path.is_dir() else f"holds no file *{ENDING}"
@@ -120,7 +125,8 @@ class Record:
     def _open(self) -> None:
         """The files that are not known yet."""
         known = {part.reader.path for part in self._parts}
-        files = [one for one in self.path.glob(f"*{ENDING}") if one not in known] if self.path.is_dir() else []
+        found = self.path.glob(f"*{ENDING}") if self.path.is_dir() else ()
+        files = [one for one in found if one not in known and one.is_file()]
         for file in sorted(files, key=lambda one: (_rank_of(one), len(one.name))):
             if known and file.stat().st_size < len(MAGIC):
                 continue  # just being made
@@ -148,7 +154,7 @@ class Record:
         """Optimizer steps completed."""
         most = 0
         for part in self._parts:
-            for step, seconds in zip(part.series.get("step", ()), part.series.get("seconds", ()), strict=True):
+            for step, seconds in zip(part.series.get("step", ()), part.series.get("seconds", ()), strict=False):
                 if not math.isnan(seconds):  # else it had begun only
                     most = max(most, int(step) + 1)
         return most
@@ -237,7 +243,7 @@ class Record:
             if value is not None:
                 steps.append(step)
                 values.append(value)
-        if not steps and stats and stat not in stats:
+        if not steps and stats and stat not in (*stats, *_DERIVED):
             raise RecordError(f"{site!r} has no {stat!r}: expected one of {', '.join([*stats, *_DERIVED])}")
         return Series(steps, values)
 
@@ -277,10 +283,15 @@ class Record:
         return part
 
     def names(self) -> dict[str, tuple[str, str]]:
-        """Model and address of every site."""
+        """Model and address of every site, by its name."""
+        laid = sum(len(part.layouts) for part in self._parts)
+        if laid == self._named[0]:
+            return self._named[1]
         keys = dict.fromkeys(row for part in self._parts for layout in part.layouts.values() for row in layout.rows)
         models = {model for model, _ in keys}
-        return {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
+        names = {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
+        self._named = laid, names
+        return names
 
 
 def load(path: str | Path) -> Record:
@@ -323,9 +334,11 @@ def _value(table: Table, stat: str, row: int) -> float | None:
         return None
     columns = table.columns
     if stat == "nonfinite":
-        return columns["nan"][row] + columns["positive_inf"][row] + columns["negative_inf"][row]
+        return sum(columns[name][row] for name in ("nan", "positive_inf", "negative_inf") if name in columns)
+    if "mean" not in columns:
+        return None
     rms = math.hypot(columns["mean"][row], columns["std"][row])
-    return rms if stat == "rms" else rms * math.sqrt(columns["count"][row])
+    return rms if stat == "rms" else rms * math.sqrt(max(0.0, columns["count"][row]))
 
 
 def _checked(event: dict[str, Any]) -> dict[str, Any]:
@@ -340,12 +353,19 @@ def _checked(event: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(finding, dict):
             raise RecordError(f"an event has a finding {finding!r:.50}: expected an object")
         Finding.from_dict(finding)
+        if _is_deep(finding.get("evidence"), _MOST_DEPTH):
+            raise RecordError(f"a finding has evidence nested more than {_MOST_DEPTH} deep")
     return event
+
+
+def _is_deep(value: Any, left: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return bool(inner) and (left == 0 or any(_is_deep(one, left - 1) for one in inner))
 
 
 def _rank_of(file: Path) -> int:
     digits = file.stem.removeprefix("rank").partition("-")[0]
-    return int(digits) if digits.isdigit() else 0
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
 
 
 def _read_head(path: Path) -> dict[str, Any]:
@@ -353,7 +373,7 @@ def _read_head(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: cannot be read: {error}") from None
     version = found.get("version") if isinstance(found, dict) else None
     if not isinstance(version, int) or version > VERSION:

@@ -52,15 +52,13 @@ class Album:
         if tiles is None:
             return
         low, high = _range(tiles)
-        is_signed = is_gradient or low < 0
-        if is_signed:
-            high = max(abs(low), abs(high))
-        data = _bytes(tiles, -high if is_signed else low, high)
+        limit = max(abs(low), abs(high)) if is_gradient or low < 0 else 0.0
+        data = _bytes(tiles, -limit, limit) if limit else _bytes(tiles, low, high)
         what = "gradient of " if is_gradient else ""
         more = self._more(kind, value, tiles)
         shape = tuple(tensor.shape)
         size = (tiles.shape[0], tiles.shape[1], tiles.shape[2])
-        self.pictures.append(Picture(site, kind, f"{what}{kind}{more}", size, data, shape, low, high, is_signed))
+        self.pictures.append(Picture(site, kind, f"{what}{kind}{more}", size, data, shape, low, high, limit))
 
     def keep_maps(self, site: str, tensor: Tensor) -> None:
         """Keep the feature maps of one example for a class activation map; the latest eight."""
@@ -111,11 +109,13 @@ class Album:
     def _more(kind: str, value: Tensor, tiles: Tensor) -> str:
         names = {"attention": "heads", "feature maps": "channels"}
         there = math.prod(value.shape[:-2]) if value.dim() > 2 else 1
+        if kind == "attention" and value.dim() == 2:
+            return " (the first of the batch, of its first head)"
         parts = [f"first {tiles.shape[0]} of {there} {names[kind]}"] if kind in names and there > tiles.shape[0] else []
         if tuple(tiles.shape[-2:]) != tuple(value.shape[-2:]) and value.dim() > 1:
             parts.append("averaged to fit")
         if not bool(torch.isfinite(value).all()):
-            parts.append(f"{int((~torch.isfinite(value)).sum())} not finite, drawn as the lowest")
+            parts.append(f"{int((~torch.isfinite(value)).sum())} not finite, drawn at the ends of the scale")
         return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -127,31 +127,34 @@ def attention_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
-    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() != 4 or key.dim() != 4:
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() < 3 or key.dim() != query.dim():
         return None
     with torch.no_grad():
-        q, k = query[0, :_HEADS].float(), key[0].float()
-        if k.shape[0] != query.shape[1]:  # groups of heads that share their keys
-            k = k.repeat_interleave(query.shape[1] // k.shape[0], 0)
-        k = k[:_HEADS]
-        scale = given.get("scale") or 1 / math.sqrt(q.shape[-1])
+        q, k = (one[0].float().reshape(-1, *one.shape[-2:]) for one in (query, key))
+        heads = q.shape[0]
+        if k.shape[0] != heads:  # groups of heads that share their keys
+            k = k.repeat_interleave(heads // k.shape[0], 0)
+        q, k = q[:_HEADS], k[:_HEADS]
+        scale = given.get("scale")
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         scores = q @ k.transpose(-2, -1) * scale
         if given.get("is_causal"):
             allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~allowed, -math.inf)
         if isinstance(mask, Tensor):
-            one = mask[0] if mask.dim() == 4 else mask
-            one = one[:_HEADS] if one.dim() == 3 else one
+            one = mask[0] if mask.dim() == query.dim() else mask
+            if one.dim() > 2:
+                one = one.expand(*query.shape[1:-2], *one.shape[-2:]).reshape(-1, *one.shape[-2:])[:_HEADS]
             scores = scores.masked_fill(~one, -math.inf) if one.dtype == torch.bool else scores + one
-        return scores.softmax(-1)[None]
+        return scores.softmax(-1).nan_to_num(0.0)[None]  # a query that may see nothing attends to nothing
 
 
 def are_probabilities(tensor: Any) -> bool:
-    """Whether the last dimension holds shares of one, in a square or so of queries and keys. Waits for the device."""
+    """Whether the last dimension holds shares of one: heads of queries and keys, or a square. Waits for the device."""
     if not isinstance(tensor, Tensor) or tensor.dim() not in (3, 4) or not tensor.is_floating_point():
         return False
-    if min(tensor.shape[-2:]) < 2:
-        return False
+    if min(tensor.shape[-2:]) < 2 or (tensor.dim() == 3 and tensor.shape[-1] != tensor.shape[-2]):
+        return False  # shares of classes for each token are no attention
     with torch.no_grad():
         value = tensor.detach()[:1].float()
         return bool((value >= 0).all()) and bool(((value.sum(-1) - 1).abs() < 1e-2).all())

@@ -94,8 +94,9 @@ class ParameterRow:
 class Trace:
     """One run, told: ``rows`` in the order in which modules were entered. ``str`` is the table, ``tree()`` the tree.
 
-    ``edges``: (row, row, known): the second was given what the first has made; where nobody is known to have made it,
-    for it was an op, the first is the call before. ``pictures``: with ``gaff.trace(..., pictures=True)``.
+    ``given``: a digest of the inputs. ``edges``: (row, row, known): the second was given what the first has made; where
+    nobody is known to have made it, for it was an op, the first is the call before. ``pictures``: with
+    ``gaff.trace(..., pictures=True)``.
     """
 
     model: str
@@ -107,6 +108,7 @@ class Trace:
     has_flops: bool = True
     device: str = "cpu"
     notes: tuple[str, ...] = ()
+    given: str = ""
     edges: tuple[tuple[int, int, bool], ...] = ()
     pictures: tuple[Picture, ...] = ()
 
@@ -176,7 +178,17 @@ class Trace:
         return cls.from_json(file.read_text(encoding="utf-8"))
 
 
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("site", "path", "cls", "input", "output", "dtype", "digest"), str),
+    **dict.fromkeys(("call", "depth", "parameters", "flops"), int),
+    "time_s": (int, float),
+}
+
+
 def _call_row(row: dict[str, Any]) -> CallRow:
+    for name, kind in _KINDS.items():
+        if name in row and not isinstance(row[name], kind):
+            raise TypeError(f"a row has {name!r} {row[name]!r:.40}")
     parts: dict[str, Callable[[Any], Any]] = {
         "statistics": lambda value: _optional(Statistics, value),
         "grad_output": lambda value: _optional(Gradient, value),

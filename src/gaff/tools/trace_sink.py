@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from gaff.address import Key, Site
+from gaff.compat import version_of
 from gaff.engine.stream import Stream
 from gaff.tools.picturing import Album, are_probabilities
 from gaff.tools.record import Gradient, Statistics
-from gaff.tools.sketching import digest, sketch
+from gaff.tools.sketching import marks_of
 from gaff.values import iter_tensors, size_bytes
 
 
@@ -49,8 +50,10 @@ class CallLog:
     def __init__(self, flops: Callable[[], int], device: torch.device, album: Album | None = None) -> None:
         self.calls: list[CallNotes] = []
         self.album = album
-        # who made a tensor, by its identity, and whether that is known
-        self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes | None, bool]] = {}
+        self.given: Tensor | None = None  # a digest of what the model was given
+        self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
+        # who made a tensor, by its identity, whether that is known, and the version that was made
+        self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes | None, bool, int]] = {}
         self._latest: CallNotes | None = None  # the last call that ended
         self._open: list[CallNotes] = []
         self._flops = flops
@@ -62,6 +65,9 @@ class CallLog:
         self._settle()
         notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
         self._find_makers(notes, (args, kwargs))
+        if not self.calls:
+            marks = marks_of([tensor for _, tensor in iter_tensors((args, kwargs))])
+            self.given = marks[0] if marks is not None else None
         if self.album is not None and not self._open and not site.path and site.op is None:
             for key, tensor in iter_tensors((args, kwargs)):
                 if tensor.is_floating_point():
@@ -86,8 +92,7 @@ class CallLog:
         if tensors:
             notes.dtype = str(tensors[0].dtype).removeprefix("torch.")
             notes.statistics = measure(tensors[0])
-            if notes.statistics is not None:
-                notes.marks = digest(tensors[0]), sketch(tensors[0])
+            notes.marks = marks_of(tensors)
         for tensor in tensors:
             self._note_maker(notes, tensor)
         if self.album is not None and site.op is None:
@@ -97,10 +102,12 @@ class CallLog:
         """Who made what a call is given; where nobody is known to, the call before, or at first nobody: an input."""
         found: dict[int, tuple[CallNotes, bool]] = {}
         for _, tensor in iter_tensors(given):
+            if id(tensor) in self.own:
+                continue
             known = self._made.get(id(tensor))
-            if known is None or known[0]() is not tensor:
-                known = self._made[id(tensor)] = weakref.ref(tensor), self._latest, False
-            maker, is_known = known[1:]
+            if known is None or known[0]() is not tensor or known[3] != version_of(tensor):
+                known = self._made[id(tensor)] = weakref.ref(tensor), self._latest, False, version_of(tensor)
+            maker, is_known = known[1:3]
             if maker is not None:
                 found.setdefault(id(maker), (maker, is_known))
         notes.takes = [maker for maker, is_known in found.values() if is_known]
@@ -114,7 +121,7 @@ class CallLog:
             return
         if inside:
             notes.follows = [inside[-1]]  # it went on with what came last
-        self._made[id(tensor)] = weakref.ref(tensor), notes, True
+        self._made[id(tensor)] = weakref.ref(tensor), notes, True, version_of(tensor)
 
     def _place(self, notes: CallNotes) -> int:
         return next(at for at in range(len(self.calls) - 1, -1, -1) if self.calls[at] is notes)
@@ -220,13 +227,14 @@ def gradient_of(tensor: Tensor) -> Gradient:
         norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
         zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
         zeros = 1 - (x.numel() * (1 - zeros)) / max(tensor.numel(), 1)  # what a sparse gradient leaves out is zero
-        marks = (f"{digest(x).item():x}", numbers_of(sketch(x))) if not x.is_complex() else ("", ())
-    return Gradient(shape_text(tensor), norm, zeros, "", *marks)
+        marks = marks_of([tensor])
+    told = (f"{marks[0].item():x}", numbers_of(marks[1])) if marks is not None else ("", ())
+    return Gradient(shape_text(tensor), norm, zeros, "", *told)
 
 
 def numbers_of(marks: Tensor) -> tuple[float, ...]:
-    """Of a sketch, to eight digits. Synchronises with the device."""
-    return tuple(float(f"{one:.8g}") for one in marks.tolist())
+    """Of a sketch. Synchronises with the device."""
+    return tuple(marks.tolist())
 
 
 def input_key(key: Key) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address import Site, parse_site
-from gaff.compat import version_of
+from gaff.compat import outside_modes, version_of
 from gaff.engine.flops import FlopCount
 from gaff.engine.graph import used_leaves
 from gaff.engine.opcalls import OpCall
@@ -58,6 +58,7 @@ def trace_run(
     modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
     album = Album(len(modules) * (2 if backward is not None else 1)) if has_pictures else None
     log = CallLog(lambda: counter.total if counter is not None else 0, device, album)
+    log.own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
     taps = _taps(model, modules, log, parameters if backward is not None else {}, has_ops=has_ops)
     session = Session(model, taps)
@@ -84,6 +85,7 @@ def trace_run(
         "has_flops": has_flops,
         "device": str(device),
         "notes": (*session.notes, *_notes(model, counter, versions)),
+        "given": "" if log.given is None else f"{log.given.item():x}",
     }
     return _build(model, modules, log, parameters, used, facts)
 
@@ -148,11 +150,12 @@ def _named(picture: Picture, counts: dict[Site, int]) -> Picture:
 def _picture_op(album: Album, call: OpCall, output: Any) -> None:
     """Attention: what a softmax has returned, or what is inside a fused call."""
     name = str(call.site)
-    found = attention_of(call.args, call.kwargs) if call.site.op == "scaled_dot_product_attention" else None
-    if found is not None:
-        album.add(name, found, is_attention=True)
-    elif call.site.op == "softmax" and are_probabilities(output):
-        album.add(name, output, is_attention=True)
+    with outside_modes():  # what is computed here is not counted as the model's
+        found = attention_of(call.args, call.kwargs) if call.site.op == "scaled_dot_product_attention" else None
+        if found is not None:
+            album.add(name, found, is_attention=True)
+        elif call.site.op == "softmax" and are_probabilities(output):
+            album.add(name, output, is_attention=True)
 
 
 def _owner(modules: list[Any], path: str) -> tuple[nn.Module, tuple[nn.Module, ...], str]:

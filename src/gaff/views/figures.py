@@ -98,16 +98,18 @@ def picture(trace: Trace, site: str, kind: str | None = None) -> Any:
     across = int(np.ceil(np.sqrt(count)))
     plt = _figure_class()
     figure = plt(figsize=(1.4 * across + 0.6, 1.4 * int(np.ceil(count / across)) + 0.4), layout="constrained")
-    low = -one.high if one.signed else one.low
+    low, high = (-one.limit, one.limit) if one.limit else (one.low, one.high)
     for at in range(count):
         axes = figure.add_subplot(int(np.ceil(count / across)), across, at + 1)
         axes.set_axis_off()
-        values = low + table[at] / 255 * (one.high - low)
+        values = low + table[at] / 255 * (high - low)
         if one.over is not None:
             under = trace.pictures[one.over]
             axes.imshow(np.frombuffer(under.data, np.uint8).reshape(under.size))
-        axes.imshow(values, cmap=_SIGNED if one.signed else "magma", vmin=low, vmax=one.high,
-                    alpha=1.0 if one.over is None else 0.55, aspect="auto" if 1 in values.shape else "equal")  # fmt: skip
+        is_over, is_row = one.over is not None, 1 in values.shape
+        drawn = axes.imshow(values, cmap=_SIGNED if one.limit else "magma", vmin=low, vmax=high)
+        drawn.set_alpha(0.55 if is_over else 1.0)
+        axes.set_aspect("auto" if is_row else "equal")
     figure.suptitle(f"{one.site or 'the model'}, {one.title}", fontsize="small")
     return figure
 

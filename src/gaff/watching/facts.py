@@ -66,11 +66,14 @@ def has_modes(module: nn.Module) -> bool:
 def inventory(model: nn.Module) -> dict[str, Any]:
     """``modules``: path and class of each; ``weights``: path, shape, type, and whether it is trained."""
     found = [(path, module) for path, module, _ in iter_modules(model)]
+    seen: set[int] = set()  # of a shared parameter the first name
     weights = [
         [join(path, name), list(parameter.shape), str(parameter.dtype).removeprefix("torch."), parameter.requires_grad]
         for path, module in found
         for name, parameter in module._parameters.items()
-        if parameter is not None and not isinstance(parameter, nn.UninitializedParameter)
+        if parameter is not None
+        and not isinstance(parameter, nn.UninitializedParameter)
+        and not (id(parameter) in seen or seen.add(id(parameter)))  # type: ignore[func-returns-value]
     ]
     return {"modules": [[path, type(module).__name__] for path, module in found], "weights": weights}
 

@@ -339,10 +339,6 @@ class Watcher:
 
     # processes
 
-    def before_fork(self) -> None:
-        if self.is_open:
-            self.desk.pause()  # a lock that another thread holds would be held for ever in the child
-
     def in_child(self) -> None:
         """A forked child (a DataLoader's worker) is not watched."""
         if self.is_open:
@@ -368,7 +364,8 @@ def _follow_forks(watcher: Watcher) -> None:
 
 def _before_fork() -> None:
     for one in list(_OPEN):
-        one.before_fork()
+        if one.is_open:
+            one.desk.pause()  # a lock that another thread holds would be held for ever in the child
 
 
 def _in_child() -> None:

@@ -46,7 +46,7 @@ class Document:
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the page, and return its bytes. Raises RecordError where it cannot be written."""
-        text = self.to_html().encode()
+        text = self.to_html().encode(errors="replace")
         try:
             Path(path).write_bytes(text)
         except OSError as error:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from gaff import __version__
 from gaff.errors import RecordError
-from gaff.record.run import Record
+from gaff.record.run import ENDING, Record
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document, page
 from gaff.views.page.training import run_of
@@ -31,7 +31,7 @@ _LOOK_S = 1.0  # how often the files are asked whether they have grown
 _SHARE = 0.05  # of the time that reading them again may take
 _BEAT_S = 10.0  # between signs of life to viewers
 _MOST_VIEWERS = 512
-_KEPT = 24  # documents: of the latest versions, and of what was zoomed into
+_KEPT = 8  # documents: of the latest versions, and of what was zoomed into
 
 
 class Board:
@@ -45,8 +45,9 @@ class Board:
         self.is_closed = False
         self._rank = rank
         self._records: dict[Path, Record] = {}
-        self._sizes: dict[Path, tuple[tuple[str, int], ...]] = {}
-        self._documents: OrderedDict[str, tuple[Document, str]] = OrderedDict()
+        self._sizes: dict[Path, tuple[tuple[str, int, int, int], ...]] = {}
+        self._documents: OrderedDict[str, tuple[Document, str]] = OrderedDict()  # by version
+        self._zooms: OrderedDict[str, tuple[Document, str]] = OrderedDict()
         self._changed = threading.Condition()
         self._reading = threading.Lock()
         self.look()
@@ -61,14 +62,9 @@ class Board:
             document = self._document()
         with self._changed:
             self.version += 1
-            self._keep(str(self.version), document)
+            self._keep(self._documents, str(self.version), document)
             self._changed.notify_all()
         return True
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every run has ended."""
-        return len(self._records) == len(self.paths) and all(one.is_complete for one in self._records.values())
 
     def head(self, begin: int | None = None, end: int | None = None) -> str:
         """JSON of the latest version, or of the steps from ``begin`` to ``end`` of it."""
@@ -76,17 +72,19 @@ class Board:
             with self._changed:
                 return self._documents[str(self.version)][1]
         name = f"{self.version}.{begin}.{end}"
-        if name not in self._documents:
+        with self._changed:
+            known = self._zooms.get(name)
+        if known is None:
             with self._reading:
                 document = self._document(begin, end, is_new=False)
             with self._changed:
-                self._keep(name, document)
-        return self._documents[name][1]
+                known = self._keep(self._zooms, name, document)
+        return known[1]
 
     def chunk(self, version: str, number: int) -> bytes | None:
         """None where it is not kept any more: the page asks for a newer head."""
         with self._changed:
-            found = self._documents.get(version)
+            found = self._documents.get(version) or self._zooms.get(version)
             return found[0].chunks.packed[number] if found and 0 <= number < len(found[0].chunks.packed) else None
 
     def wait(self, known: int) -> int:
@@ -104,11 +102,15 @@ class Board:
         """The page without its numbers: it asks for them."""
         return page(", ".join(one.name for one in self.paths), self.head(), "", connect="'self'")
 
-    def _keep(self, name: str, document: Document) -> None:
+    def _keep(
+        self, where: OrderedDict[str, tuple[Document, str]], name: str, document: Document
+    ) -> tuple[Document, str]:
+        """The latest few of a kind."""
         told = {**document.head, "live": {"version": name if "." in name else int(name), "token": self.token}}
-        self._documents[name] = document, Document(told, document.chunks).head_json()
-        while len(self._documents) > _KEPT:
-            self._documents.popitem(last=False)
+        where[name] = document, Document(told, document.chunks).head_json()
+        while len(where) > _KEPT:
+            where.popitem(last=False)
+        return where[name]
 
     def _document(self, begin: int = 0, end: int | None = None, *, is_new: bool = True) -> Document:
         chunks = Chunks()
@@ -117,12 +119,16 @@ class Board:
             try:
                 if is_new:
                     self._read(path)
-                record = self._records[path]
+                record = self._records.get(path)
+                if record is None:
+                    runs.append(_waiting(path, f"waiting for {path} to hold a record"))
+                    continue
                 share = 1 / len(self.paths)
                 runs.append(run_of(record, chunks, rank=self._rank, share=share, begin=begin, end=end))
-            except (RecordError, KeyError, OSError) as error:
-                why = f"waiting for {path} to hold a record" if isinstance(error, KeyError) else str(error)
-                runs.append(_waiting(path, why))
+            except Exception as error:  # noqa: BLE001  # whatever is wrong with one record, the page stays
+                self._records.pop(path, None)  # replaced or damaged: it is opened anew when it has changed
+                kind = "" if isinstance(error, RecordError) else f"{type(error).__name__}: "
+                runs.append(_waiting(path, f"{path} cannot be shown: {kind}{error}"))
         title = ", ".join(path.name for path in self.paths)
         return Document({"kind": "training", "title": title, "gaff": __version__, "runs": runs}, chunks)
 
@@ -130,7 +136,7 @@ class Board:
         """Open the record as soon as there is one, then read on."""
         if path in self._records:
             self._records[path].refresh()
-        elif any(size for name, size in self._sizes[path] if name.endswith(".gaff")):
+        elif any(size for name, size, *_ in self._sizes[path] if name.endswith(ENDING)):
             self._records[path] = Record(path)
 
 
@@ -154,19 +160,18 @@ class Server(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError, socket.timeout)):
             super().handle_error(request, client_address)
 
-    def follow(self, idle_s: float | None = None, tick: Callable[[], None] = lambda: None) -> None:
-        """Serve until interrupted; with ``idle_s`` until the run has ended and nobody has looked for so long."""
+    def follow(self, idle_s: float | None = None) -> None:
+        """Serve until interrupted; with ``idle_s`` until nothing was written and nobody has looked for so long."""
         thread = threading.Thread(target=self.serve_forever, name="gaff-page", daemon=True)
         thread.start()
         board = self.board
         seen = time.monotonic()
         try:
-            while idle_s is None or not board.is_complete or time.monotonic() - seen < idle_s:
+            while idle_s is None or time.monotonic() - seen < idle_s:
                 began = time.monotonic()
-                board.look()
-                tick()
+                is_new = board.look()
                 spent = time.monotonic() - began
-                if board.viewers:
+                if board.viewers or is_new:
                     seen = time.monotonic()
                 time.sleep(max(_LOOK_S, spent / _SHARE - spent))
         finally:
@@ -186,8 +191,11 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         board = self.server.board
-        parts = urlsplit(self.path)
-        asked = parse_qs(parts.query)
+        try:
+            parts = urlsplit(self.path)
+            asked = parse_qs(parts.query)
+        except ValueError:
+            return self._say(HTTPStatus.BAD_REQUEST, "this is no address")
         if not self._is_local():
             self._say(HTTPStatus.FORBIDDEN, "asked by another host or page: expected this machine's own address")
         elif not self._has_token(asked):
@@ -202,6 +210,7 @@ class _Answer(BaseHTTPRequestHandler):
             self._chunk(parts.path.split("/")[2:])
         else:
             self._say(HTTPStatus.NOT_FOUND, "there is nothing here")
+        return None
 
     def _is_local(self) -> bool:
         """Against other sites that make a browser ask here, under their own name or ours."""
@@ -223,7 +232,8 @@ class _Answer(BaseHTTPRequestHandler):
         return self._send(self.server.board.head(begin, end).encode(), "application/json")
 
     def _chunk(self, names: Sequence[str]) -> None:
-        number = int(names[1]) if len(names) == 2 and names[1].isascii() and names[1].isdigit() else -1
+        is_number = len(names) == 2 and len(names[1]) < 10 and names[1].isascii() and names[1].isdigit()
+        number = int(names[1]) if is_number else -1
         data = self.server.board.chunk(names[0] if names else "", number)
         if data is None:
             return self._say(HTTPStatus.GONE, "this version is not kept any more")
@@ -272,16 +282,13 @@ class _Answer(BaseHTTPRequestHandler):
         """Nothing: the terminal is the user's."""
 
 
-def _sizes(path: Path) -> tuple[tuple[str, int], ...]:
-    if not path.is_dir():
+def _sizes(path: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Of each file its name, size, identity, and time of the last change."""
+    try:
+        known = [(one.name, one.stat()) for one in sorted(path.iterdir())]
+    except OSError:  # no folder yet, or a file was removed just now
         return ()
-    found = []
-    for one in sorted(path.iterdir()):
-        try:
-            found.append((one.name, one.stat().st_size))
-        except OSError:  # removed since
-            continue
-    return tuple(found)
+    return tuple((name, told.st_size, told.st_ino, told.st_mtime_ns) for name, told in known)
 
 
 def _waiting(path: Path, why: str) -> dict[str, Any]:

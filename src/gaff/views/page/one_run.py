@@ -56,5 +56,5 @@ def _picture(one: Picture, chunks: Chunks) -> dict[str, Any]:
         "high": one.high,
         "labels": [],
         "over": one.over,
-        "signed": one.signed,
+        "signed": one.limit > 0,
     }

@@ -13,7 +13,7 @@ from gaff import __version__
 from gaff.errors import RecordError
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
-from gaff.record.sample import Key
+from gaff.record.sample import Key, address_of
 from gaff.views import watch_text
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document
@@ -23,6 +23,7 @@ _MOST_COLUMNS, _LEAST_COLUMNS = 512, 64
 _MOST_MARKS, _LEAST_MARKS = 128, 16  # looks whose magnitudes are shown
 _TOGETHER = 32  # sites whose magnitudes are in one chunk
 _MOST_STEPS = 4000  # of a curve, before it is drawn by its lowest and highest values
+_MOST_ODD = 20  # steps without a finite loss that are named
 _TINY = 1e-6  # of the median gradient of all parameters
 
 # What is kept of a bucket of looks: what matters of a number is one end, or both.
@@ -75,11 +76,12 @@ def run_of(  # the range of steps and the width are what a zoom asks for
 def _model(told: Mapping[str, Any]) -> dict[str, Any]:
     """Name, class, and path and class of each module, whatever a damaged file says."""
     modules = [one for one in _list(told.get("modules")) if isinstance(one, list) and len(one) == 2]
+    modules = [one for one in modules if isinstance(one[0], str)]
     return {
         "name": _text(told.get("name")),
         "class": _text(told.get("class")),
         "compiled": bool(told.get("compiled")),
-        "modules": [[_text(path), _text(kind)] for path, kind in modules],
+        "modules": [[address_of(_text(path), "param").removesuffix(":param"), _text(kind)] for path, kind in modules],
     }
 
 
@@ -169,31 +171,34 @@ def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
     if not names or not len(series["step"]):
         return {"names": []}
     table = np.array([series["step"], *(series[name] for name in names)], np.float64)
+    losses = {name: table[0][~np.isfinite(table[at])] for at, name in enumerate(names, 1) if name.startswith("loss:")}
+    odd = {name: steps[:_MOST_ODD].astype(int).tolist() for name, steps in losses.items()
+           if 0 < len(steps) < table.shape[1] / 10}  # fmt: skip  # else it is just not computed in each step
     count = table.shape[1]
     if count <= _MOST_STEPS:
-        return {"names": names, "chunk": chunks.numbers(table)}
+        return {"names": names, "chunk": chunks.numbers(table), "odd": odd}
     edges = np.arange(_MOST_STEPS) * count // _MOST_STEPS
     with np.errstate(invalid="ignore"):
         high = np.fmax.reduceat(table, edges, axis=1)
         low = np.fmin.reduceat(table, edges, axis=1)
-    return {"names": names, "chunk": chunks.numbers(high), "low": chunks.numbers(low)}
+    return {"names": names, "chunk": chunks.numbers(high), "low": chunks.numbers(low), "odd": odd}
 
 
 def _gradients(record: Record, rank: int, cubes: Sequence[Cube]) -> list[dict[str, Any]]:
     """What reached each parameter at the last look in which its optimizer made a step."""
     cube = next((one for one in cubes if one.group == "parameters" and one.phase == "train"), None)
     weights = {
-        (str(model.get("name")), str(weight[0])): weight
+        (str(model.get("name")), address_of(str(weight[0]), "param").removesuffix(":param")): weight
         for _, model in record.events("model", rank)
         for weight in _list(model.get("weights"))
-        if isinstance(weight, list) and len(weight) == 4
+        if isinstance(weight, list) and len(weight) == 4 and isinstance(weight[1], list)
     }
     if cube is None:
         return []
     index = {key: at for at, key in enumerate(cube.keys)}
     paths = {(key[0], key[1].rpartition(":")[0]) for key in cube.keys if key[1].endswith((":param", ":grad"))}
-    rms = {key: _last(cube, "rms", at) for key, at in index.items() if key[1].endswith(":grad")}
-    known = [value[1] for value in rms.values() if value is not None and value[1] > 0]
+    sizes = [_latest(cube, at)[1].get("rms", 0.0) for key, at in index.items() if key[1].endswith(":grad")]
+    known = [size for size in sizes if size > 0]
     middle = float(np.median(known)) if known else 0.0
     ordered = [key for key in weights if key in paths] + sorted(paths - set(weights))
     missing = [key for key in weights if key not in paths]
@@ -204,23 +209,19 @@ def _reached(
     cube: Cube, index: Mapping[Key, int], key: Key, weight: Sequence[Any] | None, middle: float
 ) -> dict[str, Any]:
     model, path = key
-    row = index.get((model, f"{path}:grad"))
-    param = index.get((model, f"{path}:param"))
-    gradient = _last(cube, "rms", row) if row is not None else None
-    step, size = gradient if gradient is not None else (-1, math.nan)
-    bad = _last(cube, "nonfinite", row) if row is not None else None
+    step, grad = _latest(cube, index.get((model, f"{path}:grad")))
+    own_step, own = _latest(cube, index.get((model, f"{path}:param")))
     is_trained = bool(weight[3]) if weight is not None else True
-    if bad is not None and bad[1] > 0:
-        state = "not finite"
-    elif gradient is None:
+    size = grad.get("rms", math.nan)
+    if not grad or own_step > step:  # its optimizer has made a step since, without a gradient of it
         state = "none" if is_trained else "frozen"
+    elif grad.get("nonfinite", 0) > 0:
+        state = "not finite"
     elif size == 0:
         state = "zero"
     else:
         state = "tiny" if size < _TINY * middle else "fine"
-    count = _last(cube, "count", row) if row is not None else None
-    own = _last(cube, "rms", param) if param is not None else None
-    ratio = _last(cube, "update_ratio", param) if param is not None else None
+    is_there = bool(grad) and not math.isnan(size)
     return {
         "model": model,
         "path": path,
@@ -228,20 +229,19 @@ def _reached(
         "dtype": str(weight[2]) if weight is not None else "",
         "state": state,
         "step": step,
-        "norm": size * math.sqrt(count[1]) if count is not None else None,
-        "rms": None if gradient is None else size,
-        "weight": None if own is None else own[1],
-        "ratio": None if ratio is None else ratio[1],
+        "norm": size * math.sqrt(grad["count"]) if is_there else None,
+        "rms": size if is_there else None,
+        "weight": own.get("rms"),
+        "ratio": own.get("update_ratio"),
     }
 
 
-def _last(cube: Cube, name: str, row: int) -> tuple[int, float] | None:
-    """The last known value, with its step."""
-    if name not in cube.latest:
-        return None
-    values = cube.latest[name][row]
-    known = np.flatnonzero(~np.isnan(values))
-    return (int(cube.last[known[-1]]), float(values[known[-1]])) if len(known) else None
+def _latest(cube: Cube, row: int | None) -> tuple[int, dict[str, float]]:
+    """The step of the last look that has a row, and its numbers; -1 and nothing where there is none."""
+    if row is None or np.isnan(cube.latest["count"][row]).all():
+        return -1, {}
+    column = int(np.flatnonzero(~np.isnan(cube.latest["count"][row]))[-1])
+    return int(cube.last[column]), {name: float(values[row, column]) for name, values in cube.latest.items()}
 
 
 def _plain(told: Mapping[str, Any]) -> list[list[str]]:
