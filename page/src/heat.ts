@@ -86,7 +86,11 @@ export function heat(cells: Cells, look: Look): HTMLElement {
   const canvas = h("canvas", { class: "map", tabindex: 0, label: "heat map; arrow keys move, Enter opens" });
   const height = cells.rows * look.height;
   canvas.style.height = `${height}px`;
-  const box = h("div", { class: "map-box" }, canvas);
+  const hasNames = look.height >= 12 && !look.flip;
+  const names = hasNames && h("div", { class: "row-names" }, ...Array.from({ length: cells.rows }, (_, row) => h("div", { title: cells.rowName(row) }, cells.rowName(row))));
+  if (names) for (const one of names.children) (one as HTMLElement).style.height = `${look.height}px`;
+  const box = h("div", { class: "map-box" }, names, canvas);
+  const ends = h("div", { class: "ends quiet" }, h("span", {}, cells.columnName(0)), h("span", {}, cells.columnName(cells.columns - 1)));
   let spot: [number, number] | null = null;
   let from: number | null = null;
 
@@ -165,7 +169,7 @@ export function heat(cells: Cells, look: Look): HTMLElement {
     tell();
   });
   new ResizeObserver(paint).observe(canvas);
-  return h("div", { class: "heat" }, scale(range, look.isLog), told, box);
+  return h("div", { class: "heat" }, scale(range, look.isLog), told, box, ends);
 }
 
 /** What the colours mean. */

@@ -8,7 +8,7 @@ import type { Run } from "../types";
 import type { Page, View } from "../view";
 
 const CURVES = 6;
-const SHADES = ["#9db9e8", "#7fa0de", "#6187d2", "#446dc2", "#2b53ad", "#163a94"];
+const SHADES = ["#6fb1e8", "#5c97d2", "#8a8ec2", "#b58a92", "#d67f45", "#e8590c"]; // seen on white and on black
 const HEALTHY = { from: 1e-4, to: 1e-1, label: "1e-4 to 1e-1: usual" };
 
 const PICTURES: [string, string, string][] = [
@@ -33,7 +33,7 @@ export const depth: View = {
         "div",
         { class: "controls" },
         select("looks", ["1", "3", "6"].map((one) => [one, one]), String(steps), (value) => page.go("depth", { steps: value }, true)),
-        h("span", { class: "quiet" }, "light is early, dark is late; one point a site, in the order in which they were called"),
+        h("span", { class: "quiet" }, "blue is early, orange is late; one point a site, in the order in which they were called"),
       ),
       h("div", { class: "panels" }, ...panels),
     );

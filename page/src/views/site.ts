@@ -180,7 +180,7 @@ async function magnitudes(page: Page, at: number, phase: string): Promise<HTMLEl
           return value > 0 ? value : NaN;
         },
         rowName: (row) => `2^${lowerEdge(row + low)} (${number(2 ** lowerEdge(row + low))})`,
-        columnName: (column) => `step ${spread.marks[column]}, share`,
+        columnName: (column) => `step ${spread.marks[column]}`,
       },
       { isLog: true, height: 7, flip: true, lines },
     ),
