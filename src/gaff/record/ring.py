@@ -62,6 +62,9 @@ class RingWriter:
             else:
                 os.ftruncate(file, size)
             self._memory = mmap.mmap(file, size)
+        except OSError:
+            os.unlink(path)
+            raise
         finally:
             os.close(file)
         self._memory[: len(_MAGIC)] = _MAGIC

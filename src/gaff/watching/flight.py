@@ -44,16 +44,20 @@ class Recall:
         self._ring: RingWriter | None = None
         self._keeper = Keeper(out) if out is not None and keeps_batches else None
         self._before: Any = None
+        self._notes: list[str] = []
         self._first: tuple[str, bytes] = "", b""
 
     @property
     def notes(self) -> list[str]:
-        return self._keeper.notes if self._keeper is not None else []
+        return [*self._notes, *(self._keeper.notes if self._keeper is not None else ())]
 
     def open(self, log: Path | None) -> Path | None:
-        """``log``: the file of this process's record; the ring lies beside it. Raises OSError when the disk is full."""
+        """``log``: the file of this process's record; the ring lies beside it, if there is room for it."""
         if self._ring is None and log is not None:
-            self._ring = RingWriter(log.with_suffix(ENDING))
+            try:
+                self._ring = RingWriter(log.with_suffix(ENDING))
+            except OSError as error:
+                self._notes.append(f"the last steps are not kept: {error}")
         return log
 
     def begins(self, batch: Batch) -> None:
