@@ -6,8 +6,9 @@ looks where there are more than are wanted: of those the lowest, the highest and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,10 +50,22 @@ class Cube:
         return bool((self.first != self.last).any())
 
 
-def read_cubes(part: Part, *, columns: int, marks: int, begin: int = 0, end: int | None = None) -> list[Cube]:
+class Cache(dict[Any, Any]):
+    """Columns that were made of the same tables before: a run that grows is read on, not anew."""
+
+    def keep(self, used: set[Any]) -> None:
+        """Forget all but these."""
+        for key in self.keys() - used:
+            del self[key]
+
+
+def read_cubes(
+    part: Part, *, columns: int, marks: int, begin: int = 0, end: int | None = None, cache: Cache | None = None
+) -> list[Cube]:
     """The cubes of a process, of steps ``begin`` to ``end``: at most ``columns`` wide, magnitudes at ``marks`` looks.
 
-    ``columns``, ``marks``: at least 1. Tables whose layout was lost are left out; raises RecordError for damaged ones.
+    ``columns``, ``marks``: at least 1. Where there are more looks, a column is of 2, 4, 8 ... of them. Tables whose
+    layout was lost are left out; raises RecordError for damaged ones.
     """
     groups: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for at, (step, payload) in enumerate(part.tables):
@@ -61,69 +74,88 @@ def read_cubes(part: Part, *, columns: int, marks: int, begin: int = 0, end: int
             raise RecordError(f"a table has columns {[name for name, _ in layout.columns][:5]}: expected {_NEEDED}")
         if layout is not None and begin <= step and (end is None or step <= end):
             groups.setdefault((layout.group, phase_of(payload)), []).append((step, at))
-    return [
-        _cube(part, group, phase, sorted(places), columns, marks)
-        for (group, phase), places in sorted(groups.items(), key=lambda one: (one[0][1] != "train", one[0][0]))
-    ]
+    known: Cache = cache if cache is not None else Cache()
+    used: set[Any] = set()
+    ordered = sorted(groups.items(), key=lambda one: (one[0][1] != "train", one[0][0]))
+    cubes = [_cube(part, name, sorted(places), (columns, marks), (known, used)) for name, places in ordered]
+    known.keep(used)
+    return cubes
 
 
-def _cube(part: Part, group: str, phase: str, places: Sequence[tuple[int, int]], columns: int, marks: int) -> Cube:
-    layouts = {number_of(part.tables[at][1]) for _, at in places}
-    known = [part.layouts[number] for number in sorted(layouts)]
-    cube = Cube(group, phase, list(dict.fromkeys(key for layout in known for key in layout.rows)))
-    steps = sorted({step for step, _ in places})
-    width = min(columns, len(steps))
-    bucket = {step: at * width // len(steps) for at, step in enumerate(steps)}
-    edges = np.array([bucket[step] for step in steps])
-    cube.first = np.array(steps)[np.searchsorted(edges, np.arange(width), "left")]
-    cube.last = np.array(steps)[np.searchsorted(edges, np.arange(width), "right") - 1]
-    wanted = {steps[at * len(steps) // min(marks, len(steps))] for at in range(min(marks, len(steps)))}
-    cube.marks = np.array(sorted(wanted))
-    has_magnitudes = any(layout.has_magnitudes for layout in known)
-    cube.magnitudes = np.zeros((len(cube.keys), BUCKETS, len(wanted) if has_magnitudes else 0), np.uint8)
-    _fill(cube, part, places, bucket)
+def _cube(
+    part: Part,
+    name: tuple[str, str],
+    places: list[tuple[int, int]],
+    room: tuple[int, int],
+    store: tuple[Cache, set[Any]],
+) -> Cube:
+    numbers = sorted({number_of(part.tables[at][1]) for _, at in places})
+    layouts = [part.layouts[number] for number in numbers]
+    cube = Cube(*name, list(dict.fromkeys(key for layout in layouts for key in layout.rows)))
+    index = {key: at for at, key in enumerate(cube.keys)}
+    rows = {layout.number: np.array([index[key] for key in layout.rows], int) for layout in layouts}
+    names = (*dict.fromkeys(column for layout in layouts for column, _ in layout.columns), *_DERIVED)
+    steps: dict[int, list[int]] = {}
+    for step, at in places:
+        steps.setdefault(step, []).append(at)
+    buckets = _dealt(list(steps), room[0])
+    cube.first = np.array([bucket[0] for bucket in buckets])
+    cube.last = np.array([bucket[-1] for bucket in buckets])
+    joined = np.empty((3, len(names), len(cube.keys), len(buckets)), np.float32)
+    for column, bucket in enumerate(buckets):
+        tables = tuple(at for step in bucket for at in steps[step])
+        make = partial(_column, part, tables, rows, names, len(cube.keys))
+        joined[..., column] = _known(store, (name, tables, names, len(cube.keys)), make)
+    for table, numbers_of in zip((cube.lowest, cube.highest, cube.latest), joined, strict=True):
+        table.update(zip(names, numbers_of, strict=True))
+    marked = [bucket[0] for bucket in _dealt(list(steps), room[1])]
+    has_magnitudes = any(layout.has_magnitudes for layout in layouts)
+    cube.marks = np.array(marked)
+    cube.magnitudes = np.zeros((len(cube.keys), BUCKETS, len(marked) if has_magnitudes else 0), np.uint8)
+    for column, step in enumerate(marked if has_magnitudes else ()):
+        make = partial(_shares, part, steps[step], rows, len(cube.keys))
+        cube.magnitudes[..., column] = _known(store, (name, "shares", tuple(steps[step]), len(cube.keys)), make)
     return cube
 
 
-def _fill(cube: Cube, part: Part, places: Iterable[tuple[int, int]], bucket: dict[int, int]) -> None:
-    """Column by column: what of a bucket is lowest, highest, last."""
-    index = {key: at for at, key in enumerate(cube.keys)}
-    names = dict.fromkeys(
-        name
-        for number in {number_of(part.tables[at][1]) for _, at in places}
-        for name, _ in part.layouts[number].columns
-    )
-    shape = (len(cube.keys), len(cube.first))
-    for table in (cube.lowest, cube.highest, cube.latest):
-        table.update({name: np.full((shape[1], shape[0]), np.nan, np.float32) for name in (*names, *_DERIVED)})
-    rows = {number: np.array([index[key] for key in layout.rows], int) for number, layout in part.layouts.items()
-            if layout.group == cube.group and all(key in index for key in layout.rows)}  # fmt: skip
-    mark_of = {int(step): at for at, step in enumerate(cube.marks)}
-    for step, at in places:
-        payload = part.tables[at][1]
-        number = number_of(payload)
-        layout = part.layouts[number]
-        column = bucket[step]
-        for name, values in _columns(cube, layout, payload, rows[number], mark_of.get(step)).items():
-            here = rows[number]
-            for table, join in ((cube.lowest, np.fmin), (cube.highest, np.fmax)):
-                table[name][column, here] = join(table[name][column, here], values)
+def _dealt(steps: list[int], most: int) -> list[list[int]]:
+    """At most so many buckets, of the same power of two of steps each: those that are full stay as they are."""
+    each = 1
+    while -(-len(steps) // each) > most:
+        each *= 2
+    return [steps[at : at + each] for at in range(0, len(steps), each)]
+
+
+def _known(store: tuple[Cache, set[Any]], key: Any, make: Callable[[], Any]) -> Any:
+    cache, used = store
+    used.add(key)
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
+
+
+def _column(part: Part, tables: Sequence[int], rows: Any, names: Sequence[str], count: int) -> Any:
+    """Lowest, highest and last of several tables: [3, names, sites]."""
+    found: Any = np.full((3, len(names), count), np.nan, np.float32)
+    for at in tables:
+        layout = part.layouts[number_of(part.tables[at][1])]
+        here = rows[layout.number]
+        for name, values in _numbers(layout, part.tables[at][1]).items():
+            row = names.index(name)
+            found[0, row, here] = np.fmin(found[0, row, here], values)
+            found[1, row, here] = np.fmax(found[1, row, here], values)
             is_known = ~np.isnan(values)
-            cube.latest[name][column, here[is_known]] = values[is_known]
-    for table in (cube.lowest, cube.highest, cube.latest):
-        for name in table:
-            table[name] = np.ascontiguousarray(table[name].T)
+            found[2, row, here[is_known]] = values[is_known]
+    return found
 
 
-def _columns(cube: Cube, layout: Layout, payload: bytes, rows: Any, mark: int | None) -> dict[str, Any]:
-    """The columns of a table; its magnitudes go into the cube where they are wanted."""
-    has_magnitudes = layout.has_magnitudes and mark is not None
-    _, data = raw(layout, payload, with_magnitudes=has_magnitudes)
-    count = len(layout.rows)
+def _numbers(layout: Layout, payload: bytes) -> dict[str, Any]:
+    """The columns of a table as float32, and what follows from them; NaN in all of a row that is not there."""
+    _, data = raw(layout, payload, with_magnitudes=False)
     at = 0
     found: dict[str, Any] = {}
     for name, code in layout.columns:
-        values = np.frombuffer(data, _TYPES[code], count, at)
+        values = np.frombuffer(data, _TYPES[code], len(layout.rows), at)
         at += values.nbytes
         found[name] = values.astype(np.float32)
     found["rms"] = np.hypot(found["mean"], found["std"])
@@ -131,7 +163,20 @@ def _columns(cube: Cube, layout: Layout, payload: bytes, rows: Any, mark: int | 
     absent = np.isnan(found["count"])
     for values in found.values():
         values[absent] = np.nan
-    if has_magnitudes:
-        shares = np.frombuffer(data, np.uint8, BUCKETS * count, at).reshape(BUCKETS, count)
-        cube.magnitudes[rows[~absent], :, mark] = shares.T[~absent]  # another table of this step may have the others
+    return found
+
+
+def _shares(part: Part, tables: Sequence[int], rows: Any, count: int) -> Any:
+    """Magnitudes of one step: [sites, 64]. Several tables of it have different sites."""
+    found: Any = np.zeros((count, BUCKETS), np.uint8)
+    for at in tables:
+        payload = part.tables[at][1]
+        layout = part.layouts[number_of(payload)]
+        if not layout.has_magnitudes:
+            continue
+        _, data = raw(layout, payload)
+        size = len(layout.rows)
+        is_there = ~np.isnan(_numbers(layout, payload)["count"])
+        table = np.frombuffer(data, np.uint8, BUCKETS * size, len(data) - BUCKETS * size).reshape(BUCKETS, size)
+        found[rows[layout.number][is_there]] = table.T[is_there]
     return found

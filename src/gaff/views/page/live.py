@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from gaff import __version__
 from gaff.errors import RecordError
+from gaff.record.cube import Cache
 from gaff.record.run import ENDING, Record
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document, page
@@ -48,6 +49,7 @@ class Board:
         self._sizes: dict[Path, tuple[tuple[str, int, int, int], ...]] = {}
         self._documents: OrderedDict[str, tuple[Document, str]] = OrderedDict()  # by version
         self._zooms: OrderedDict[str, tuple[Document, str]] = OrderedDict()
+        self._caches: dict[Path, Cache] = {}
         self._changed = threading.Condition()
         self._reading = threading.Lock()
         self.look()
@@ -124,8 +126,10 @@ class Board:
                     runs.append(_waiting(path, f"waiting for {path} to hold a record"))
                     continue
                 share = 1 / len(self.paths)
-                runs.append(run_of(record, chunks, rank=self._rank, share=share, begin=begin, end=end))
+                cache = self._caches.setdefault(path, Cache()) if is_new else None
+                runs.append(run_of(record, chunks, rank=self._rank, share=share, begin=begin, end=end, cache=cache))
             except Exception as error:  # noqa: BLE001  # whatever is wrong with one record, the page stays
+                self._caches.pop(path, None)
                 self._records.pop(path, None)  # replaced or damaged: it is opened anew when it has changed
                 kind = "" if isinstance(error, RecordError) else f"{type(error).__name__}: "
                 runs.append(_waiting(path, f"{path} cannot be shown: {kind}{error}"))

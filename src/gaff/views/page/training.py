@@ -11,7 +11,7 @@ import numpy as np
 
 from gaff import __version__
 from gaff.errors import RecordError
-from gaff.record.cube import Cube, read_cubes
+from gaff.record.cube import Cache, Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import Key, address_of
 from gaff.views import watch_text
@@ -45,7 +45,14 @@ def document(records: Sequence[Record], *, rank: int = 0) -> Document:
 
 
 def run_of(  # the range of steps and the width are what a zoom asks for
-    record: Record, chunks: Chunks, *, rank: int = 0, share: float = 1.0, begin: int = 0, end: int | None = None
+    record: Record,
+    chunks: Chunks,
+    *,
+    rank: int = 0,
+    share: float = 1.0,
+    begin: int = 0,
+    end: int | None = None,
+    cache: Cache | None = None,
 ) -> dict[str, Any]:
     """Everything of one run; ``share``: of the room that a page has."""
     rank = rank if rank in record.ranks else record.ranks[0]
@@ -55,7 +62,7 @@ def run_of(  # the range of steps and the width are what a zoom asks for
     chunks.is_large = sites * max(1, len(part.tables)) > 1 << 17
     columns = _within(_CELLS * share / sites, _LEAST_COLUMNS, _MOST_COLUMNS)
     marks = _within(_CELLS * share / sites / 4, _LEAST_MARKS, _MOST_MARKS)
-    cubes = read_cubes(part, columns=columns, marks=marks, begin=begin, end=end)
+    cubes = read_cubes(part, columns=columns, marks=marks, begin=begin, end=end, cache=cache)
     keys = list(dict.fromkeys(key for cube in cubes for key in cube.keys))
     number = {key: at for at, key in enumerate(keys)}
     return {
