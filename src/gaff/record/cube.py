@@ -101,7 +101,7 @@ def _cube(
     buckets = _dealt(list(steps), room[0])
     cube.first = np.array([bucket[0] for bucket in buckets])
     cube.last = np.array([bucket[-1] for bucket in buckets])
-    joined = np.empty((3, len(names), len(cube.keys), len(buckets)), np.float32)
+    joined: Any = np.empty((3, len(names), len(cube.keys), len(buckets)), np.float32)
     for column, bucket in enumerate(buckets):
         tables = tuple(at for step in bucket for at in steps[step])
         make = partial(_column, part, tables, rows, names, len(cube.keys))
