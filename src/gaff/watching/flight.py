@@ -45,6 +45,7 @@ class Recall:
         self._keeper = Keeper(out) if out is not None and keeps_batches else None
         self._before: Any = None
         self._notes: list[str] = []
+        self._spent_s = 0.0
         self._first: tuple[str, bytes] = "", b""
 
     @property
@@ -63,18 +64,27 @@ class Recall:
     def begins(self, batch: Batch) -> None:
         """The first run of a step."""
         if self._ring is not None and not self._first[0]:
+            began = time.perf_counter()
             state = batch.random[0]
             random = bytes_of(state) if state.device.type == "cpu" else b""
             self._first = facts.fingerprint(batch.args, batch.kwargs, _CHECKED), random
+            self._spent_s += time.perf_counter() - began
 
     def ended(self, step: int, seconds: float, losses: Losses, samples: int) -> None:
         """A step has ended, or the run in the middle of one."""
         (batch, random), self._first = self._first, ("", b"")
         if self._ring is not None:
+            began = time.perf_counter()
             known = {name: _here(value) for name, value in losses.values().items()}
             flight = Flight(step, time.time(), seconds, losses.lr, _here(losses.scale), samples, batch, known, random)
             self._ring.write(flight)
             self.recent.append(flight)
+            self._spent_s += time.perf_counter() - began
+
+    def take_spent(self) -> float:
+        """What rows have cost since the last time, in seconds."""
+        spent, self._spent_s = self._spent_s, 0.0
+        return spent
 
     def keep(self, step: int, why: str, batches: Batches) -> str:
         """Keep the last batch of the step, with its model. Where it is; empty where nothing is kept."""

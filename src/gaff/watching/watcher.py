@@ -282,7 +282,7 @@ class Watcher:
         self._ended_at = None
         self._stepped.clear()
         window = self._window
-        self.pace.spend(self.desk.take_spent())
+        self.pace.spend(self.desk.take_spent() + self._recall.take_spent())
         if window is not None:
             self._end_window(is_whole=True)
         self._pulse(seconds)
