@@ -569,3 +569,21 @@ def test_a_run_that_grows_is_read_on_not_anew(tmp_path, monkeypatch):
             assert np.array_equal(one.magnitudes, other.magnitudes)
     run.log.close()
     assert len(read) - 5 * 46 < 30  # of the last columns only; the rest is what was read anew
+
+
+def test_what_is_not_finite_any_more_is_not_told_by_what_it_was(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(8):
+            optimizer.zero_grad()
+            x = torch.randn(8, 4)
+            model(x * float("nan") if step >= 5 else x).pow(2).mean().backward()
+            optimizer.step()
+    page = document([load(tmp_path / "run")])
+    for stat, site in (("rms", "0"), ("rms", "0.weight:param"), ("update_ratio", "0.weight:param")):
+        row = rows_of(page, stat, "highest")["train", site][1]
+        assert np.isinf(row[6:]).all(), (stat, site)
+        assert np.isfinite(row[1:5]).all()
+    (odd,) = page.head["runs"][0]["scalars"]["odd"].values()
+    assert odd == [5, 6, 7]

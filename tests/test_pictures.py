@@ -204,7 +204,12 @@ def test_edges_tell_who_took_what_from_whom_and_what_is_only_guessed():
     edges = {(names[one], names[other], known) for one, other, known in trace.edges}
     assert ("a", "b", True) in edges
     assert ("a", "c", True) in edges
-    assert ("c", "d", False) in edges  # the addition is an op: what came before is shown instead
+    assert {("b", "d", False), ("c", "d", False)} <= edges  # through an addition, which is no module
+    with torch.no_grad():
+        trace = gaff.trace(Branching(), torch.randn(2, 4))
+    names = [row.site for row in trace.rows]
+    edges = {(names[one], names[other], known) for one, other, known in trace.edges}
+    assert ("c", "d", False) in edges  # without a graph: just the call before
     assert not any(one == "b" for one, _, _ in edges)
     exact = gaff.trace(Branching(), torch.randn(2, 4), ops=True)
     names = [row.site for row in exact.rows]
@@ -221,3 +226,26 @@ def test_the_page_of_a_trace_holds_its_rows_and_pictures(tmp_path, capsys):
     assert '"site":"features.4"' in text
     assert '"kind":"class activation"' in text
     assert '"sketch"' not in text
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.down, self.relu = (
+            nn.Conv2d(3, 3, 1),
+            nn.BatchNorm2d(3),
+            nn.Conv2d(3, 3, 1),
+            nn.ReLU(),
+        )
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        y += self.down(x)
+        return self.relu(y)
+
+
+def test_an_addition_in_place_does_not_hide_a_branch():
+    trace = gaff.trace(Residual(), torch.rand(1, 3, 4, 4))
+    names = [row.site for row in trace.rows]
+    edges = {(names[one], names[other], known) for one, other, known in trace.edges}
+    assert {("norm", "relu", False), ("down", "relu", False), ("conv", "norm", True)} <= edges

@@ -130,7 +130,7 @@ export function heat(cells: Cells, look: Look): HTMLElement {
   const tell = () => {
     if (spot === null) return;
     const value = cells.at(spot[0], spot[1]);
-    const text = Number.isNaN(value) ? "no value" : number(value);
+    const text = Number.isNaN(value) ? "not looked at" : number(value);
     told.textContent = `${cells.rowName(spot[0])} · ${cells.columnName(spot[1])} · ${text}`;
     paint();
   };

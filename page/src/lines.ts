@@ -24,11 +24,12 @@ export interface Chart {
   pick?(at: number): void;
 }
 
-/** What can be drawn: on a logarithmic axis nothing at or below zero, and never what is not finite. */
-export function drawable(values: ArrayLike<number | null>, isLog: boolean): (number | null)[] {
-  return Array.from(values, (value) =>
-    value === null || value === undefined || !Number.isFinite(value) || (isLog && value <= 0) ? null : value,
-  );
+/** What can be drawn: gaps (null) at what is not finite, or not above zero on a logarithmic axis; over what is missing the line goes on. */
+export function drawable(values: ArrayLike<number | null>, isLog: boolean): (number | null | undefined)[] {
+  return Array.from(values, (value) => {
+    if (value === null || value === undefined || Number.isNaN(value)) return undefined;
+    return !Number.isFinite(value) || (isLog && value <= 0) ? null : value;
+  });
 }
 
 /** Steps at which a curve has a value that is not finite. */
@@ -47,18 +48,18 @@ export function clearCharts(): void {
 export function chart(given: Chart): HTMLElement {
   const legend = h("div", { class: "legend" });
   const box = h("div", { class: "chart" }, legend);
-  const rows: (number | null)[][] = [];
+  const rows: (number | null | undefined)[][] = [];
   const series: uPlot.Series[] = [{}];
   const bands: uPlot.Band[] = [];
-  const isEmpty = given.curves.every((curve) => drawable(curve.values, given.isLog).every((value) => value === null));
+  const isEmpty = given.curves.every((curve) => drawable(curve.values, given.isLog).every((value) => value === null || value === undefined));
   given.curves.forEach((curve, at) => {
     const color = curve.color ?? LINES[at % LINES.length]!;
     const few = curve.values.length < 60;
     rows.push(drawable(curve.values, given.isLog));
-    series.push({ stroke: color, width: 1.5, spanGaps: true, points: { show: few, size: 4 }, ...(curve.isDashed ? { dash: [5, 4] } : {}) });
+    series.push({ stroke: color, width: 1.5, points: { show: few, size: 4 }, ...(curve.isDashed ? { dash: [5, 4] } : {}) });
     if (curve.low) {
       rows.push(drawable(curve.low, given.isLog));
-      series.push({ stroke: color, width: 0.5, spanGaps: true, points: { show: false } });
+      series.push({ stroke: color, width: 0.5, points: { show: false } });
       bands.push({ series: [rows.length - 1, rows.length], fill: `${color}33` });
     }
   });
@@ -98,7 +99,7 @@ export function chart(given: Chart): HTMLElement {
         scales: { x: { time: false }, y: given.isLog ? { distr: 3 } : {} },
         axes: [
           { ...axis, ...(given.xText ? { values: (_: uPlot, splits: number[]) => splits.map((x) => (Number.isInteger(x) ? String(x) : "")) } : {}) },
-          { ...axis, size: 64, values: (_: uPlot, splits: number[]) => splits.map((value) => (value === null ? "" : number(value))) },
+          { ...axis, ...(given.isLog ? { grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades } } : {}), size: 64, values: (_: uPlot, splits: number[]) => splits.map((value) => (value === null ? "" : number(value))) },
         ],
         series,
         bands,
@@ -118,6 +119,12 @@ export function chart(given: Chart): HTMLElement {
     }).observe(box);
   };
   return box;
+}
+
+/** Only powers of ten get a line of the grid, where there are several. */
+function decades(_: uPlot, splits: number[]): (number | null)[] {
+  const isDecade = (value: number) => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
+  return splits.filter(isDecade).length < 2 ? splits : splits.map((value) => (isDecade(value) ? value : null));
 }
 
 function drawBand(plot: uPlot, band: { from: number; to: number; label: string }): void {

@@ -88,7 +88,7 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
   frame.replaceChildren(
     header(page),
     h("nav", { label: "views" }, ...views.map((one, at) => h("a", { href: page.link(one.key), class: one === view ? "here" : "", title: `${one.what} (key ${at + 1})` }, one.title))),
-    h("main", { id: "main", tabindex: -1 }, content),
+    h("main", { id: "main", tabindex: -1 }, route.view && view.key !== route.view && h("p", { class: "quiet" }, `there is no view ${route.view}: this is ${view.title}`), content),
   );
   frame.dataset.shown = here();
   frame.querySelector("nav .here")?.scrollIntoView({ block: "nearest", inline: "center" });

@@ -90,14 +90,14 @@ export const graph: View = {
       const isBad = (row.statistics?.nonfinite ?? 0) > 0;
       draw("rect", { x, y, width: WIDTH, height: HEIGHT, rx: 5, class: isBad ? "node bad" : "node" }, link);
       draw("rect", { x, y, width: 5, height: HEIGHT, rx: 2, fill: css(ramp(share)) }, link);
-      draw("text", { x: x + 11, y: y + 14, class: "name" }, link).textContent = short(row.site || trace.model, 25);
-      draw("text", { x: x + 11, y: y + 28, class: "kind" }, link).textContent = short(`${row.cls} → ${row.output}`, 32);
+      draw("text", { x: x + 11, y: y + 14, class: "name" }, link).textContent = short(row.site || trace.model, 24);
+      draw("text", { x: x + 11, y: y + 28, class: "kind" }, link).textContent = short(`${row.cls} → ${row.output}`, 30);
       draw("title", {}, link).textContent = `${row.site}: ${row.input} → ${row.output}`;
     }
     return h(
       "div",
       {},
-      h("div", { class: "controls" }, filter("filter calls", words, (value) => page.go("graph", { filter: value }, true)), h("span", { class: "quiet" }, `${nodes.length} calls that hold no other${leaves.length > MOST ? `, of ${leaves.length}` : ""}; the stripe is their time, from dark to light; a dotted line: with ops in between that are no modules, or just the call before${trace.edges.length ? "" : "; what was taken from which is not known"}`)),
+      h("div", { class: "controls" }, filter("filter calls", words, (value) => page.go("graph", { filter: value }, true)), h("span", { class: "quiet" }, `${nodes.length} calls that hold no other${leaves.length > MOST ? `, of ${leaves.length}` : ""}; the stripe is their time, from dark to light; a dotted line goes through ops that are no modules${trace.edges.length ? "" : "; what was taken from which is not known"}`)),
       h("div", { class: "wide" }, svg as unknown as HTMLElement),
     );
   },

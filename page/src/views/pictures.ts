@@ -86,7 +86,7 @@ async function draw(page: Page, canvas: HTMLCanvasElement, one: Picture, under?:
     }
   }
   context.putImageData(image, 0, 0);
-  const scale = Math.max(1, Math.min(12, Math.round(420 / canvas.width)));
+  const scale = Math.max(1, Math.round(Math.min(420, 48 * tiles + 200) / canvas.width));
   canvas.style.width = `${canvas.width * scale}px`;
   if (canvas.width > 6 * canvas.height) canvas.style.height = `${Math.max(48, canvas.height * scale)}px`; // few tokens, many channels
 }

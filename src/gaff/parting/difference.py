@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -72,13 +73,16 @@ class Difference:
                 return f"the same in all of {len(self.rows)} places"
             where = f"{worst.delta:.2g} at {worst.site}{_at(worst)}"
             return f"equal within rounding in {len(self.rows)} places; the largest difference is {where}"
-        parted = sum(row.state == "parted" for row in self.rows)
+        parted = f"{sum(row.state == 'parted' for row in self.rows)} of {len(self.rows)} places differ"
+        if first.phase == "batch":
+            return f"they were given different batches{_at(first)}, by the {first.number}; {parted}"
         names = first.site if first.site == first.other else f"{first.site} ({first.other} in B)"
-        return (
-            f"they part first at {names}{_at(first)}, {first.phase}: {first.number} {first.a} against {first.b}, "
-            f"a difference of {first.delta:.2g} where {first.tolerance:.2g} is rounding or noise; "
-            f"{parted} of {len(self.rows)} places differ"
-        )
+        values = f"{first.number} {first.a} against {first.b}"
+        if first.a == first.b:
+            values = f"the elements differ, though {first.number} is {first.a} in both"
+        size = f"a difference of {first.delta:.2g} where {first.tolerance:.2g} is rounding or noise"
+        size = "which no rounding explains" if math.isinf(first.delta) else size
+        return f"they part first at {names}{_at(first)}, {first.phase}: {values}, {size}; {parted}"
 
     def __str__(self) -> str:
         parts = [f"A {self.a}", f"B {self.b}", self.verdict]

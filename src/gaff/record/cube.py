@@ -21,6 +21,7 @@ from gaff.statistics.rows import BUCKETS
 
 _TYPES = {"f": "<f4", "d": "<f8"}
 _DERIVED = ("rms", "nonfinite")
+_OF_FINITE = ("mean", "std", "min", "max", "rms", "update_ratio", "adam_rms", "momentum")
 _NEEDED = ("count", "mean", "std", "nan", "positive_inf", "negative_inf")
 
 
@@ -161,7 +162,10 @@ def _numbers(layout: Layout, payload: bytes) -> dict[str, Any]:
     found["rms"] = np.hypot(found["mean"], found["std"])
     found["nonfinite"] = found["nan"] + found["positive_inf"] + found["negative_inf"]
     absent = np.isnan(found["count"])
-    for values in found.values():
+    is_odd = found["nonfinite"] > 0
+    for name, values in found.items():
+        if name in _OF_FINITE:
+            values[is_odd & np.isnan(values)] = np.inf  # there, but not finite
         values[absent] = np.nan
     return found
 

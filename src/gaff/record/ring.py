@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Flight:
     samples: int
     batch: str
     losses: dict[str, float]
-    random: bytes = b""
+    random: bytes = field(default=b"", repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Without the random state."""

@@ -151,9 +151,11 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps completed."""
+        """Optimizer steps completed, as far as it was written: at least those that were looked at."""
         most = 0
         for part in self._parts:
+            looks = [step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
+            most = max([most, *(step + 1 for step in looks)])
             for step, seconds in zip(part.series.get("step", ()), part.series.get("seconds", ()), strict=False):
                 if not math.isnan(seconds):  # else it had begun only
                     most = max(most, int(step) + 1)
@@ -206,13 +208,14 @@ class Record:
         return read_ring(path) if path.exists() else []
 
     def scalar(self, name: str = "loss", rank: int = 0) -> Series:
-        """A number of each step: ``loss`` (the first that was found), ``loss:NAME``, ``lr``, ``grad_norm`` ...
+        """A number of each step: ``loss`` (the first that was found), ``loss:NAME`` or NAME, ``lr``, ``grad_norm`` ...
 
         Steps without one are left out. Raises RecordError with the names that there are.
         """
         series = self.part(rank).series
         if name == "loss":
             name = next((one for one in series if one.startswith("loss:")), name)
+        name = f"loss:{name}" if name not in series and f"loss:{name}" in series else name
         if name not in series:
             raise RecordError(f"no scalar {name!r} in {self.path}: expected one of {', '.join(self.scalars) or 'none'}")
         pairs = [(int(step), value) for step, value in zip(series["step"], series[name], strict=True)]

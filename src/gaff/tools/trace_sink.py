@@ -19,6 +19,8 @@ from gaff.tools.record import Gradient, Statistics
 from gaff.tools.sketching import marks_of
 from gaff.values import iter_tensors, size_bytes
 
+_MOST_NODES = 500  # of the autograd graph between two calls
+
 
 @dataclass(slots=True)
 class CallNotes:
@@ -52,8 +54,10 @@ class CallLog:
         self.album = album
         self.given: Tensor | None = None  # a digest of what the model was given
         self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
-        # who made a tensor, by its identity, whether that is known, and the version that was made
-        self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes | None, bool, int]] = {}
+        # who made a tensor, by its identity, and its version then; by its autograd node; what came before others
+        self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes, int]] = {}
+        self._nodes: dict[Any, CallNotes] = {}
+        self._met: dict[int, tuple[weakref.ref[Tensor], CallNotes | None]] = {}
         self._latest: CallNotes | None = None  # the last call that ended
         self._open: list[CallNotes] = []
         self._flops = flops
@@ -105,11 +109,11 @@ class CallLog:
             if id(tensor) in self.own:
                 continue
             known = self._made.get(id(tensor))
-            if known is None or known[0]() is not tensor or known[3] != version_of(tensor):
-                known = self._made[id(tensor)] = weakref.ref(tensor), self._latest, False, version_of(tensor)
-            maker, is_known = known[1:3]
-            if maker is not None:
-                found.setdefault(id(maker), (maker, is_known))
+            if known is not None and known[0]() is tensor and known[2] == version_of(tensor):
+                found[id(known[1])] = known[1], True
+                continue
+            for maker in self._behind(tensor):
+                found.setdefault(id(maker), (maker, False))
         notes.takes = [maker for maker, is_known in found.values() if is_known]
         notes.follows = [maker for maker, is_known in found.values() if not is_known]
 
@@ -117,11 +121,36 @@ class CallLog:
         """The innermost call that returned it; a module that holds others only of what none of these has made."""
         known = self._made.get(id(tensor))
         inside = self.calls[self._place(notes) + 1 :]
-        if inside and known is not None and known[0]() is tensor and known[2]:
+        if inside and known is not None and known[0]() is tensor and known[2] == version_of(tensor):
             return
         if inside:
-            notes.follows = [inside[-1]]  # it went on with what came last
-        self._made[id(tensor)] = weakref.ref(tensor), notes, True, version_of(tensor)
+            notes.follows = [one for one in self._behind(tensor) if one is not notes]
+        self._made[id(tensor)] = weakref.ref(tensor), notes, version_of(tensor)
+        if tensor.grad_fn is not None:
+            self._nodes[tensor.grad_fn] = notes
+
+    def _behind(self, tensor: Tensor) -> list[CallNotes]:
+        """The calls whose outputs ops have made a tensor of, as the autograd graph has it; without one the call before.
+
+        A tensor that came from outside, or was there before the first call ended, has none.
+        """
+        if tensor.grad_fn is None:
+            known = self._met.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                known = self._met[id(tensor)] = weakref.ref(tensor), self._latest
+            return [] if known[1] is None or tensor.requires_grad else [known[1]]
+        found: dict[int, CallNotes] = {}
+        waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
+        while waiting and len(seen) < _MOST_NODES:
+            node = waiting.pop()
+            maker = self._nodes.get(node)
+            if maker is not None:
+                found.setdefault(id(maker), maker)
+                continue
+            onward = {one for one, _ in node.next_functions if one is not None} - seen
+            seen |= onward
+            waiting += onward
+        return list(found.values())
 
     def _place(self, notes: CallNotes) -> int:
         return next(at for at in range(len(self.calls) - 1, -1, -1) if self.calls[at] is notes)

@@ -33,7 +33,7 @@ def signal_by_depth(record: Record, *, stat: str = "rms", port: str = "output", 
     ``update_ratio``. Raises RecordError where nothing has it.
     """
     cube, rows, names = _rows(record, stat, port, rank)
-    table = cube.latest[stat][rows]
+    table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
     columns = np.unique(np.linspace(0, table.shape[1] - 1, min(looks, table.shape[1])).round().astype(int))
     figure, axes = _axes((max(5.0, 0.18 * len(names)), 3.6))
     shades = import_module("matplotlib").colormaps["viridis_r"](np.linspace(0.05, 0.95, len(columns)))
@@ -48,7 +48,7 @@ def signal_by_depth(record: Record, *, stat: str = "rms", port: str = "output", 
 def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: int = 0) -> Any:
     """One number of all sites of a port over all looks. Zero and below are grey where the scale is logarithmic."""
     cube, rows, names = _rows(record, stat, port, rank)
-    table = cube.latest[stat][rows]
+    table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
     figure, axes = _axes((7.0, max(2.4, 0.16 * len(names))))
     colors = import_module("matplotlib.colors")
     is_log = bool(np.nanmin(table) >= 0) and bool((table > 0).any())
@@ -84,7 +84,7 @@ def picture(trace: Trace, site: str, kind: str | None = None) -> Any:
     """
     known = [one for one in trace.pictures if one.site == site and kind in (None, one.kind)]
     if not known:
-        near = ", ".join(nearest(site, [one.site for one in trace.pictures])) or "none"
+        near = ", ".join(nearest(site, list(dict.fromkeys(one.site for one in trace.pictures)))) or "none"
         what = f"picture of {kind}" if kind else "picture"
         raise RecordError(f"the trace has no {what} at {site!r}; nearest: {near}")
     one = known[0]

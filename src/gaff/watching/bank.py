@@ -43,6 +43,7 @@ class Bank:
     def __init__(self) -> None:
         self._kernel = kernel.load()
         self._rows: dict[Key, Tensor] = {}
+        self._aliases: dict[Key, list[Key]] = {}
         self._room: dict[torch.device, list[Tensor]] = {}
         self.units: dict[Key, Tensor] = {}
         self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
@@ -78,9 +79,10 @@ class Bank:
                 self._rows.update(zip((keys[at] for at in places), rows.unbind(0), strict=True))
 
     def alias(self, key: Key, known: Key) -> None:
-        """``key`` is the same tensor stream as ``known``."""
+        """``key`` is the same tensor stream as ``known``, and comes just after it."""
         if known in self._rows:
             self._rows[key] = self._rows[known]
+            self._aliases.setdefault(known, []).append(key)
         if known in self.units:
             self.units[key], self.inputs[key] = self.units[known], self.inputs[known]
 
@@ -91,13 +93,23 @@ class Bank:
     def take(self) -> tuple[list[Key], list[Tensor]]:
         """All keys, and their rows stacked: one tensor a device, in order. The bank is empty afterwards."""
         by_device: dict[torch.device, tuple[list[Key], list[Tensor]]] = {}
-        for key, row in self._rows.items():
+        for key in self._ordered():
+            row = self._rows[key]
             keys, rows = by_device.setdefault(row.device, ([], []))
             keys.append(key)
             rows.append(row)
         self._rows = {}
         keys = [key for one, _ in by_device.values() for key in one]
         return keys, [torch.stack(rows) for _, rows in by_device.values()]
+
+    def _ordered(self) -> list[Key]:
+        aliases = {key for several in self._aliases.values() for key in several}
+        waiting = [key for key in reversed(self._rows) if key not in aliases]
+        found = []
+        while waiting:
+            found.append(waiting.pop())
+            waiting += reversed(self._aliases.get(found[-1], ()))
+        return found
 
     def _ops(self, device: torch.device) -> Any:
         return self._kernel if self._kernel is not None and device.type == "cpu" else in_torch

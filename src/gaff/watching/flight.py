@@ -102,7 +102,10 @@ class Recall:
     def keep_for(self, finding: Finding, batches: Batches) -> Finding:
         """Keep the batch that a finding is of; the finding with the place where it is."""
         path = self.keep(finding.since, finding.rule, batches)
-        return replace(finding, evidence={**finding.evidence, "kept": path}) if path else finding
+        if not path:
+            return finding
+        again = f"gaff replay {self._out} --model FILE:NAME runs it again"
+        return replace(finding, evidence={**finding.evidence, "kept": path}, remedy=f"{finding.remedy}; {again}")
 
     def follow_signal(self) -> None:
         """From now on SIGUSR1 asks for the last steps, unless the script has a use for it."""

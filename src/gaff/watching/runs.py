@@ -229,7 +229,7 @@ class Runs:
         while len(self.batches) > 1 and (len(self.batches) > _KEPT or _bytes_of(self.batches) > _KEPT_BYTES):
             del self.batches[0]
         self._size = facts.batch_size(args, kwargs)
-        self._samples += self._size
+        self._samples += self._size * any(True for _ in iter_tensors((args, kwargs)))  # keywords are not always seen
         self._largest = max(self._largest, self._size)
 
     def _begin_eval(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -25,6 +25,10 @@ from gaff.watching.models import Model
 
 _ODD = 5.0  # times the median over the batch: a sample that stands out
 _MOST_SAMPLES = 8
+_GIVEN = (
+    "look at what made it: the batch, its first bad element is in the evidence; or the weights that a step has left"
+)
+_MADE = "guard that op, lower the learning rate, or clip gradients"
 Batches = Sequence[tuple[Model, Batch]]
 
 
@@ -54,7 +58,7 @@ def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool)
                 severity=known.severity,
                 message=f"{what} is not finite: {_first_line(report)}",
                 cause=report.cause,
-                remedy=known.remedy,
+                remedy=_GIVEN if report.direction == "before" else _MADE,
                 evidence=_evidence(report),
                 last=step,
             )

@@ -155,7 +155,8 @@ def _group(cube: Cube, number: Mapping[Key, int], chunks: Chunks) -> dict[str, A
         if name == "nonfinite" and not np.nanmax(cube.highest[name]):
             continue
         kept = ends if cube.is_bucketed else ends[:1]
-        stats[name] = {end: chunks.log16(getattr(cube, end)[name]) for end in kept}
+        pack = chunks.numbers if name == "nonfinite" else chunks.log16  # counts are told as they are
+        stats[name] = {end: pack(getattr(cube, end)[name]) for end in kept}
     shares = cube.magnitudes
     places = range(0, len(cube.keys), _TOGETHER) if shares.shape[-1] else ()
     return {
@@ -180,7 +181,7 @@ def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
     table = np.array([series["step"], *(series[name] for name in names)], np.float64)
     losses = {name: table[0][~np.isfinite(table[at])] for at, name in enumerate(names, 1) if name.startswith("loss:")}
     odd = {name: steps[:_MOST_ODD].astype(int).tolist() for name, steps in losses.items()
-           if 0 < len(steps) < table.shape[1] / 10}  # fmt: skip  # else it is just not computed in each step
+           if 0 < len(steps) < table.shape[1] / 10 or table[0][-1] in steps}  # fmt: skip  # else it is just not computed in each step
     count = table.shape[1]
     if count <= _MOST_STEPS:
         return {"names": names, "chunk": chunks.numbers(table), "odd": odd}
@@ -205,7 +206,7 @@ def _gradients(record: Record, rank: int, cubes: Sequence[Cube]) -> list[dict[st
     index = {key: at for at, key in enumerate(cube.keys)}
     paths = {(key[0], key[1].rpartition(":")[0]) for key in cube.keys if key[1].endswith((":param", ":grad"))}
     sizes = [_latest(cube, at)[1].get("rms", 0.0) for key, at in index.items() if key[1].endswith(":grad")]
-    known = [size for size in sizes if size > 0]
+    known = [size for size in sizes if 0 < size < math.inf]
     middle = float(np.median(known)) if known else 0.0
     ordered = [key for key in weights if key in paths] + sorted(paths - set(weights))
     missing = [key for key in weights if key not in paths]
@@ -228,7 +229,7 @@ def _reached(
         state = "zero"
     else:
         state = "tiny" if size < _TINY * middle else "fine"
-    is_there = bool(grad) and not math.isnan(size)
+    is_there = bool(grad) and math.isfinite(size)
     return {
         "model": model,
         "path": path,
