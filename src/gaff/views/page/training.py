@@ -180,8 +180,7 @@ def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
         return {"names": []}
     table = np.array([series["step"], *(series[name] for name in names)], np.float64)
     losses = {name: table[0][~np.isfinite(table[at])] for at, name in enumerate(names, 1) if name.startswith("loss:")}
-    odd = {name: steps[:_MOST_ODD].astype(int).tolist() for name, steps in losses.items()
-           if 0 < len(steps) < table.shape[1] / 10 or table[0][-1] in steps}  # fmt: skip  # else it is just not computed in each step
+    odd = {name: steps[:_MOST_ODD].astype(int).tolist() for name, steps in losses.items() if _is_odd(steps, table[0])}
     count = table.shape[1]
     if count <= _MOST_STEPS:
         return {"names": names, "chunk": chunks.numbers(table), "odd": odd}
@@ -190,6 +189,11 @@ def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
         high = np.fmax.reduceat(table, edges, axis=1)
         low = np.fmin.reduceat(table, edges, axis=1)
     return {"names": names, "chunk": chunks.numbers(high), "low": chunks.numbers(low), "odd": odd}
+
+
+def _is_odd(without: Any, steps: Any) -> bool:
+    """Whether the steps without a finite loss are worth naming: else it is just not computed in each step."""
+    return 0 < len(without) < len(steps) / 10 or (len(without) > 0 and without[-1] == steps[-1])
 
 
 def _gradients(record: Record, rank: int, cubes: Sequence[Cube]) -> list[dict[str, Any]]:
