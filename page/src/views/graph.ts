@@ -66,8 +66,8 @@ export const graph: View = {
     const nodes = leaves.slice(0, MOST);
     const { places, width, height } = layout(nodes, trace.edges);
     const svg = document.createElementNS(SVG, "svg");
-    svg.setAttribute("viewBox", `-4 -4 ${width + 8} ${height + 8}`);
-    svg.setAttribute("width", String(width + 8));
+    svg.setAttribute("viewBox", `-4 -4 ${width + 84} ${height + 8}`);
+    svg.setAttribute("width", String(width + 84));
     svg.setAttribute("height", String(height + 8));
     svg.setAttribute("class", "graph");
     const draw = (name: string, attributes: Record<string, string | number>, parent: Element = svg) => {
@@ -80,7 +80,10 @@ export const graph: View = {
       const [one, other] = [places.get(from), places.get(to)];
       if (!one || !other) continue;
       const [x1, y1, x2, y2] = [one.x + WIDTH / 2, one.y + HEIGHT, other.x + WIDTH / 2, other.y];
-      draw("path", { d: `M${x1},${y1} C${x1},${y1 + GAP_Y} ${x2},${y2 - GAP_Y} ${x2},${y2}`, class: isKnown ? "edge" : "edge guessed" });
+      const far = other.y - one.y > HEIGHT + GAP_Y + 1 && Math.abs(other.x - one.x) < WIDTH / 2; // past others: beside them
+      const [side, bow] = [Math.max(one.x, other.x) + WIDTH, 18 + Math.min(60, (other.y - one.y) / 12)];
+      const beside = `M${one.x + WIDTH},${one.y + HEIGHT / 2} C${side + bow},${one.y + HEIGHT / 2} ${side + bow},${other.y + HEIGHT / 2} ${other.x + WIDTH},${other.y + HEIGHT / 2}`;
+      draw("path", { d: far ? beside : `M${x1},${y1} C${x1},${y1 + GAP_Y} ${x2},${y2 - GAP_Y} ${x2},${y2}`, class: isKnown ? "edge" : "edge guessed" });
     }
     const slowest = Math.log(Math.max(...nodes.map((at) => trace.rows[at]!.time_s), 1e-6) / 1e-6);
     for (const { at, x, y } of places.values()) {
