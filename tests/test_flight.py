@@ -417,3 +417,112 @@ def test_losses_that_go_backward_together_keep_their_names(tmp_path):
     record = gaff.load(tmp_path / "run")
     assert record.scalar("loss:small").values == [1.0]
     assert record.scalar("loss:large").values == [100.0]
+
+
+def two(tmp_path, loop, steps=12):
+    """A training with two optimizers; ``loop`` makes one iteration."""
+    torch.manual_seed(0)
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.001)
+    with gaff.watch({"a": a, "b": b}, list(optimizers), out=tmp_path / "run", every=1) as watch:
+        for step in range(steps):
+            loop(a, b, *optimizers, step)
+            assert watch.step == step + 1
+    return gaff.load(tmp_path / "run")
+
+
+def test_a_closure_of_the_second_optimizer_belongs_to_the_step(tmp_path):
+    def loop(a, b, first, second, step):
+        x = torch.randn(8, 4)
+
+        def closure():
+            second.zero_grad()
+            loss = b(a(x).detach()).square().mean()
+            loss.backward()
+            return loss
+
+        first.zero_grad()
+        a(x).square().mean().backward()
+        first.step()
+        second.step(closure)
+
+    record = two(tmp_path, loop)
+    assert len(record.series("b.weight:grad", "rms")) >= 11
+    assert len(record.series("b.weight:update", "rms")) >= 11
+    assert not [one.rule for one in record.findings]
+
+
+def test_numbers_of_the_second_optimizer_are_there_from_the_first_step_on(tmp_path):
+    def loop(a, b, first, second, step):
+        for one in (first, second):
+            one.zero_grad()
+        b(a(torch.randn(8, 4))).square().mean().backward()
+        first.step()
+        second.step()
+
+    record = two(tmp_path, loop)
+    assert record.series("b.weight:grad", "rms").steps == list(range(12))
+    assert set(record.scalar("lr").values) == {0.1}  # the leader's
+
+
+def test_accumulating_in_the_second_optimizer_is_no_fault(tmp_path):
+    def loop(a, b, first, second, step):
+        first.zero_grad()
+        b(a(torch.randn(8, 4))).square().mean().backward()
+        first.step()
+        if step % 2:
+            second.step()
+            second.zero_grad()
+
+    assert not [one.rule for one in two(tmp_path, loop, 24).findings if one.rule == "not_cleared"]
+
+
+def test_who_asks_first_is_not_taken_for_the_thread_that_trains(tmp_path):
+    model = build_linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = gaff.watch(model, optimizer, out=tmp_path / "run")
+    assert watch.step == 0
+    assert watch.findings == []
+
+    def work():
+        for _ in range(5):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert watch.step == 5
+    watch.remove()
+
+
+def test_a_nan_is_seen_in_whichever_loss_it_is(tmp_path):
+    model = build_linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gaff.watch(model, optimizer, out=tmp_path / "run") as watch:
+        good, bad = model(torch.ones(1, 4)).sum(), (model(torch.ones(1, 4)) * NAN).sum()
+        torch.autograd.backward([bad, good])
+    assert [one.rule for one in watch.findings] == ["nonfinite"]
+
+
+def test_a_model_that_writes_into_what_another_made_can_be_examined(tmp_path):
+    class Log(nn.Module):
+        def forward(self, x):
+            return (x - x).log()
+
+    backbone, head = nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), Log())
+    optimizer = torch.optim.SGD([*backbone.parameters(), *head.parameters()], 0.1)
+    with gaff.watch({"backbone": backbone, "head": head}, optimizer, out=tmp_path / "run") as watch:
+        (head(backbone(torch.randn(2, 4))).sum() * NAN).backward()
+    assert "/log" in watch.findings[0].site
+
+
+def test_what_is_expanded_is_not_written_out(tmp_path):
+    from gaff.health.rerun import _Own
+
+    wide = torch.ones(1, 3).expand(10**7, 3)
+    own = _Own()
+    found = own(wide)
+    assert found.untyped_storage().nbytes() == 12
+    assert found.shape == wide.shape
+    assert own(wide) is found

@@ -587,3 +587,20 @@ def test_what_is_not_finite_any_more_is_not_told_by_what_it_was(tmp_path):
         assert np.isfinite(row[1:5]).all()
     (odd,) = page.head["runs"][0]["scalars"]["odd"].values()
     assert odd == [5, 6, 7]
+
+
+def test_a_process_that_comes_later_is_not_shown_with_the_numbers_of_another(tmp_path):
+    run = MadeRun(tmp_path / "run", rank=1)
+    for step in range(4):
+        run.look(step)
+    board = Board([tmp_path / "run"])
+    first = MadeRun(tmp_path / "run", rank=0)
+    for step in range(4):
+        first.look(step)
+    run.log.close()
+    first.log.close()
+    board.look()
+    page = document([load(tmp_path / "run")])
+    head = json.loads(board.head())
+    packed = [board.chunk(str(head["live"]["version"]), at) for at in range(len(head["chunks"]))]
+    assert packed == page.chunks.packed

@@ -97,6 +97,17 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    """Of what is expanded only what there is."""
+    if tensor.layout != torch.strided or 0 not in tensor.stride():
+        return tensor.clone()
+    small = tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            small = small.narrow(dimension, 0, 1)
+    return small.clone().expand(tensor.shape)
+
+
 class _Own:
     """Copies of tensors: the model may write into what it is given, and backward has used up the graph behind it."""
 
@@ -106,9 +117,11 @@ class _Own:
     def __call__(self, tensor: Tensor) -> Tensor:
         known = self._known.get(id(tensor))
         if known is None:
-            known = tensor.detach().clone()
+            known = _copy(tensor.detach())
             if tensor.requires_grad and not tensor.is_inference():
                 known.requires_grad_()
+                if tensor.grad_fn is not None:
+                    known = known.clone()  # no leaf: the model may write into it, as it did
             self._known[id(tensor)] = known
         return known
 

@@ -106,7 +106,7 @@ def _cube(
     for column, bucket in enumerate(buckets):
         tables = tuple(at for step in bucket for at in steps[step])
         make = partial(_column, part, tables, rows, names, len(cube.keys))
-        joined[..., column] = _known(store, (name, tables, names, len(cube.keys)), make)
+        joined[..., column] = _known(store, (part.reader.path, name, tables, names, len(cube.keys)), make)
     for table, numbers_of in zip((cube.lowest, cube.highest, cube.latest), joined, strict=True):
         table.update(zip(names, numbers_of, strict=True))
     marked = [bucket[0] for bucket in _dealt(list(steps), room[1])]
@@ -115,7 +115,8 @@ def _cube(
     cube.magnitudes = np.zeros((len(cube.keys), BUCKETS, len(marked) if has_magnitudes else 0), np.uint8)
     for column, step in enumerate(marked if has_magnitudes else ()):
         make = partial(_shares, part, steps[step], rows, len(cube.keys))
-        cube.magnitudes[..., column] = _known(store, (name, "shares", tuple(steps[step]), len(cube.keys)), make)
+        key = part.reader.path, name, tuple(steps[step]), len(cube.keys)
+        cube.magnitudes[..., column] = _known(store, key, make)
     return cube
 
 
@@ -158,7 +159,8 @@ def _numbers(layout: Layout, payload: bytes) -> dict[str, Any]:
     for name, code in layout.columns:
         values = np.frombuffer(data, _TYPES[code], len(layout.rows), at)
         at += values.nbytes
-        found[name] = values.astype(np.float32)
+        with np.errstate(over="ignore"):  # of damaged files
+            found[name] = values.astype(np.float32)
     found["rms"] = np.hypot(found["mean"], found["std"])
     found["nonfinite"] = found["nan"] + found["positive_inf"] + found["negative_inf"]
     absent = np.isnan(found["count"])

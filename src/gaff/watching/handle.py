@@ -45,14 +45,12 @@ class Watch:
     @property
     def findings(self) -> list[Finding]:
         """What has been found so far, worst first. Waits until the looks taken so far are judged."""
-        self._watcher.guarded(self._watcher.step_over)
         return self._watcher.desk.findings
 
     @property
     def step(self) -> int:
         """Optimizer steps completed."""
-        self._watcher.guarded(self._watcher.step_over)
-        return self._watcher.step
+        return self._watcher.step + (self._watcher.ended_at is not None)
 
     @property
     def overhead(self) -> float:

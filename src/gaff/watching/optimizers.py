@@ -39,6 +39,11 @@ class Optimizers:
             known = self._owners[optimizer] = size, owns
         return known[1]
 
+    @property
+    def known(self) -> int:
+        """How many there are, as far as is known."""
+        return max(len(self._given), len(self.counts))
+
     def stepped(self, optimizer: Any) -> bool:
         """Count a step; whether it ends a step of the run."""
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1

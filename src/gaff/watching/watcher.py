@@ -99,7 +99,9 @@ class Watcher:
         self._skipped = 0
         self._in_a_row = 0  # skipped without a step in between
         self._since = 0.0
-        self._ended_at: float | None = None  # the leader's step, until something else begins: others may follow it
+        self.ended_at: float | None = None  # the leader's step, until something else begins: others may follow it
+        self._is_in_closure = False
+        self._skipper: int | None = None  # the optimizer whose skipped steps count: others of the step skip theirs, too
         self._stepped: set[int] = set()  # optimizers that made theirs in it
         self._evaluated_at: int | None = None
         self._is_endless = False
@@ -162,8 +164,8 @@ class Watcher:
 
     def step_over(self) -> None:
         """Something new begins: what belongs to a step that has ended is complete, steps of other optimizers too."""
-        if self._ended_at is not None:
-            self._end_step(self.step + 1, self._ended_at)
+        if self.ended_at is not None and not self._is_in_closure:
+            self._end_step(self.step + 1, self.ended_at)
 
     def model_found(self, model: Model) -> None:
         self.desk.model(model, self.step)
@@ -198,14 +200,16 @@ class Watcher:
         if self._window is not None:
             self._clearing.look()
         several = losses if isinstance(losses, (list, tuple)) else [losses]  # a generator is not ours to use up
+        bad = ""
         for at, loss in enumerate(several):
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 spike = self._losses.note(loss, self._window, at)
                 if spike is not None and not self._runs.is_rest():
                     spiked = trouble.of_spike(spike, self.step, self._runs.batches)
                     self.desk.add(self._recall.keep_for(spiked, self._runs.batches), self.step)
-        if self._losses.is_nonfinite:
-            self._find_origin(f"the loss {self._losses.latest!r}", has_gradients=False)
+                bad = bad or (self._losses.latest if self._losses.is_nonfinite else "")
+        if bad:
+            self._find_origin(f"the loss {bad!r}", has_gradients=False)
 
     def _find_origin(self, what: str, *, has_gradients: bool) -> None:
         """Run the batches of this step again, once a run, to see where the NaN or inf began."""
@@ -224,8 +228,10 @@ class Watcher:
         self._runs.left_model()
         if not self._optimizers.has(optimizer):
             return
+        self._is_in_closure = False
         if id(optimizer) in self._stepped:
             self.step_over()
+        self._is_in_closure = has_closure  # what it runs belongs to this step
         if self._window is not None:
             began = perf_counter()
             has_moments = self._looks % _MOMENTS == 0
@@ -243,6 +249,7 @@ class Watcher:
     def _step_ended(self, optimizer: Any) -> None:
         if not self._optimizers.has(optimizer):
             return
+        self._is_in_closure = False
         is_end = self._optimizers.stepped(optimizer)
         self._in_a_row = 0
         if self._window is not None:
@@ -251,20 +258,24 @@ class Watcher:
             if update is not None:
                 update.end()
             self._window.cost_s += perf_counter() - began
-        self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
         if is_end:
+            self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
+            self._skipper = None
             self._stepped = {id(optimizer)}
-            self._ended_at = now = perf_counter()
+            self.ended_at = now = perf_counter()
             self._recall.ended(self.step, now - self._since, self._losses, self._runs.samples)
-            if len(self._optimizers.counts) == 1:  # else others may follow: their steps belong to the same
+            if self._optimizers.known == 1:  # else others may follow: their steps belong to the same
                 self.step_over()
-        elif self._ended_at is not None:
+        elif self.ended_at is not None:
             self._stepped.add(id(optimizer))
 
     def _step_skipped(self, optimizer: Any) -> None:
         """A GradScaler has found gradients that are not finite: what the window has seen of them is its business."""
         if self._optimizers.has(optimizer):
             self.step_over()
+            if self._skipper not in (None, id(optimizer)):
+                return
+            self._skipper = id(optimizer)
             self._skipped += 1
             self._in_a_row += 1
             if self._in_a_row == _STUCK:
@@ -279,8 +290,8 @@ class Watcher:
     def _end_step(self, count: int, ended: float) -> None:
         now = perf_counter()
         seconds, self._since = ended - self._since, ended
-        self._ended_at = None
-        self._stepped.clear()
+        self.ended_at = None
+        stepped, self._stepped = self._stepped, set()
         window = self._window
         self.pace.spend(self.desk.take_spent() + self._recall.take_spent())
         if window is not None:
@@ -294,7 +305,7 @@ class Watcher:
         self._runs.batches.clear()
         self._updates.clear()
         if self.pace.is_due(count) or self._recall.is_asked:
-            self._begin_window()
+            self._begin_window(stepped)
         else:
             self._clearing.forget()
         self.desk.tick(count, self.pace)
@@ -308,9 +319,11 @@ class Watcher:
 
     # windows
 
-    def _begin_window(self) -> None:
+    def _begin_window(self, stepped: set[int] | None = None) -> None:
+        """``stepped``: optimizers that have just made a step, whose gradients must be cleared; None: all."""
         for optimizer in self._optimizers.counts:
-            self._clearing.stepped(optimizer)
+            if stepped is None or id(optimizer) in stepped:
+                self._clearing.stepped(optimizer)
         self._models.is_fresh = False
         self._looks += 1
         self._runs.look(Window(self.step, "train", self._models))
