@@ -86,9 +86,10 @@ export function heat(cells: Cells, look: Look): HTMLElement {
   const canvas = h("canvas", { class: "map", tabindex: 0, label: "heat map; arrow keys move, Enter opens" });
   const height = cells.rows * look.height;
   canvas.style.height = `${height}px`;
-  const hasNames = look.height >= 12 && !look.flip;
-  const names = hasNames && h("div", { class: "row-names" }, ...Array.from({ length: cells.rows }, (_, row) => h("div", { title: cells.rowName(row) }, cells.rowName(row))));
-  if (names) for (const one of names.children) (one as HTMLElement).style.height = `${look.height}px`;
+  const every = Math.ceil(14 / look.height); // rows to a name, where rows are lower than letters
+  const named = look.flip ? [] : Array.from({ length: Math.ceil(cells.rows / every) }, (_, at) => cells.rowName(at * every));
+  const names = named.length > 0 && h("div", { class: "row-names" }, ...named.map((name) => h("div", { title: name }, name)));
+  if (names) for (const one of names.children) (one as HTMLElement).style.height = `${look.height * every}px`;
   const box = h("div", { class: "map-box" }, names, canvas);
   const ends = h("div", { class: "ends quiet" }, h("span", {}, cells.columnName(0)), h("span", {}, cells.columnName(cells.columns - 1)));
   let spot: [number, number] | null = null;
