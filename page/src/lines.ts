@@ -79,13 +79,20 @@ export function chart(given: Chart): HTMLElement {
     box.append(h("p", { class: "quiet" }, "no value that can be drawn"));
     return box;
   }
-  queueMicrotask(() => {
-    try {
-      plotInto();
-    } catch (error) {
-      box.append(h("p", { class: "quiet" }, `this curve cannot be drawn: ${String(error)}`));
-    }
-  });
+  box.style.minHeight = `${given.height ?? 240}px`;
+  const seen = new IntersectionObserver(
+    (entries) => {
+      if (!entries.some((entry) => entry.isIntersecting)) return;
+      seen.disconnect();
+      try {
+        plotInto();
+      } catch (error) {
+        box.append(h("p", { class: "quiet" }, `this curve cannot be drawn: ${String(error)}`));
+      }
+    },
+    { rootMargin: "300px" }, // before it comes into sight
+  );
+  seen.observe(box);
   const plotInto = () => {
     const style = getComputedStyle(document.documentElement);
     const [ink, line] = [style.getPropertyValue("--quiet").trim(), style.getPropertyValue("--line").trim()];

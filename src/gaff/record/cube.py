@@ -139,15 +139,20 @@ def _known(store: tuple[Cache, set[Any]], key: Any, make: Callable[[], Any]) -> 
 def _column(part: Part, tables: Sequence[int], rows: Any, names: Sequence[str], count: int) -> Any:
     """Lowest, highest and last of several tables: [3, names, sites]."""
     found: Any = np.full((3, len(names), count), np.nan, np.float32)
+    lowest, highest, latest = found
     for at in tables:
         layout = part.layouts[number_of(part.tables[at][1])]
+        known = _numbers(layout, part.tables[at][1])
         here = rows[layout.number]
-        for name, values in _numbers(layout, part.tables[at][1]).items():
-            row = names.index(name)
-            found[0, row, here] = np.fmin(found[0, row, here], values)
-            found[1, row, here] = np.fmax(found[1, row, here], values)
-            is_known = ~np.isnan(values)
-            found[2, row, here[is_known]] = values[is_known]
+        if len(known) < len(names) or len(here) < count or (here != np.arange(count)).any():
+            values: Any = np.full((len(names), count), np.nan, np.float32)
+            for name, column in known.items():
+                values[names.index(name), here] = column
+        else:  # the table has all rows, in their order
+            values = np.stack([known[name] for name in names])
+        np.fmin(lowest, values, out=lowest)
+        np.fmax(highest, values, out=highest)
+        np.copyto(latest, values, where=~np.isnan(values))
     return found
 
 
