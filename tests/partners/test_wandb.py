@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 import wandb
@@ -46,7 +47,12 @@ def records_in(path):
 def history(folder):
     """Rows of the only run in a folder, in their order."""
     [path] = folder.rglob("*.wandb")
-    for record in records_in(path):
+    for _ in range(100):  # wandb's service writes on for a moment after finish() has returned
+        records = list(records_in(path))
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            break
+        time.sleep(0.1)
+    for record in records:
         if record.WhichOneof("record_type") == "history":
             yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
