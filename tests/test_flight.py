@@ -526,3 +526,27 @@ def test_what_is_expanded_is_not_written_out(tmp_path):
     assert found.untyped_storage().nbytes() == 12
     assert found.shape == wide.shape
     assert own(wide) is found
+
+
+def test_tied_weights_stay_tied_when_they_are_restored(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.two(self.one(x)) * NAN
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", keep_batch=True):
+        model(torch.randn(2, 3)).sum().backward()
+    fresh = Tied().half()
+    read_kept(kept_of(tmp_path / "run")[0]).restore(fresh)
+    assert fresh.two.weight is fresh.one.weight
+    assert torch.equal(fresh.one.weight, model.one.weight)
+    with pytest.raises(gaff.errors.PlanError, match=r"it is another model than model was: one.weight is of shape"):
+        other = Tied()
+        other.one = nn.Linear(4, 3, bias=False)
+        read_kept(kept_of(tmp_path / "run")[0]).restore(other)

@@ -115,8 +115,7 @@ function header(page: Page): HTMLElement {
 
 function toggleTheme(): void {
   const root = document.documentElement;
-  const isDark = getComputedStyle(root).getPropertyValue("color-scheme").trim() === "dark";
-  root.dataset.theme = isDark ? "light" : "dark";
+  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
   void draw();
 }
 
@@ -224,6 +223,7 @@ function connection(isThere: boolean): void {
 }
 
 function start(): void {
+  document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   let head: Head;
   try {
     head = JSON.parse(document.getElementById("head")!.textContent ?? "") as Head;

@@ -7,12 +7,10 @@ import posixpath
 import re
 import zlib
 from collections.abc import Collection
-from types import TracebackType
 from typing import Any
 
 from gaff.errors import PlanError
-from gaff.integrations.partners import STATS, Findings, as_text, need, points, prefix
-from gaff.integrations.rows import Cursor
+from gaff.integrations.partners import STATS, Sender, as_text, need
 from gaff.record.run import Record
 
 _AT_ONCE = 1000  # metrics of one request: what MLflow takes at most
@@ -20,7 +18,7 @@ _LONGEST = 250  # characters of a metric's name
 _ALLOWED = re.compile(r"[/\w.\- :]*")
 
 
-class MLflow:
+class MLflow(Sender):
     """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed.
 
     Goes to your active run, which is left open, else to a new one in ``experiment`` (None: $MLFLOW_EXPERIMENT_NAME,
@@ -41,20 +39,16 @@ class MLflow:
             raise PlanError(f"experiment={experiment!r}: a run of mlflow is active and would be used; end it first")
         self._is_ours = own is None
         self.run_id: str = own.info.run_id if own is not None else self._make_run(experiment)
-        self._sites, self._stats = sites, stats
-        self._cursor = Cursor()
-        self._findings = Findings()
+        super().__init__(sites, stats)
         self._waiting: list[Any] = []  # metrics of the next request
 
     def send(self, record: Record) -> int:
         """Returns how many numbers were new. What a failed request held is sent again by the next ``send``."""
         count = 0
-        for point in points(record, self._sites, self._stats, self._cursor):
-            start, when = prefix(record, point.rank), round(1000 * point.time)
-            self._waiting += [
-                self._metric(name_of(f"{start}{name}"), value, when, point.step) for name, value in point.values.items()
-            ]
-            count += len(point.values)
+        for point, named in self._points(record):
+            when = round(1000 * point.time)
+            self._waiting += [self._metric(name_of(name), value, when, point.step) for name, value in named.items()]
+            count += len(named)
             self._flush(_AT_ONCE)
         self._flush(1)
         found = self._findings.news(record)
@@ -67,14 +61,6 @@ class MLflow:
         if self._is_ours:
             self._client.set_terminated(self.run_id)
             self._is_ours = False
-
-    def __enter__(self) -> MLflow:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _flush(self, least: int) -> None:
         while len(self._waiting) >= least:

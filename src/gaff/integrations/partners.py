@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 from gaff.errors import PlanError
 from gaff.integrations.rows import Cursor, Row, looks, rows_of, steps
@@ -14,6 +16,9 @@ from gaff.views.watch_text import body_of
 
 # What is sent where nobody chooses: all thirteen numbers of a thousand sites are more than a dashboard can show.
 STATS = ("mean", "std", "rms", "zeros", "nonfinite", "update_ratio")
+
+
+_Sender = TypeVar("_Sender", bound="Sender")
 
 
 class Point(NamedTuple):
@@ -66,6 +71,37 @@ def tag(row: Row) -> str:
 def prefix(record: Record, rank: int) -> str:
     """Of names in a tracker that has one place for all ranks."""
     return "gaff/" if rank == min(record.ranks) else f"gaff/rank{rank}/"
+
+
+class Sender(ABC):
+    """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed."""
+
+    def __init__(self, sites: Collection[str], stats: Collection[str]) -> None:
+        self._sites, self._stats = sites, stats
+        self._cursor = Cursor()
+        self._findings = Findings()
+
+    @abstractmethod
+    def send(self, record: Record) -> int:
+        """Returns how many numbers were new."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what was made here; your own stays open."""
+
+    def _points(self, record: Record) -> Iterator[tuple[Point, dict[str, float]]]:
+        """What is new, with the names that it has where all ranks are in one place."""
+        for point in points(record, self._sites, self._stats, self._cursor):
+            start = prefix(record, point.rank)
+            yield point, {f"{start}{name}": value for name, value in point.values.items()}
+
+    def __enter__(self: _Sender) -> _Sender:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Findings:

@@ -7,12 +7,11 @@ import os
 import time
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gaff.errors import PlanError
-from gaff.integrations.partners import STATS, Findings, as_text, need, tag
-from gaff.integrations.rows import MAGNITUDES, Cursor, Look, Row, looks, rows_of, steps
+from gaff.integrations.partners import STATS, Sender, as_text, need, tag
+from gaff.integrations.rows import MAGNITUDES, Look, Row, looks, rows_of, steps
 from gaff.record.run import Record
 from gaff.statistics.rows import BUCKETS, lower_edge
 
@@ -20,7 +19,7 @@ _LAST_EDGE = 128  # of float32
 _EDGES = [*(lower_edge(bucket) for bucket in range(BUCKETS)), _LAST_EDGE]
 
 
-class TensorBoard:
+class TensorBoard(Sender):
     """Writes what is new in a record with each ``send``, after a run or while it goes on. To be closed.
 
     Tags are ``loss/NAME``, ``run/lr``, ``site/stat`` and, of evaluation, ``site/eval_stat``; values are float32 (its
@@ -49,9 +48,7 @@ class TensorBoard:
         }
         if next(self.folder.rglob("*.tfevents.*"), None) is not None:
             raise PlanError(f"{str(self.folder)!r} holds event files already: expected a new folder, or remove them")
-        self._sites, self._stats = sites, stats
-        self._cursor = Cursor()
-        self._findings = Findings()
+        super().__init__(sites, stats)
         self._writers: dict[int, Any] = {}
         self._latest = time.time()  # of what was sent; before that, now
         self._known: set[tuple[int, str]] = set()  # tags whose kind was told
@@ -79,14 +76,6 @@ class TensorBoard:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
-
-    def __enter__(self) -> TensorBoard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _add_rows(self, record: Record, rows: list[Row]) -> int:
         values = [self._protos["summary"].Summary.Value(tag=tag(row), simple_value=row.value) for row in rows]

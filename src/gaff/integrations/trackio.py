@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import TracebackType
 from typing import Any
 
-from gaff.integrations.partners import STATS, Findings, as_text, need, points, prefix, refuse_options
-from gaff.integrations.rows import Cursor
+from gaff.integrations.partners import STATS, Sender, as_text, need, refuse_options
 from gaff.record.run import Record
 
 
-class Trackio:
+class Trackio(Sender):
     """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed.
 
     Goes to your active run, which is left open, else to a new one of the project ``gaff``, which ``close`` finishes;
@@ -27,17 +25,14 @@ class Trackio:
         quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}  # of this process, not of the run
         self.run = own if own is not None else self._trackio.init(**{"project": "gaff", **quiet, **options})
         self._is_ours = own is None
-        self._sites, self._stats = sites, stats
-        self._cursor = Cursor()
-        self._findings = Findings()
+        super().__init__(sites, stats)
 
     def send(self, record: Record) -> int:
         """Returns how many numbers were new."""
         count = 0
-        for point in points(record, self._sites, self._stats, self._cursor):
-            start = prefix(record, point.rank)
-            self.run.log({f"{start}{name}": value for name, value in point.values.items()}, step=point.step)
-            count += len(point.values)
+        for point, named in self._points(record):
+            self.run.log(named, step=point.step)
+            count += len(named)
         found = self._findings.news(record)
         if found is not None:
             self.run.log({"gaff/findings": self._trackio.Markdown(as_text(found))}, step=record.steps)
@@ -48,11 +43,3 @@ class Trackio:
         if self._is_ours:
             self._trackio.finish()
             self._is_ours = False
-
-    def __enter__(self) -> Trackio:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

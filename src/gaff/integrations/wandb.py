@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import TracebackType
 from typing import Any
 
-from gaff.integrations.partners import STATS, Findings, need, points, prefix, refuse_options
-from gaff.integrations.rows import Cursor
+from gaff.integrations.partners import STATS, Sender, need, refuse_options
 from gaff.record.run import Record
 
 _STEP = "gaff/step"
 
 
-class Wandb:
+class Wandb(Sender):
     """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed.
 
     Goes to your active run, which is left open, else to a new one, which ``close`` finishes; ``options`` are those of
@@ -31,17 +29,14 @@ class Wandb:
         self._is_ours = own is None
         self.run.define_metric(_STEP, hidden=True)
         self.run.define_metric("gaff/*", step_metric=_STEP)
-        self._sites, self._stats = sites, stats
-        self._cursor = Cursor()
-        self._findings = Findings()
+        super().__init__(sites, stats)
 
     def send(self, record: Record) -> int:
         """Returns how many numbers were new."""
         count = 0
-        for point in points(record, self._sites, self._stats, self._cursor):
-            start = prefix(record, point.rank)
-            self.run.log({_STEP: point.step, **{f"{start}{name}": value for name, value in point.values.items()}})
-            count += len(point.values)
+        for point, named in self._points(record):
+            self.run.log({_STEP: point.step, **named})
+            count += len(named)
         found = self._findings.news(record)
         if found is not None:
             table = self._wandb.Table(columns=["severity", "rule", "site", "rank", "text"], data=found)
@@ -53,11 +48,3 @@ class Wandb:
         if self._is_ours:
             self.run.finish()
             self._is_ours = False
-
-    def __enter__(self) -> Wandb:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -41,10 +41,13 @@ class Kept:
         unlike = sorted(known ^ self.weights.keys())
         if unlike:
             raise PlanError(f"it is another model than {self.model} was: {', '.join(unlike[:4])} are not in both")
-        try:
-            model.load_state_dict(self.weights, strict=False, assign=True)
-        except RuntimeError as error:
-            raise PlanError(f"it is another model than {self.model} was: {error}") from None
+        for key, target in model.state_dict(keep_vars=True).items():
+            value = self.weights.get(key)
+            if value is not None and target.shape != value.shape:
+                shapes = f"{tuple(target.shape)}, then {tuple(value.shape)}"
+                raise PlanError(f"it is another model than {self.model} was: {key} is of shape {shapes}")
+            if value is not None:
+                target.data = value  # in its own type; tied parameters stay tied
         modules = dict(model.named_modules())
         for path, value in self.buffers.items():
             owner, _, name = path.rpartition(".")
