@@ -61,12 +61,17 @@ class Capture:
         self._model = model
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
-        self._session = Session(model, self._taps, tensor_taps, options.threads)
+        is_traceable = not (options.graph or options.reference)
+        self._session = Session(model, self._taps, tensor_taps, options.threads, is_traceable=is_traceable)
 
     def __enter__(self) -> Capture:
         self._session.open()
         for keeper in self._keepers:
             keeper.is_foreign = self._session.clock.is_foreign
+            if self._session.is_traced:
+                keeper.copy_all()
+        for stream in self._iter_streams() if self._session.is_traced else ():
+            stream.copy_all()
         return self
 
     def __exit__(

@@ -13,6 +13,8 @@ from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
 from gaff.edits.places import Skip, When
+from gaff.edits.traced import cuts
+from gaff.edits.traced import traced as trace_edit
 from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.receipt import ReceiptRow, merge_reasons
 from gaff.values import first_tensor
@@ -25,18 +27,21 @@ _MEASURED_FIRST = 16  # events that are measured one by one; later ones at power
 class Switch:
     """Whether an edit acts, and how strongly: 1 is the edit itself, 0 nothing, between them a mixture."""
 
-    __slots__ = ("is_on", "is_plain", "strength")
+    __slots__ = ("gate", "is_on", "is_plain", "strength")
 
     def __init__(self) -> None:
         self.is_on = True
         self.is_plain = True  # nothing was switched
         self.strength = 1.0
+        self.gate: Tensor | None = None  # the same as a number that compiled code reads, where there is some
 
     def set(self, *, is_on: bool | None = None, strength: float | None = None) -> None:
         """Change one of them."""
         self.is_on = self.is_on if is_on is None else is_on
         self.strength = self.strength if strength is None else strength
         self.is_plain = self.is_on and self.strength == 1.0
+        if self.gate is not None:  # a new tensor: a graph in progress goes on with the old one
+            self.gate = torch.tensor([self.strength if self.is_on else 0.0])
 
 
 class Family:
@@ -96,6 +101,24 @@ class EditStream:
                 _versions(self._constants),
             )
         return new
+
+    def traced(self) -> Any:
+        """The edit as compiled code can hold it, and whether it cuts the graph; None where it cannot."""
+        if self._check_finite:
+            return None
+        apply = trace_edit(self._edit, is_gradient=self._any_event.is_gradient)
+        return None if apply is None else (apply, cuts(self._edit))
+
+    def told(self, old: Tensor, new: Tensor, remark: str) -> None:
+        """Compiled code has made the edit."""
+        if remark:
+            self.remark(remark)
+        if not (self.switch.is_on and self.switch.strength):
+            self._passed += 1
+            return
+        hits = self.hits = self.hits + 1
+        if hits <= _MEASURED_FIRST or not hits & (hits - 1):
+            self.measured.add(old, new)
 
     def absent(self, run: Any, call: int, reason: str) -> None:
         self.none += 1

@@ -44,7 +44,7 @@ class Editing:
         self._missing: list[str] = []
         self._taps = self._make_taps(model) if model is not None else []
         tensors = [self._make_tensor_tap(request) for request in plan.requests if isinstance(request.target, Tensor)]
-        self._session = Session(model, self._taps, tensors, plan.options.threads)
+        self._session = Session(model, self._taps, tensors, plan.options.threads, is_traceable=True)
 
     def __enter__(self) -> Editing:
         if self._state == "attached" and self._session.is_open:

@@ -19,6 +19,9 @@ from gaff.engine.stream import EditStream, EntryArm, EntryChange, ExitArm, ExitC
 from gaff.errors import PlanError, SiteError
 from gaff.values import dig, dig_argument, first_tensor, iter_tensors, put, put_argument
 
+RETURNED = "the module returned its input itself: who ignores what it returns misses the edit"
+TWINS = "the output holds one tensor several times: only the one at this key is edited"
+
 
 class OutputChange(ExitChange):
     """Puts an edited tensor in the place of a module's output, or of one tensor inside it."""
@@ -39,9 +42,7 @@ class OutputChange(ExitChange):
             if not self._has_looked:
                 self._has_looked = True
                 if any(output is one for one in given[0]):
-                    self._stream.remark(
-                        "the module returned its input itself: who ignores what it returns misses the edit"
-                    )
+                    self._stream.remark(RETURNED)
             return self._stream.change(output, passage, is_again)
         if not self._has_looked:
             self._look_for_twins(output)
@@ -62,7 +63,7 @@ class OutputChange(ExitChange):
         self._has_looked = True
         found = [tensor for _, tensor in iter_tensors(output)]
         if len({id(tensor) for tensor in found}) < len(found):
-            self._stream.remark("the output holds one tensor several times: only the one at this key is edited")
+            self._stream.remark(TWINS)
 
 
 class InputChange(EntryChange):

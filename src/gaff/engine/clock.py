@@ -141,9 +141,32 @@ class Clock:
             run = self.begin(args, kwargs)
             if run is None:
                 return None
-            run.outermost = sys._getframe(3)  # of the call that torch makes, past our two hooks
+            run.outermost = _calling_frame(sys._getframe(3))  # past our two hooks
             self.open[thread] = run
         run.frames.append(Frame(owner))
+        return run
+
+    def enter_compiled(self, owner: Any) -> None:
+        """The same, told by compiled code that begins at ``owner``: of its frames nothing is to be seen."""
+        run = self.open.get(get_ident())
+        if run is not None and run.frames and run.frames[-1].owner not in owner.above:
+            run = None  # what an exception in compiled code has left behind
+        if run is None:
+            run = self.begin((), {})
+            if run is None:
+                return
+            run.had_grad, run.functions = True, []
+            self.open[run.thread] = run
+        run.frames.append(Frame(owner))
+
+    def run_of_compiled(self, owner: Any) -> Run | None:
+        """The run in progress, of which compiled code tells. None where this session does not look."""
+        run = self.open.get(get_ident())
+        if run is None and not self.closed and self.is_own_thread():
+            raise PlanError(
+                f"compiled code called {type(owner.module).__name__} without the model around it: expected a call of "
+                "the model, or torch.compiler.set_stance('force_eager') around the session"
+            )
         return run
 
     def leave(self, owner: object, output: Any) -> None:
@@ -195,6 +218,15 @@ class Clock:
         self.at_begin.clear()
         self.at_end.clear()
         self._replays.clear()
+
+
+def _calling_frame(frame: FrameType | None) -> FrameType | None:
+    """The call that torch makes of a module, at ``frame`` or around it."""
+    codes = compat.call_frames().codes
+    found = frame
+    while found is not None and found.f_code not in codes:
+        found = found.f_back
+    return found or frame
 
 
 def is_running(frame: FrameType | None) -> bool:

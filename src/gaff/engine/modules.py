@@ -114,8 +114,11 @@ class Node:
         for op in self.ops:
             op.drop_changes()
 
-    def install(self, handles: list[Any]) -> None:
-        """Put the hooks on the module; ``handles`` takes what removes them."""
+    def install(self, handles: list[Any], make: Callable[..., Any] = Hook, *, always: bool = True) -> None:
+        """Put the hooks on the module; ``handles`` takes what removes them.
+
+        ``make``: of a function of ours and this node the hook; ``always``: the last one is called after exceptions.
+        """
         module = self.module
         for change in self.entry_changes:
             around = getattr(change, "around", None)
@@ -123,7 +126,7 @@ class Node:
                 handles.append(StandIn(module, around))
         if self.has_entry:
             before: Callable[..., Any] = _before_edit if self.entry_changes else _before
-            handles.append(module.register_forward_pre_hook(Hook(before, self), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(make(before, self), with_kwargs=True))
             # an edited parameter stands in before hooks that use it, as those of weight_norm and pruning do
             _order(
                 module._forward_pre_hooks,
@@ -137,10 +140,10 @@ class Node:
             self.direct = getattr(self.exit_changes[0], "direct", None)
         if self.exits or self.arms or self.exit_changes:
             after: Callable[..., Any] = _after_edit if self.exit_changes else _after
-            handles.append(module.register_forward_hook(Hook(after, self), with_kwargs=True))
+            handles.append(module.register_forward_hook(make(after, self), with_kwargs=True))
             _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
         if self.has_entry:
-            handles.append(module.register_forward_hook(Hook(_leave, self), with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_hook(make(_leave, self), with_kwargs=True, always_call=always))
         if self.scope is not None:
             self.scope.install(handles)
             # first of all: a function mode that somebody else's hook takes away must find itself on top
@@ -151,7 +154,11 @@ def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> N
     """Edits of outputs come before all other hooks, as if the module had done it; who looks at inputs comes last."""
     if len(hooks) < 2:
         return
-    ours = [number for number, hook in hooks.items() if isinstance(hook, Hook) and is_wanted(hook)]
+    ours = [
+        number
+        for number, hook in hooks.items()
+        if (isinstance(hook, Hook) or getattr(hook, "is_gaffs", False)) and is_wanted(hook)
+    ]
     for number in sorted(ours, reverse=not is_last):
         hooks.move_to_end(number, last=is_last)
 

@@ -59,9 +59,11 @@ class Replay:
             self._regions.setdefault(function, []).append(passage)
         return True
 
-    def remember(self, passage: Passage) -> None:
-        """A call in an ordinary forward whose edits must be made again if a checkpoint recomputes it."""
-        if not torch.is_grad_enabled():
+    def remember(self, passage: Passage, *, has_grad: bool | None = None) -> None:
+        """A call in an ordinary forward whose edits must be made again if a checkpoint recomputes it.
+
+        ``has_grad``: grad mode of the call, where that of this thread is another (compiled code runs without)."""
+        if not (torch.is_grad_enabled() if has_grad is None else has_grad):
             self.wait(passage)
         if compat.has_saved_hooks():
             if not compat.sees_checkpoints():

@@ -40,6 +40,8 @@ class Session:
         taps: Sequence[Tap | EditTap | CallTap | OpTap],
         tensors: Sequence[TensorTap] = (),
         threads: str = "own",
+        *,
+        is_traceable: bool = False,
     ) -> None:
         for tensor in tensors:
             if not tensor.tensor.requires_grad:
@@ -62,6 +64,9 @@ class Session:
         self._fused: list[nn.Module] = []
         self._is_waiting = False
         self._is_forced = False  # compiled code runs eagerly
+        self._is_traceable = is_traceable  # whoever looks is content with what compiled code can tell
+        self._inside: Any = None  # taps inside compiled code
+        self._counted = (0, 0)  # graphs and breaks when the session was opened
         self._has_edits = any(isinstance(tap, EditTap) for tap in taps) or bool(tensors and tensors[0].is_edit)
         self._gradients = Gradients(has_edits=self._has_edits)
         self.lingering: Lingering | None = None  # hooks that the recomputation of living graphs still needs
@@ -83,21 +88,40 @@ class Session:
             self._prepare()
             for swap in self._swaps:
                 opening.callback(swap.restore)
-            if self._around is not None and (self._around.is_compiled or surroundings.has_compiled()):
-                opening.enter_context(surroundings.forced_eager)
-                self._is_forced = True
-                self.notes.append(surroundings.EAGER)
+            if self._around is not None and surroundings.runs_compiled(self._around):
+                self._meet_compiled(opening)
             hooks: list[tuple[Node, list[Any]]] = []
             opening.callback(self._remove, hooks)
             for node in self._nodes.values():
                 hooks.append((node, []))
-                node.install(hooks[-1][1])
+                if self._inside is not None:
+                    self._inside.install(node, hooks[-1][1])
+                else:
+                    node.install(hooks[-1][1])
             for leaf in self._leaves:
                 opening.callback(leaf.remove)
                 leaf.follow()
             parameters = self._model.parameters if self._model is not None else tuple
             opening.enter_context(StepCount(parameters, self.clock.count_step))
             self._handles = opening.pop_all()
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the hooks are inside compiled code."""
+        return self._inside is not None
+
+    def _meet_compiled(self, opening: ExitStack) -> None:
+        """Hooks that compiled code holds where it can; else it runs eagerly as long as the session is open."""
+        from gaff.engine import tracing  # imports what only processes that compile need
+
+        reason = "what it looks at is not in graphs" if not self._is_traceable else tracing.why_not(self._taps)
+        if reason:
+            opening.enter_context(surroundings.forced_eager)
+            self._is_forced = True
+            self.notes.append(f"{surroundings.EAGER}: {reason}")
+        else:
+            has_marks = self._has_arms or bool(self._leaves) or self._has_edits
+            self._inside = opening.enter_context(tracing.Traced(self._taps, self.notes, has_marks=has_marks))
 
     def close(self) -> None:
         """Remove everything, then tell the streams what a backward pass left out."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff import compat
 from gaff.compat import memory_of
 from gaff.errors import PlanError
 
@@ -27,6 +28,13 @@ def has_compiled() -> bool:
     """Whether this process has compiled anything."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
+
+
+def runs_compiled(around: Surroundings) -> bool:
+    """Whether compiled code may run when the model is called: not where the user has it run eagerly."""
+    if not (around.is_compiled or has_compiled()):
+        return False
+    return forced_eager.is_held or compat.stance() != "force_eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,10 @@ class _Stance:
         self._lock = threading.Lock()
         self._holders = 0
         self._stance: AbstractContextManager[Any] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._holders > 0
 
     def __enter__(self) -> None:
         with self._lock:

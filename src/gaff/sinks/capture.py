@@ -62,6 +62,10 @@ class Stream:
         if self._last is not None:
             self._trim()
 
+    def copy_all(self) -> None:
+        """See ``Keeper.copy_all``."""
+        self._lazy = None
+
     def absent(self, run: Any, call: int, reason: str) -> None:
         self.none += 1
         self._note(reason)

@@ -104,7 +104,13 @@ class Keeper:
         self._clone = options.clone or is_state
         self.is_loose = self._graph or options.reference
         self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
+        self._is_bare = False  # no copy-on-write, not even for a moment
         self.is_plain = not (self.reduce or self._dtype or self._device or self._graph or self._clone)
+
+    def copy_all(self) -> None:
+        """What passes lies in memory that is written to without torch's knowledge: copy at once."""
+        self._clone = self._is_bare = True
+        self.is_plain = False
 
     def reduces_by(self, reduce: Any) -> bool:
         """Whether ``reduce`` is how this keeper reduces."""
@@ -138,6 +144,8 @@ class Keeper:
 
     def _safe(self, tensor: Tensor, is_foreign: Callable[[Tensor], bool]) -> Tensor:
         """``tensor`` for a function of the user: what it writes into it must not reach the model or the caller."""
+        if self._is_bare:
+            return tensor.detach() if is_pure(self.reduce) else tensor.detach().clone()
         checks: list[Callable[[Site], None]] = []
         held = hold(tensor, self._graph, is_foreign, checks)
         return held.clone() if checks and not is_pure(self.reduce) else held

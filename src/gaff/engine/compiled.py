@@ -1,0 +1,457 @@
+"""Inside compiled code: hooks that Dynamo traces into the graph, and two ops by which the graph tells what passes.
+
+torch guards no table of hooks that was empty when a graph was made, but it does guard a module's own ``forward``. A
+session therefore lets each hooked module have its class's ``forward`` as an attribute of its own: compiled code
+without taps no longer fits, code with them is compiled once, and fits again whenever the same modules are tapped;
+once the session is closed the old code fits again.
+
+A graph holds no number and no name of a session, only tensors: a *ticket*, the number of the receiver that hears of
+a call, and a token that keeps the order. What is told runs in ordinary Python while the graph runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from contextlib import nullcontext
+from functools import cache
+from types import MethodType
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from gaff import compat
+from gaff.address import Key, Site
+from gaff.engine.changes import RETURNED, TWINS, find_argument
+from gaff.engine.gradients import ambiguous
+from gaff.engine.modules import MISSING, Node
+from gaff.engine.replay import Passage
+from gaff.engine.structure import has_grad_mode, rebuild, stand_ins, structure_of
+from gaff.errors import PlanError
+from gaff.values import dig, iter_tensors, put, put_argument
+
+_NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
+_PLACES = itertools.count(1)  # of calls in traced code
+_RECEIVERS: dict[int, Receiver] = {}
+_KEPT = 1024  # tickets of a receiver that are still known: of frames whose backward pass is to come
+_LOCK = threading.Lock()
+
+Call = tuple[int, int, int]  # a ticket, a place and a thread: one call, once
+
+
+def _define() -> None:
+    """Define the two ops when a session first needs them."""
+    with _LOCK:
+        _ops()
+
+
+@cache
+def _ops() -> Any:
+    library = torch.library.Library("gaff", "FRAGMENT")
+    tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+    library.define("tell_(Tensor[] values, Tensor(a!) token, Tensor ticket, int place, str what) -> ()", tags=tags)
+    library.define("arrive(Tensor[] gradients, Tensor ticket, int place, int number) -> ()", tags=tags)
+    library.impl("tell_", torch.compiler.disable(_tell), "CompositeExplicitAutograd")
+    library.impl("arrive", torch.compiler.disable(_arrive), "CompositeExplicitAutograd")
+    torch.library.register_fake("gaff::tell_", lambda values, token, ticket, place, what: None, lib=library)
+    torch.library.register_fake("gaff::arrive", lambda gradients, ticket, place, number: None, lib=library)
+    compat.keep_in_graphs(torch.ops.gaff.arrive.default)
+    compat.leave_uncompiled(Entry.__call__, Exit.__call__, Leave.__call__, structure_of, _hook)
+    return library
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _new_place() -> int:
+    """A number for one call in traced code: runs while torch traces."""
+    return next(_PLACES)
+
+
+def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str) -> None:
+    number = int(ticket)
+    receiver = _RECEIVERS.get(number)
+    if receiver is not None:
+        receiver.renew(number)
+        receiver.told((number, place, threading.get_ident()), values, what)
+
+
+def _arrive(gradients: list[Tensor], ticket: Tensor, place: int, number: int) -> None:
+    receiver = _RECEIVERS.get(int(ticket))
+    if receiver is not None:
+        receiver.arrived((int(ticket), place, threading.get_ident()), number, gradients)
+
+
+class Inside:
+    """What the taps of one session in compiled code share."""
+
+    def __init__(self, *, has_marks: bool) -> None:
+        _define()
+        self.token = torch.zeros(1, dtype=torch.int64)
+        self.has_marks = has_marks  # somebody asks which backward pass comes by
+        self.receivers: list[Receiver] = []
+
+    def close(self) -> None:
+        """Whatever graph still tells something, nobody hears it."""
+        for receiver in self.receivers:
+            receiver.forget()
+        self.receivers.clear()
+
+
+class Receiver:
+    """Hears of one module, at one side. ``ticket`` is another tensor for each frame of compiled code that runs."""
+
+    def __init__(self, inside: Inside) -> None:
+        self.token = inside.token
+        self.waiting: dict[Call, list[Tensor]] = {}  # calls whose gradients may arrive, and what stands for the tensors
+        self._numbers: deque[int] = deque()
+        self._latest = 0
+        self.ticket = self._new_ticket()
+        inside.receivers.append(self)
+
+    def renew(self, number: int) -> None:
+        """A frame with this ticket is running: the next one gets another."""
+        if number == self._latest:
+            self.ticket = self._new_ticket()
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """The graph has come by, with ``values`` of the structure ``what``."""
+        raise NotImplementedError
+
+    def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
+        """A gradient has come for one tensor of a call: the hooks on what stands for it hear of it."""
+        stands = self.waiting.get(call)
+        if stands is None and compat.is_autograd_thread():  # of a device: whose forward ran on another thread
+            found = [one for known, one in self.waiting.items() if known[:2] == call[:2]]
+            stands = found[0] if len(found) == 1 else None
+        if stands is not None:
+            for hook in list((stands[number]._backward_hooks or {}).values()):
+                hook(gradients[0])
+
+    def forget(self) -> None:
+        """Hear nothing any more."""
+        with _LOCK:
+            for number in self._numbers:
+                _RECEIVERS.pop(number, None)
+        self._numbers.clear()
+        self.waiting.clear()
+
+    def _new_ticket(self) -> Tensor:
+        with _LOCK:
+            self._latest = number = next(_NUMBERS)
+            _RECEIVERS[number] = self
+            self._numbers.append(number)
+            while len(self._numbers) > _KEPT:
+                _RECEIVERS.pop(self._numbers.popleft(), None)
+        if len(self.waiting) > 2 * _KEPT:
+            known = set(self._numbers)
+            self.waiting = {call: stands for call, stands in self.waiting.items() if call[0] in known}
+        with torch.inference_mode(False):
+            return torch.tensor([number])  # with a dimension: torch guards the number of one without
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # a copy of the module gets a hook that does nothing
+
+
+class HookInside(Receiver):
+    """A hook that does what ``func`` does outside of compiled code, and something else inside of it."""
+
+    is_gaffs = True
+    edits: tuple[TracedEdit, ...] = ()
+
+    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
+        super().__init__(inside)
+        self.node = node
+        self.func = func
+        self.args = (node,)  # as of the hooks that are partials
+        self.outside = torch.compiler.disable(func)
+
+
+class Entry(HookInside):
+    """Before a module: its arguments. ``is_bound``: compiled code may begin here, and with it a run."""
+
+    def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
+        super().__init__(inside, func, node)
+        self.taps = node.entries
+        self.is_bound = is_bound
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.outside(self.node, module, args, kwargs)
+        _refuse_export()
+        if self.taps or self.is_bound:
+            values: list[Tensor] = []
+            what = structure_of((args, kwargs), values)
+            given = [one.detach() for one in values] if self.taps else []
+            torch.ops.gaff.tell_(given, self.token, self.ticket, _new_place(), what)
+        for edit in self.edits:
+            args, kwargs = edit.change_arguments(args, kwargs)
+        return (args, kwargs) if self.edits else None
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        clock = self.node.clock
+        if clock.closed or compat.backward_task() != -1:
+            return
+        if self.is_bound:
+            clock.enter_compiled(self.node)
+        run = clock.run_of_compiled(self.node)
+        if run is not None:
+            number = run.entered[self.node.index]
+            run.entered[self.node.index] = number + 1
+            if self.taps:
+                args, kwargs = rebuild(what, values.__getitem__)
+                for tap in self.taps:
+                    tap(args, kwargs, run, number)
+
+
+class Exit(HookInside):
+    """After a module: its output, and the gradients of its tensors when they come."""
+
+    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
+        super().__init__(inside, func, node)
+        self.taps, self.arms = node.exits, node.arms
+        self._first: dict[Passage, Call] = {}  # calls that a checkpoint may run again
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = MISSING) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.outside(self.node, module, args, kwargs, output)
+        before = output
+        if (self.arms or self.edits) and isinstance(module, nn.Linear) and is_view(output):
+            output = output.clone()  # of a product in two dimensions that nobody else sees
+        for edit in self.edits:
+            output = edit.change(output, args)
+        if self.taps or self.arms:
+            values: list[Tensor] = []
+            what = structure_of(output, values)
+            ticket = self.ticket.clone() if self.arms else self.ticket  # as it is now: torch may set hooks later
+            place = _new_place()
+            given = [one.detach() for one in values] if self.taps else []
+            torch.ops.gaff.tell_(given, self.token, ticket, place, what)
+            if self.arms:
+                _hook(values, ticket, place)
+        return None if output is before else output
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        clock = self.node.clock
+        if clock.closed:
+            return
+        if compat.backward_task() != -1:
+            self._told_again(call, what)
+            return
+        run = clock.run_of_compiled(self.node)
+        if run is not None:
+            number = run.left[self.node.index]
+            run.left[self.node.index] = number + 1
+            if self.taps:
+                output = rebuild(what, values.__getitem__)
+                for tap in self.taps:
+                    tap(output, run, number)
+            if self.arms:
+                self._arm(call, what, Passage(run, number))
+
+    def _arm(self, call: Call, what: str, passage: Passage) -> None:
+        replay = self.node.exit_replay
+        if has_grad_mode(what):
+            if compat.has_saved_hooks():
+                replay.remember(passage, has_grad=True)
+                self._first = {one: at for one, at in self._first.items() if at in self.waiting}
+                self._first[passage] = call
+            self._hang_up(call, what, passage)
+        elif not replay.wait(passage):
+            for arm in self.arms:
+                arm.give_up(passage.run, passage.call)
+
+    def _told_again(self, call: Call, what: str) -> None:
+        """A recomputation: its gradients belong to the call of the first pass."""
+        found = self.node.exit_replay.match() if self.arms else None
+        if found is not None and found.is_first_graph and has_grad_mode(what):
+            self._hang_up(call, what, found.passage)
+        elif found is not None and (first := self._first.get(found.passage)) in self.waiting:
+            self.waiting[call] = self.waiting[first]
+
+    def _hang_up(self, call: Call, what: str, passage: Passage) -> None:
+        """Let gradient hooks be set on what stands for the tensors of the call."""
+        self.waiting[call] = stands = stand_ins(what)
+        output = rebuild(what, stands.__getitem__)
+        for arm in self.arms:
+            arm(output, ((), {}), passage.run, passage.call)
+        for stand in stands:
+            if stand._is_view():  # compiled code does not tell whether a view is changed in place later: refuse it
+                with torch.no_grad():
+                    stand.zero_()
+
+
+class Leave(HookInside):
+    """Where compiled code ends, and with it a run that began there."""
+
+    def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
+        super().__init__(inside, func, node)
+        self.is_bound = is_bound
+        self.has_marks = inside.has_marks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
+        if not torch.compiler.is_compiling():
+            self.outside(self.node, module, args, kwargs, output)
+        elif self.is_bound:
+            values: list[Tensor] = []
+            what = structure_of(output, values)
+            ticket = self.ticket.clone() if self.has_marks else self.ticket
+            place = _new_place()
+            torch.ops.gaff.tell_([], self.token, ticket, place, what)
+            if self.has_marks:
+                _hook(values, ticket, place)
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        if not self.node.clock.closed and compat.backward_task() == -1:
+            output = None
+            if self.has_marks:
+                self.waiting[call] = stands = stand_ins(what)
+                output = rebuild(what, stands.__getitem__)
+            with torch.enable_grad() if has_grad_mode(what) else nullcontext():
+                self.node.clock.leave(self.node, output)
+
+
+class TracedEdit(Receiver):
+    """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off."""
+
+    def __init__(self, inside: Inside, site: Site, stream: Any, apply: Any, *, is_cut: bool) -> None:
+        super().__init__(inside)
+        self.site = site
+        self.stream = stream
+        self.apply = apply
+        self.switch = stream.switch
+        self.is_cut = is_cut  # while it acts nothing leads back to what passed: another graph than while it is off
+        self.repeats: WeakSet[Any] = WeakSet()  # checkpoints that will recompute it
+
+    def change(self, output: Any, args: Any) -> Any:
+        """Traced: the output that the model goes on with."""
+        key, tensor = _single(self.site, dig(output, self.site.key), self.site.key)
+        return output if tensor is None else put(output, key, self._changed(tensor, _remark(output, tensor, args)))
+
+    def change_arguments(self, args: Any, kwargs: Any) -> Any:
+        """Traced: the arguments that the model goes on with."""
+        found = find_argument(args, kwargs, self.site)
+        return (args, kwargs) if found is None else put_argument(args, kwargs, found[0], self._changed(found[1], ""))
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        if compat.backward_task() == -1:
+            self.stream.told(*values, what)
+            self.repeats.update(found.frame for found in compat.checkpoints())
+            self.repeats.update(compat.enclosing_functions())
+
+    def _changed(self, old: Tensor, remark: str) -> Tensor:
+        new = self._mix(old)
+        torch.ops.gaff.tell_([old.detach(), new.detach()], self.token, self.ticket, _new_place(), remark)
+        return new
+
+    def _mix(self, old: Tensor) -> Tensor:
+        if self.is_cut and not self.switch.is_on:
+            return old.clone()
+        version = old._version
+        new = self.apply(old)
+        if old._version != version:
+            raise PlanError(f"{self.site}: the edit wrote into what it was given: expected a new tensor")
+        if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+            raise PlanError(f"{self.site}: the edit returned another shape, type or device inside compiled code")
+        if self.is_cut and self.switch.is_plain:
+            return new
+        gate = self.switch.gate[0].to(old.device)
+        if not old.is_floating_point():
+            return torch.where(gate == 0, old, new)
+        return torch.where(gate == 0, old, torch.where(gate == 1, new, torch.lerp(old, new, gate.to(old.dtype))))
+
+
+class TracedGradientEdit(TracedEdit):
+    """One edit of the gradient at a value, in compiled code."""
+
+    def change(self, output: Any, args: Any) -> Any:
+        _, tensor = _single(self.site, dig(output, self.site.key), self.site.key)
+        if tensor is not None and tensor.requires_grad:
+            self._hook(tensor)
+        return output
+
+    def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
+        self.stream.told(*gradients, "")
+
+    def _hook(self, tensor: Tensor) -> None:
+        if is_view(tensor):
+            raise PlanError(f"{self.site}: inside compiled code the gradient of a view cannot be edited")
+        ticket, place = self.ticket.clone(), _new_place()
+
+        def arrived(gradient: Tensor) -> Tensor:
+            old = gradient.detach()
+            new = self._mix(old)
+            torch.ops.gaff.arrive([old, new], ticket, place, 0)
+            return new
+
+        tensor.register_hook(arrived)
+
+
+class OwnForward:
+    """Lets ``module`` have a ``forward`` as an attribute of its own, which torch guards, until all are removed."""
+
+    _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, ours, what was there
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        known = self._standing.get(module)
+        if known is not None:
+            known[0] += 1
+            return
+        before = module.__dict__.get("forward")
+        own: Any = MethodType(type(module).forward, module) if before is None else _passing_on(before)
+        self._standing[module] = [1, own, before]
+        module.__dict__["forward"] = own
+
+    def remove(self) -> None:
+        known = self._standing[self._module]
+        known[0] -= 1
+        if not known[0]:
+            del self._standing[self._module]
+            inside = self._module.__dict__
+            if inside.get("forward") is known[1]:
+                del inside["forward"]
+                if known[2] is not None:
+                    inside["forward"] = known[2]
+
+
+def _passing_on(forward: Any) -> Any:
+    return lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def is_view(value: Any) -> bool:
+    """Whether a tensor is a view of another, in traced code, too."""
+    return isinstance(value, Tensor) and value._base is not None
+
+
+def _hook(values: list[Tensor], ticket: Tensor, place: int) -> None:
+    """Traced: let the gradient of each tensor be told."""
+    for number, value in enumerate(values):
+        if value.requires_grad and not is_view(value):
+            value.register_hook(_arrival(ticket, place, number))
+
+
+def _arrival(ticket: Tensor, place: int, number: int) -> Any:
+    def arrived(gradient: Tensor) -> None:
+        torch.ops.gaff.arrive([gradient.detach()], ticket, place, number)
+
+    return arrived
+
+
+def _single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
+    found = list(iter_tensors(value))
+    if len(found) > 1:
+        raise ambiguous(site, key, found)
+    return ((*key, *found[0][0]), found[0][1]) if found else (key, None)
+
+
+def _remark(output: Any, tensor: Tensor, args: Any) -> str:
+    if any(output is one for one in args):
+        return RETURNED
+    return TWINS if sum(one is tensor for _, one in iter_tensors(output)) > 1 else ""
+
+
+def _refuse_export() -> None:
+    if torch.compiler.is_exporting():
+        raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")

@@ -1,0 +1,122 @@
+"""Which sessions can put their taps into compiled code, and how they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from gaff import compat
+from gaff.engine.compiled import (
+    Entry,
+    Exit,
+    HookInside,
+    Inside,
+    Leave,
+    OwnForward,
+    TracedEdit,
+    TracedGradientEdit,
+)
+from gaff.engine.modules import Node, _before, _before_edit, _leave
+from gaff.engine.taps import EditTap, Tap
+from gaff.errors import ExactnessError
+from gaff.receipt import counted
+
+_SEEN = ("output", "input", "grad_output", "param", "buffer", "grad")
+_EDITED = ("output", "input", "grad_output", "grad")
+
+
+def why_not(taps: Sequence[Any]) -> str:
+    """Why these taps cannot be in compiled code; empty if they can."""
+    if not compat.traces_gradient_hooks():
+        return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
+    if compat.stance() != "default":
+        return f"its stance is {compat.stance()!r}"
+    for tap in taps:
+        if not isinstance(tap, (Tap, EditTap)):
+            return "what it looks at is not in graphs"
+        site = tap.found.site
+        if site.op is not None:
+            return f"ops, as {site}, are seen by Python alone"
+        if isinstance(tap, EditTap):
+            reason = _why_no_edit(tap)
+        else:
+            reason = "" if site.port in _SEEN else f"{site}: graphs tell the gradients of outputs only"
+        if reason:
+            return reason
+    return _why_order([tap for tap in taps if isinstance(tap, EditTap)])
+
+
+def _why_no_edit(tap: EditTap) -> str:
+    site = tap.found.site
+    if tap.is_skip or site.port not in _EDITED:
+        return f"{site}: such an edit has no form in a graph"
+    if site.call is not None:
+        return f"{site}: a graph does not count calls"
+    if site.port != "grad" and tap.stream.traced() is None:
+        return f"{site}: the edit asks when it acts, or draws numbers"
+    return ""
+
+
+def _why_order(taps: Sequence[EditTap]) -> str:
+    """Edits of the gradient of one tensor at two sites act in an order that graphs do not keep."""
+    gradients = [tap for tap in taps if tap.found.site.port == "grad_output"]
+    for tap in gradients:
+        for other in gradients:
+            if tap.found.module in other.found.chain:
+                return f"{tap.found.site} and {other.found.site} may edit the gradient of one tensor"
+    return ""
+
+
+class Traced(AbstractContextManager["Traced"]):
+    """The taps of one session inside compiled code, while open."""
+
+    def __init__(self, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
+        self._inside = Inside(has_marks=has_marks)
+        self._notes = notes
+        self._edits = [tap for tap in taps if isinstance(tap, EditTap) and tap.found.site.port != "grad"]
+        self._made: list[TracedEdit] = []
+        self._counts = compat.compile_counts()
+
+    def install(self, node: Node, handles: list[Any]) -> None:
+        """Put hooks on the module that act inside compiled code, and outside of it as others do."""
+        is_bound = not node.above or getattr(node.module, "_compiled_call_impl", None) is not None
+        edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
+
+        def make(func: Any, node: Node) -> HookInside:
+            if func is _leave:
+                return Leave(self._inside, func, node, is_bound=is_bound)
+            is_entry = func in (_before, _before_edit)
+            made = Entry(self._inside, func, node, is_bound=is_bound) if is_entry else Exit(self._inside, func, node)
+            ports = ("input",) if is_entry else ("output", "grad_output")  # gradients are those of what is edited
+            made.edits = tuple(edit for port in ports for edit in edits if edit.site.port == port)
+            return made
+
+        # not always called: compiled code guards the numbers of such hooks, and would be compiled anew each time
+        node.install(handles, make, always=False)
+        handles.append(OwnForward(node.module))
+
+    def __exit__(self, *exc: object) -> None:
+        graphs, breaks = (now - then for now, then in zip(compat.compile_counts(), self._counts, strict=True))
+        self._inside.close()
+        self._notes.append(
+            f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled and {counted(breaks, 'graph break')} "
+            "while the session was open"
+        )
+        if any(edit.repeats for edit in self._made) and exc[0] is None:
+            raise ExactnessError(
+                "edits in compiled code inside a checkpoint whose backward has not run: it would recompute without "
+                "them; call backward() before the session is closed"
+            )
+
+    def _make_edit(self, tap: EditTap) -> TracedEdit:
+        kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
+        apply, is_cut = tap.stream.traced()
+        switch = tap.stream.switch
+        switch.gate = torch.zeros(1)
+        switch.set()
+        made: TracedEdit = kind(self._inside, tap.found.site, tap.stream, apply, is_cut=is_cut)
+        self._made.append(made)
+        return made
