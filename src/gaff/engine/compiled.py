@@ -14,11 +14,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import cache
 from types import MethodType
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def _ops() -> Any:
     torch.library.register_fake("gaff::tell_", lambda values, token, ticket, place, what: None, lib=library)
     torch.library.register_fake("gaff::arrive", lambda gradients, ticket, place, number: None, lib=library)
     compat.keep_in_graphs(torch.ops.gaff.arrive.default)
-    compat.leave_uncompiled(Entry.__call__, Exit.__call__, Leave.__call__, structure_of, _hook)
+    compat.leave_uncompiled(Entry.__call__, Exit.__call__, Leave.__call__, Look.__call__, structure_of, _hook)
     return library
 
 
@@ -310,6 +311,74 @@ class Leave(HookInside):
                 output = rebuild(what, stands.__getitem__)
             with torch.enable_grad() if has_grad_mode(what) else nullcontext():
                 self.node.clock.leave(self.node, output)
+
+
+class Look(Receiver):
+    """After a module: tells ``listener(module, args, output, stands)``, inside compiled code and outside of it.
+
+    ``stands``: by the identity of a tensor of the output, what can be hooked to hear of its gradient; in compiled code.
+    """
+
+    def __init__(self, inside: Inside, module: nn.Module, listener: Any, *, has_args: bool) -> None:
+        super().__init__(inside)
+        self.module = ref(module)
+        self.listener = listener
+        self.has_args = has_args
+        self.outside = torch.compiler.disable(self._outside)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.outside(module, args, output)
+        if torch.compiler.is_exporting():
+            return None
+        before = output
+        if isinstance(module, nn.Linear) and is_view(output):
+            output = output.clone()  # of a product in two dimensions that nobody else sees
+        own: list[Tensor] = []
+        structure_of(output, own)
+        values: list[Tensor] = []
+        what = structure_of((output, args if self.has_args else ()), values)
+        ticket, place = self.ticket.clone(), _new_place()
+        torch.ops.gaff.tell_([one.detach() for one in values], self.token, ticket, place, what)
+        if torch.is_grad_enabled():
+            _hook(own, ticket, place)  # the first of the values
+        return None if output is before else output
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        module = self.module()
+        if module is not None:
+            output, args = rebuild(what, values.__getitem__)
+            self.waiting[call] = stands = stand_ins(what) if has_grad_mode(what) else []
+            self.listener(module, args, output, {id(one): stand for one, stand in zip(values, stands, strict=False)})
+
+    def _outside(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.listener(module, args, output, None)
+
+
+class Looks:
+    """Hooks of ``Look`` on many modules, on and off. The same hooks each time, so that compiled code fits again."""
+
+    def __init__(self, modules: Iterable[tuple[nn.Module, bool]], listener: Any) -> None:
+        self._inside = Inside(has_marks=False)
+        self._looks = [(ref(one), Look(self._inside, one, listener, has_args=has_args)) for one, has_args in modules]
+        self._handles: list[Any] = []
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._handles)
+
+    def switch_on(self) -> None:
+        for reference, look in () if self._handles else self._looks:
+            module = reference()
+            if module is not None:
+                self._handles += [module.register_forward_hook(look), OwnForward(module)]
+
+    def switch_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for _, look in self._looks:
+            look.waiting.clear()
 
 
 class TracedEdit(Receiver):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,11 @@ from gaff.health.rerun import Batch
 from gaff.select import unwrap
 from gaff.values import iter_tensors, size_bytes
 from gaff.watching import facts
-from gaff.watching.models import Model, Models
+from gaff.watching.models import Entry, Model, Models
 from gaff.watching.window import Window
+
+if TYPE_CHECKING:
+    from gaff.engine.compiled import Looks
 
 _KEPT = 16  # batches of one step that are kept for a look at what went wrong: the last ones
 _KEPT_BYTES = 1 << 28
@@ -68,6 +71,7 @@ class Runs:
         self._samples = 0  # that models were trained on in the step in progress
         self._latest_eval = 0  # step of the latest of them
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
+        self._inside_compiled: dict[str, Looks] = {}  # hooks in compiled models, by name
 
     def open(self) -> None:
         self._is_open = True
@@ -86,6 +90,8 @@ class Runs:
     def close(self) -> None:
         self._is_open = False
         self._hooks.switch_off()
+        for looks in self._inside_compiled.values():
+            looks.switch_off()
         self._calls.close()
         if self.window is not None:
             self.window.is_open = False
@@ -102,10 +108,40 @@ class Runs:
     def look(self, window: Window | None) -> None:
         """From now on runs in training mode go to ``window``; None: to nobody, and no hook is left."""
         self.window = self._target = window
-        if window is not None and not self.has_compiled_function:
+        self._switch(is_on=window is not None)
+        for model in self._models.all:
+            self._look_inside(model, is_on=window is not None)
+
+    def _switch(self, *, is_on: bool) -> None:
+        """Hooks on all modules: not where compiled code would meet them, and be compiled once more."""
+        if is_on and not self.has_compiled_function and not self._has_compiled_model():
             self._hooks.switch_on()
         else:
             self._hooks.switch_off()
+
+    def _has_compiled_model(self) -> bool:
+        return any(model.is_compiled for model in self._models.all)
+
+    def _look_inside(self, model: Model, *, is_on: bool) -> None:
+        """Hooks in compiled code: on as long as a step is looked at, for a checkpoint runs the same code again."""
+        if not self._has_compiled_model() or not compat.traces_gradient_hooks():
+            return
+        looks = self._inside_compiled.get(model.name)
+        if looks is None:
+            from gaff.engine.compiled import Looks  # imports what only processes that compile need
+
+            inside = [
+                (one, _needs_args(entry)) for one, entry in self._models.entries.items() if entry.model == model.name
+            ]
+            looks = self._inside_compiled[model.name] = Looks(inside, self._left_compiled)
+        if is_on:
+            looks.switch_on()
+        else:
+            looks.switch_off()
+
+    def _left_compiled(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None) -> None:
+        if self._target is not None and self._is_open and self.is_mine():
+            self._listener.guarded(self._target.left, module, args, output, stands)
 
     def left_model(self) -> None:
         """Backward or a step has begun: no model is running, whatever an exception has left."""
@@ -144,7 +180,7 @@ class Runs:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         """Before any module, while hooks are on: an unknown outermost one may be a model that nobody has told of."""
-        if self._inside is None and self._is_open and self.is_mine():
+        if self._inside is None and self._is_open and compat.backward_task() == -1 and self.is_mine():
             self._inside = self._hooked = module
             self._listener.guarded(self._discover, module, args)
 
@@ -182,7 +218,7 @@ class Runs:
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """A call of a module of a followed class: of an outermost one that is known, a run."""
-        is_outermost = self._is_open and self._inside is None
+        is_outermost = self._is_open and self._inside is None and compat.backward_task() == -1  # no recomputation
         if is_outermost and type(module) in self._expected and module not in self._known and self.is_mine():
             self._hooks.switch_off()
             self._listener.guarded(self._discover, module, None)
@@ -209,8 +245,9 @@ class Runs:
             self._begin_train(model, module, args, kwargs)
         else:
             self._begin_eval(model, module, args, kwargs)
-        if model.is_compiled:
+        if self._has_compiled_model():
             self._hooks.switch_off()
+            self._look_inside(model, is_on=self._target is not None or self.window is not None)
 
     def _begin_train(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._evals = 0
@@ -247,8 +284,7 @@ class Runs:
             if (often >= 10 or (often and since >= 5)) and facts.has_modes(module):
                 window.facts["train_mode"] = [model.name]
             window.root_given(model.name, args, kwargs)
-            if not self.has_compiled_function:
-                self._hooks.switch_on()
+            self._switch(is_on=True)
 
     def _end(self, model: Model, module: nn.Module, state: Tensor | None) -> None:
         target = self._target
@@ -257,11 +293,14 @@ class Runs:
                 target.facts["random_in_eval"] = [model.name]
             target.close()
             self._listener.evaluated(target)
+            self._look_inside(model, is_on=self.window is not None)
         self._target = self.window  # for what a checkpoint recomputes
-        if self.window is not None and not self.has_compiled_function:
-            self._hooks.switch_on()
-        else:
-            self._hooks.switch_off()
+        self._switch(is_on=self.window is not None)
+
+
+def _needs_args(entry: Entry) -> bool:
+    """Whether a window asks compiled code what the module was given."""
+    return entry.is_wanted and entry.kind == "dropout"
 
 
 def _bytes_of(batches: Iterable[tuple[Model, Batch]]) -> int:

@@ -52,6 +52,7 @@ class Window:
         self._gradient_keys: dict[Key, Key] = {}
         self._graded: set[Key] = set()
         self._channels_at = -1
+        self._stands: dict[int, Tensor] | None = None
 
     def close(self) -> None:
         self.is_open = False
@@ -68,9 +69,10 @@ class Window:
         bad = torch.stack([row for _, row in pairs])[:, NAN : NEGATIVE + 1].any(1)
         return pairs[int(bad.int().argmax())][0] if bool(bad.any()) else None
 
-    def left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A module has returned."""
+    def left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None = None) -> None:
+        """A module has returned. ``stands``: in compiled code, by identity of a tensor what hears of its gradient."""
         began = perf_counter()
+        self._stands = stands
         entry = self._models.entries.get(module)
         if entry is not None and self.is_open:
             if compat.backward_task() != -1:
@@ -97,7 +99,7 @@ class Window:
             self._channels_at = entry.channels_at
         if not entry.is_wanted:
             return
-        if entry.kind == "mixing" and args and type(args[0]) is Tensor:
+        if entry.kind == "mixing" and args and type(args[0]) is Tensor and self._stands is None:
             self._given(entry, args[0])
         if entry.kind in ("dropout", "softmax", "attention"):
             self._attended(entry, args, output)
@@ -148,16 +150,21 @@ class Window:
         return known is not None and known() is tensor and compat.version_of(tensor) == self._latest_version
 
     def _recomputed(self, entry: Entry, output: Any) -> None:
-        """A checkpoint runs the module again: its gradients come from here if the first pass had no graph."""
+        """A checkpoint runs the module again: its gradients come from here if the first pass had no graph.
+
+        Those of compiled code do in any case: backward is given what the second pass has saved.
+        """
         if entry.is_wanted:
             for place, tensor in iter_tensors(output):
-                if entry.key("grad_output", place) not in self._graded:
+                if self._stands is not None or entry.key("grad_output", place) not in self._graded:
                     self._follow(entry, place, tensor, is_again=True)
 
     def _follow(self, entry: Entry, place: Place, tensor: Tensor, *, is_again: bool = False) -> None:
-        if self.phase != "train" or not tensor.requires_grad or not torch.is_grad_enabled():
+        if self._stands is not None:
+            tensor = self._stands.get(id(tensor), tensor)
+        elif not torch.is_grad_enabled():
             return
-        if tensor.is_leaf:
+        if self.phase != "train" or not tensor.requires_grad or tensor.is_leaf:
             return
         if tensor._is_view():
             _ = tensor.grad_fn  # else a stale one is hooked: torch 2.13 crashes
