@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
 from gaff.edits.places import Skip, When
-from gaff.edits.traced import cuts
-from gaff.edits.traced import traced as trace_edit
 from gaff.errors import ExactnessError, GaffError, PlanError
+from gaff.measuring import Measured, plain
 from gaff.receipt import ReceiptRow, merge_reasons
 from gaff.values import first_tensor
 
@@ -68,14 +66,14 @@ class EditStream:
         self.is_open = True
         self.has_failed = False  # its last event ended in an error
         self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
-        self.measured = _Measured()
-        self._edit = edit
+        self.measured = Measured()
+        self.edit = edit
         self._is_pure = edit.is_pure
         self._needs_event = uses_event(edit)
         self._is_direct = not self._needs_event and not check_finite
         self._any_event = Event(site)
         self._constants = tuple(tensors_of(edit)) if edit.is_pure else ()
-        self._check_finite = check_finite
+        self.check_finite = check_finite
         self._passed = 0  # events at which the edit did not act, by ``when`` or by its switch
         self._reasons: dict[str, int] = {}
 
@@ -102,13 +100,6 @@ class EditStream:
             )
         return new
 
-    def traced(self) -> Any:
-        """The edit as compiled code can hold it, and whether it cuts the graph; None where it cannot."""
-        if self._check_finite:
-            return None
-        apply = trace_edit(self._edit, is_gradient=self._any_event.is_gradient)
-        return None if apply is None else (apply, cuts(self._edit))
-
     def told(self, old: Tensor, new: Tensor, remark: str) -> None:
         """Compiled code has made the edit."""
         if remark:
@@ -122,15 +113,12 @@ class EditStream:
 
     def absent(self, run: Any, call: int, reason: str) -> None:
         self.none += 1
-        self._note(reason)
+        self.skip(reason)
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
         if self.is_open:
             raise ExactnessError(f"{self.site}: the edit cannot be made: {reason}")
         self.lost.append(reason)
-
-    def skip(self, reason: str) -> None:
-        self._note(reason)
 
     def remark(self, text: str) -> None:
         self._reasons.setdefault(text, 1)
@@ -139,7 +127,7 @@ class EditStream:
         return self
 
     def spawn(self, site: Site, known: Any) -> EditStream:
-        new = EditStream(self.pattern, site, (self.place, site), self._edit, self.family)
+        new = EditStream(self.pattern, site, (self.place, site), self.edit, self.family)
         new.switch = self.switch
         self.spawned.append(new)
         self.family.streams.append(new)
@@ -148,7 +136,7 @@ class EditStream:
     @property
     def is_skip(self) -> bool:
         """Whether the edit takes the place of a whole module."""
-        return isinstance(self._edit.edit if isinstance(self._edit, When) else self._edit, Skip)
+        return isinstance(self.edit.edit if isinstance(self.edit, When) else self.edit, Skip)
 
     @property
     def is_overdue(self) -> bool:
@@ -158,7 +146,7 @@ class EditStream:
     def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_again: bool) -> Any:
         """The output of a module that is not run: its first input, a constant, or what a function makes."""
         self.hits += not is_again
-        edit = self._edit.edit if isinstance(self._edit, When) else self._edit
+        edit = self.edit.edit if isinstance(self.edit, When) else self.edit
         value = edit.value if isinstance(edit, Skip) else None
         if value is None:
             first = first_tensor(args, kwargs)
@@ -192,7 +180,7 @@ class EditStream:
         if not (self._is_direct and self.hits and self.switch.is_plain):
             return None
         try:
-            new = self._edit.change(value, self._any_event)
+            new = self.edit.change(value, self._any_event)
         except (RuntimeError, GaffError):
             return None  # the long way round says why
         if type(new) is not Tensor or new.dtype is not value.dtype or new.shape != value.shape:
@@ -203,7 +191,7 @@ class EditStream:
         return new
 
     def _strength(self, run: Any, call: int) -> float | None:
-        is_now = not isinstance(self._edit, When) or self._edit.holds(self._event(run, call))
+        is_now = not isinstance(self.edit, When) or self.edit.holds(self._event(run, call))
         if is_now and self.switch.is_on and self.switch.strength:
             return self.switch.strength
         self._passed += 1
@@ -215,9 +203,9 @@ class EditStream:
     def _apply(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
         new = self._compute(value, run, call, strength)
         hits = self.hits = self.hits + 1
-        if hits <= _MEASURED_FIRST or not hits & (hits - 1) or self._check_finite:
+        if hits <= _MEASURED_FIRST or not hits & (hits - 1) or self.check_finite:
             added = self.measured.add(value, new)
-            if self._check_finite and added.item():
+            if self.check_finite and added.item():
                 raise PlanError(f"{self.site}: the edit made {added.item()} non-finite elements, in run {run.index}")
         return new
 
@@ -242,7 +230,7 @@ class EditStream:
         version = 0 if self._is_pure else compat.version_of(value)
         try:
             event = self._event(run, call) if self._needs_event else self._any_event
-            new = _change_sparse(self._edit, value, event) if value.is_sparse else self._edit.change(value, event)
+            new = _change_sparse(self.edit, value, event) if value.is_sparse else self.edit.change(value, event)
         except GaffError as error:
             self.has_failed = True
             raise type(error)(f"{self.site}: {error}") from error
@@ -278,85 +266,8 @@ class EditStream:
         if hasattr(error, "add_note"):
             error.add_note(f"gaff: in the edit at {self.site}, run {run.index}, call {call}")
 
-    def _note(self, reason: str) -> None:
+    def skip(self, reason: str) -> None:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
-
-
-class _Measured:
-    """Sums over the measured events, on the device of the values; read once, when somebody looks."""
-
-    def __init__(self) -> None:
-        self.events = 0
-        self._sums: dict[torch.device, list[Tensor]] = {}
-        self._seen = 0
-
-    def add(self, old: Tensor, new: Tensor) -> Tensor:
-        """Returns how many elements became non-finite, as a number on the device. Nothing is synchronised."""
-        self.events += 1
-        self._seen += old.numel()
-        with torch.no_grad(), compat.outside_modes():
-            sums = _sums(old, new)
-        known = self._sums.get(old.device)
-        self._sums[old.device] = sums if known is None else [a + b for a, b in zip(known, sums, strict=True)]
-        return sums[2]
-
-    def read(self) -> dict[str, Any]:
-        """The numbers of a receipt. Waits for the device."""
-        totals = [sum(float(sums[at]) for sums in self._sums.values()) for at in range(5)]
-        delta = (totals[3] / totals[4]) ** 0.5 if totals[4] else float(totals[3] > 0) and float("inf")
-        return {
-            "measured": self.events,
-            "seen": self._seen,
-            "changed": int(totals[0]),
-            "rows_changed": int(totals[1]),
-            "added_nonfinite": int(totals[2]),
-            "delta": delta,
-        }
-
-
-def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
-    """Elements and rows that differ, elements that became non-finite, squared norms of the change and of the value."""
-    old, new = _plain(old), _plain(new)
-    quick = _quick_sums(old, new) if old.is_cpu and old.is_floating_point() else None
-    if quick is not None:
-        return quick
-    differs = old != new
-    if old.is_floating_point() or old.is_complex():
-        differs &= ~(old.isnan() & new.isnan())
-        finite = new.isfinite()
-        added = (old.isfinite() & ~finite).sum()
-        wide = torch.float32 if old.device.type == "mps" else torch.float64
-        wide = torch.complex128 if old.is_complex() else wide
-        both = old.isfinite() & finite
-        before = torch.where(both, old, 0).to(wide)
-        change = torch.where(both, new, 0).to(wide) - before
-        norms = [torch.linalg.vector_norm(change).square(), torch.linalg.vector_norm(before).square()]
-    else:
-        added = differs.sum() * 0
-        norms = [(new.double() - old.double()).square().sum(), old.double().square().sum()]
-    rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
-    return [differs.sum(), rows, added, *norms]
-
-
-def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
-    """The same where all is finite, a tenth of the price on a CPU; None where not all is. There reading is no wait."""
-    if old.element_size() < 4:
-        old, new = old.float(), new.float()
-    change = new - old
-    wide = torch.float64  # squares of small and of large numbers stay numbers
-    dims = tuple(range(1, change.dim()))
-    rows = torch.linalg.vector_norm(change, dim=dims, dtype=wide) if dims else change.abs().to(wide)
-    moved, before = torch.linalg.vector_norm(rows), torch.linalg.vector_norm(old, dtype=wide)
-    if not math.isfinite(moved.item() + before.item()):
-        return None
-    changed_rows = rows.bool().sum() if change.dim() > 1 else change.any().long()
-    return [
-        change.bool().sum(),
-        changed_rows,
-        torch.zeros((), dtype=torch.long),
-        moved.square(),
-        before.square(),
-    ]
 
 
 def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
@@ -384,19 +295,10 @@ def _is_alike(new: Tensor, old: Tensor) -> bool:
     return new.dtype is old.dtype and new.shape == old.shape and new.device == old.device and new.layout is old.layout
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.is_nested:
-        return torch.cat([part.flatten() for part in tensor.unbind()])
-    if tensor.layout != torch.strided:
-        return tensor.to_dense()
-    return tensor.dequantize() if tensor.is_quantized else tensor
-
-
 def _checksum(tensor: Tensor) -> Tensor:
     """Some hundred sums that tell one tensor from another, by value and by place; stays on the device."""
     with torch.no_grad(), compat.outside_modes():
-        flat = _plain(tensor).flatten()
+        flat = plain(tensor).flatten()
         if flat.is_complex():
             flat = torch.view_as_real(flat).flatten()
         flat = flat.to(torch.float64 if flat.dtype == torch.float64 or not flat.is_floating_point() else torch.float32)

@@ -338,45 +338,6 @@ def _is_copy_on_write(function: Callable[[Tensor], Tensor]) -> bool:
         )
 
 
-def traces_gradient_hooks() -> bool:
-    """Whether ``Tensor.register_hook`` works inside compiled graphs: since 2.13."""
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 13) and hasattr(_effects(), "_register_effectful_op")
-
-
-def _effects() -> Any:
-    from torch._higher_order_ops import effects  # what compiles is imported by whoever compiles
-
-    return effects
-
-
-def keep_in_graphs(op: Any) -> None:
-    """An op that returns nothing stays in compiled graphs, in order."""
-    _effects()._register_effectful_op(op, _effects()._EffectType.ORDERED)
-
-
-def leave_uncompiled(*functions: Callable[..., Any]) -> None:
-    """Their frames are not compiled on their own; inside of traced code they are traced like any other."""
-    from torch._dynamo.eval_frame import skip_code
-
-    for function in functions:
-        skip_code(function.__code__)
-
-
-def stance() -> str:
-    """How this process treats compiled code now: ``default``, ``force_eager`` ..."""
-    from torch._dynamo import eval_frame
-
-    return str(eval_frame._stance.stance)
-
-
-def compile_counts() -> tuple[int, int]:
-    """Graphs that Dynamo has made in this process, and graph breaks, by its own counters."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
-
-
 # The stack of function modes of this thread: the lowest pushed first.
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack

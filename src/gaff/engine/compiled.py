@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from gaff import compat
+from gaff import compat, dynamo
 from gaff.address import Key, Site
 from gaff.engine.changes import RETURNED, TWINS, find_argument
 from gaff.engine.gradients import ambiguous
@@ -59,8 +59,8 @@ def _ops() -> Any:
     library.impl("arrive", torch.compiler.disable(_arrive), "CompositeExplicitAutograd")
     torch.library.register_fake("gaff::tell_", lambda values, token, ticket, place, what: None, lib=library)
     torch.library.register_fake("gaff::arrive", lambda gradients, ticket, place, number: None, lib=library)
-    compat.keep_in_graphs(torch.ops.gaff.arrive.default)
-    compat.leave_uncompiled(Entry.__call__, Exit.__call__, Leave.__call__, Look.__call__, structure_of, _hook)
+    dynamo.keep_in_graphs(torch.ops.gaff.arrive.default)
+    dynamo.leave_uncompiled(Entry.__call__, Exit.__call__, Leave.__call__, Look.__call__, structure_of, _hook)
     return library
 
 

@@ -12,23 +12,20 @@ from torch import Tensor, nn
 from gaff.address import GRADIENT_PORTS, Site
 from gaff.engine import surroundings
 from gaff.engine.armed import Gradients
-from gaff.engine.changes import EntryGradient, ExitGradient, InputChange, OutputChange, ShareChange
 from gaff.engine.clock import Clock, Run
-from gaff.engine.gradients import InputGradient, OutputGradient, find_input, report_missing
+from gaff.engine.connecting import connect, connect_edit
 from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.ops import Listener, Scope, Want, drop, forget
-from gaff.engine.shares import InputShare
 from gaff.engine.skips import SkipChange
 from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.steps import StepCount
-from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
 from gaff.engine.swaps import Swap
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
 from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.select import Found, is_container, unwrap
-from gaff.values import dig, dig_argument, iter_tensors
+from gaff.values import iter_tensors
 
 
 class Session:
@@ -66,7 +63,6 @@ class Session:
         self._is_forced = False  # compiled code runs eagerly
         self._is_traceable = is_traceable  # whoever looks is content with what compiled code can tell
         self._inside: Any = None  # taps inside compiled code
-        self._counted = (0, 0)  # graphs and breaks when the session was opened
         self._has_edits = any(isinstance(tap, EditTap) for tap in taps) or bool(tensors and tensors[0].is_edit)
         self._gradients = Gradients(has_edits=self._has_edits)
         self.lingering: Lingering | None = None  # hooks that the recomputation of living graphs still needs
@@ -89,7 +85,12 @@ class Session:
             for swap in self._swaps:
                 opening.callback(swap.restore)
             if self._around is not None and surroundings.runs_compiled(self._around):
-                self._meet_compiled(opening)
+                from gaff.engine import tracing  # imports what only processes that compile need
+
+                reason = "" if self._is_traceable else "what it looks at is not in graphs"
+                has_marks = self._has_arms or bool(self._leaves) or self._has_edits
+                self._inside = tracing.meet(opening, self._taps, self.notes, reason, has_marks=has_marks)
+                self._is_forced = self._inside is None
             hooks: list[tuple[Node, list[Any]]] = []
             opening.callback(self._remove, hooks)
             for node in self._nodes.values():
@@ -109,19 +110,6 @@ class Session:
     def is_traced(self) -> bool:
         """Whether the hooks are inside compiled code."""
         return self._inside is not None
-
-    def _meet_compiled(self, opening: ExitStack) -> None:
-        """Hooks that compiled code holds where it can; else it runs eagerly as long as the session is open."""
-        from gaff.engine import tracing  # imports what only processes that compile need
-
-        reason = "what it looks at is not in graphs" if not self._is_traceable else tracing.why_not(self._taps)
-        if reason:
-            opening.enter_context(surroundings.forced_eager)
-            self._is_forced = True
-            self.notes.append(f"{surroundings.EAGER}: {reason}")
-        else:
-            has_marks = self._has_arms or bool(self._leaves) or self._has_edits
-            self._inside = opening.enter_context(tracing.Traced(self._taps, self.notes, has_marks=has_marks))
 
     def close(self) -> None:
         """Remove everything, then tell the streams what a backward pass left out."""
@@ -213,9 +201,9 @@ class Session:
             if isinstance(tap, EditTap) and tap.is_skip:
                 node.entry_changes += (SkipChange(node, tap.stream, site.call),)
             elif isinstance(tap, EditTap):
-                _connect_edit(node, site, tap.stream, self._gradients)
+                connect_edit(node, site, tap.stream, self._gradients)
             else:
-                _connect(node, site, stream, tap.is_exact, self._gradients)
+                connect(node, site, stream, tap.is_exact, self._gradients)
 
     def _prepare_listener(self, tap: OpTap) -> None:
         scope = self._scope(tap.found)
@@ -230,13 +218,13 @@ class Session:
         scope.repeats = scope.repeats or is_edit or site.port in GRADIENT_PORTS
         scope.is_plain = scope.is_plain and not is_edit and site.port == "output"
 
-        def connect(node: Node, site: Site, stream: Any) -> None:
+        def connect_op(node: Node, site: Site, stream: Any) -> None:
             if isinstance(tap, Tap):
-                _connect(node, site, stream, tap.is_exact, self._gradients)
+                connect(node, site, stream, tap.is_exact, self._gradients)
             else:
-                _connect_edit(node, site, stream, self._gradients)
+                connect_edit(node, site, stream, self._gradients)
 
-        scope.wants.append(Want(site, tap.stream, connect))
+        scope.wants.append(Want(site, tap.stream, connect_op))
         if site.op_index is None and (end := getattr(tap.stream, "end", None)) is not None:  # only ``take`` asks
             scope.at_end.append(end)
 
@@ -367,78 +355,3 @@ def _parameter(found: Found) -> Tensor:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
-    """Hang a stream on the right place of a hooked module."""
-    if site.port == "output":
-        node.exits += (_output_tap(site, stream, is_exact),)
-    elif site.port == "input":
-        node.entries += (_input_tap(site, stream, is_exact),)
-    elif site.port == "grad_output":
-        node.arms += (OutputGradient(gradients, node, stream, site, is_exact),)
-    elif site.port == "input_grad":
-        node.entry_arms += (InputGradient(gradients, node, stream, site, is_exact),)
-    else:
-        share = InputShare(gradients, node, stream, site, is_exact)
-        node.entry_arms += (share,)
-        node.arms += (share.exit_arm(),)
-
-
-def _connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
-    """Hang an edit on the right place: total gradients, then values, then what the edited values get back."""
-    if site.port == "output":
-        values = [change for change in node.exit_changes if not change.is_gradient]
-        node.exit_changes = (*values, OutputChange(site, stream), *node.exit_changes[len(values) :])
-    elif site.port == "input":
-        node.entry_changes = _before_last(node.entry_changes, ShareChange, InputChange(site, stream))
-    elif site.port == "grad_output":
-        node.exit_changes += (ExitGradient(OutputGradient(gradients, node, stream, site, True)),)
-    elif site.port == "input_grad":
-        total = EntryGradient(InputGradient(gradients, node, stream, site, True))
-        node.entry_changes = _before_last(node.entry_changes, (InputChange, ShareChange), total)
-    else:
-        share = ShareChange(gradients, node, stream, site, True)
-        node.entry_changes += (share,)
-        node.exit_changes += (share.exit_half(),)
-
-
-def _before_last(changes: tuple[Any, ...], kinds: Any, new: Any) -> tuple[Any, ...]:
-    """``changes`` with ``new`` before those of ``kinds``, which stay last."""
-    first = tuple(change for change in changes if not isinstance(change, kinds))
-    return (*first, new, *(change for change in changes if isinstance(change, kinds)))
-
-
-def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:
-    if site.call is None and not site.key:
-        return stream.add  # the common case pays nothing for the others
-
-    def tap(output: Any, run: Run, call: int) -> None:
-        if site.call is None or site.call == call:
-            try:
-                value = dig(output, site.key)
-            except KeyError as error:
-                report_missing(site, stream, is_exact, error)
-            else:
-                stream.add(value, run, call)
-
-    return tap
-
-
-def _input_tap(site: Site, stream: Stream, is_exact: bool) -> EntryTap:
-    def tap(args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
-        if site.call is not None and site.call != call:
-            return
-        if not site.key:
-            tensor = find_input(args, kwargs, site, stream, is_exact)
-            if tensor is not None:
-                stream.add(tensor, run, call)
-            return
-        try:
-            value = dig_argument(args, kwargs, site.key)
-        except KeyError as error:
-            report_missing(site, stream, is_exact, error)
-        else:
-            stream.add(value, run, call)
-
-    return tap

@@ -52,9 +52,8 @@ class EditStream(Stream, Protocol):
 
     place: object  # equal for edits at one site: they act in the order given
     switch: Any
-
-    def traced(self) -> Any:
-        """The edit as compiled code can hold it: a function of the tensor, and whether it cuts the graph; or None."""
+    edit: Any
+    check_finite: bool
 
     def change(self, value: Tensor, passage: Passage, is_again: bool) -> Tensor:
         """The tensor that the model goes on with. ``is_again``: a recomputation, which must get what the first got."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff import compat
 from gaff.compat import memory_of
+from gaff.dynamo import has_compiled, stance
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
@@ -24,17 +23,11 @@ _OWN = "own"  # a class of the user's, which may keep tensors as plain attribute
 SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the modules inside"
 
 
-def has_compiled() -> bool:
-    """Whether this process has compiled anything."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return bool(dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0))
-
-
 def runs_compiled(around: Surroundings) -> bool:
     """Whether compiled code may run when the model is called: not where the user has it run eagerly."""
     if not (around.is_compiled or has_compiled()):
         return False
-    return forced_eager.is_held or compat.stance() != "force_eager"
+    return forced_eager.is_held or stance() != "force_eager"
 
 
 @dataclass(frozen=True, slots=True)

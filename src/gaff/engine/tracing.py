@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 
-from gaff import compat
+from gaff import dynamo
+from gaff.edits.traced import cuts, traced
 from gaff.engine.compiled import (
     Entry,
     Exit,
@@ -20,7 +21,8 @@ from gaff.engine.compiled import (
     TracedGradientEdit,
 )
 from gaff.engine.modules import Node, _before, _before_edit, _leave
-from gaff.engine.taps import EditTap, Tap
+from gaff.engine.surroundings import EAGER, forced_eager
+from gaff.engine.taps import CallTap, EditTap, Tap
 from gaff.errors import ExactnessError
 from gaff.receipt import counted
 
@@ -30,11 +32,13 @@ _EDITED = ("output", "input", "grad_output", "grad")
 
 def why_not(taps: Sequence[Any]) -> str:
     """Why these taps cannot be in compiled code; empty if they can."""
-    if not compat.traces_gradient_hooks():
+    if not dynamo.traces_gradient_hooks():
         return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
-    if compat.stance() != "default":
-        return f"its stance is {compat.stance()!r}"
+    if dynamo.stance() != "default":
+        return f"its stance is {dynamo.stance()!r}"
     for tap in taps:
+        if isinstance(tap, CallTap):
+            continue
         if not isinstance(tap, (Tap, EditTap)):
             return "what it looks at is not in graphs"
         site = tap.found.site
@@ -55,9 +59,16 @@ def _why_no_edit(tap: EditTap) -> str:
         return f"{site}: such an edit has no form in a graph"
     if site.call is not None:
         return f"{site}: a graph does not count calls"
-    if site.port != "grad" and tap.stream.traced() is None:
+    if site.port != "grad" and _traced(tap) is None:
         return f"{site}: the edit asks when it acts, or draws numbers"
     return ""
+
+
+def _traced(tap: EditTap) -> Any:
+    """The edit as a function of the tensor that torch can trace; None where there is none."""
+    if tap.stream.check_finite:
+        return None
+    return traced(tap.stream.edit, is_gradient=tap.found.site.port == "grad_output")
 
 
 def _why_order(taps: Sequence[EditTap]) -> str:
@@ -70,6 +81,16 @@ def _why_order(taps: Sequence[EditTap]) -> str:
     return ""
 
 
+def meet(opening: ExitStack, taps: Sequence[Any], notes: list[str], reason: str, *, has_marks: bool) -> Traced | None:
+    """Hooks that compiled code holds where it can; else, also for ``reason``, it runs eagerly until closing."""
+    reason = reason or why_not(taps)
+    if not reason:
+        return opening.enter_context(Traced(taps, notes, has_marks=has_marks))
+    opening.enter_context(forced_eager)
+    notes.append(f"{EAGER}: {reason}")
+    return None
+
+
 class Traced(AbstractContextManager["Traced"]):
     """The taps of one session inside compiled code, while open."""
 
@@ -78,7 +99,7 @@ class Traced(AbstractContextManager["Traced"]):
         self._notes = notes
         self._edits = [tap for tap in taps if isinstance(tap, EditTap) and tap.found.site.port != "grad"]
         self._made: list[TracedEdit] = []
-        self._counts = compat.compile_counts()
+        self._counts = dynamo.compile_counts()
 
     def install(self, node: Node, handles: list[Any]) -> None:
         """Put hooks on the module that act inside compiled code, and outside of it as others do."""
@@ -99,11 +120,11 @@ class Traced(AbstractContextManager["Traced"]):
         handles.append(OwnForward(node.module))
 
     def __exit__(self, *exc: object) -> None:
-        graphs, breaks = (now - then for now, then in zip(compat.compile_counts(), self._counts, strict=True))
+        graphs, breaks = (now - then for now, then in zip(dynamo.compile_counts(), self._counts, strict=True))
         self._inside.close()
         self._notes.append(
-            f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled and {counted(breaks, 'graph break')} "
-            "while the session was open"
+            f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled and "
+            f"{counted(breaks, 'graph break')} while the session was open"
         )
         if any(edit.repeats for edit in self._made) and exc[0] is None:
             raise ExactnessError(
@@ -113,10 +134,9 @@ class Traced(AbstractContextManager["Traced"]):
 
     def _make_edit(self, tap: EditTap) -> TracedEdit:
         kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
-        apply, is_cut = tap.stream.traced()
         switch = tap.stream.switch
         switch.gate = torch.zeros(1)
         switch.set()
-        made: TracedEdit = kind(self._inside, tap.found.site, tap.stream, apply, is_cut=is_cut)
+        made: TracedEdit = kind(self._inside, tap.found.site, tap.stream, _traced(tap), is_cut=cuts(tap.stream.edit))
         self._made.append(made)
         return made

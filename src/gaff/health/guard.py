@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gaff import compat
 from gaff.address import Site
 from gaff.engine.backward_nodes import keep_gradient
+from gaff.engine.outer import is_compiled
 from gaff.engine.session import Session
 from gaff.engine.steps import StepWatch
 from gaff.engine.stream import Stream
@@ -110,7 +111,8 @@ class Guard:
                 seen.add(id(module))
                 taps.append(Tap(Found(Site(path), module, chain), Probe(self, path), is_exact=False))
         taps.append(CallTap(Found(Site(), unwrap(model)), self._begin, self._end))  # last: after the root's own probe
-        self._session = Session(model, taps, threads="own")
+        # where the model itself is compiled its outermost call is not, and tells the true arguments
+        self._session = Session(model, taps, threads="own", is_traceable=is_compiled(model))
         self._watch = StepWatch(lambda: list(model.parameters()), self._before_step, self._forget)
         self._closing = ExitStack()
 

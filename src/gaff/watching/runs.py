@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from gaff.health.rerun import Batch
 from gaff.select import unwrap
 from gaff.values import iter_tensors, size_bytes
 from gaff.watching import facts
-from gaff.watching.models import Entry, Model, Models
+from gaff.watching.inside import InsideCompiled
+from gaff.watching.models import Model, Models
 from gaff.watching.window import Window
-
-if TYPE_CHECKING:
-    from gaff.engine.compiled import Looks
 
 _KEPT = 16  # batches of one step that are kept for a look at what went wrong: the last ones
 _KEPT_BYTES = 1 << 28
@@ -71,7 +69,7 @@ class Runs:
         self._samples = 0  # that models were trained on in the step in progress
         self._latest_eval = 0  # step of the latest of them
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
-        self._inside_compiled: dict[str, Looks] = {}  # hooks in compiled models, by name
+        self._inside_compiled = InsideCompiled(models, self._left)
 
     def open(self) -> None:
         self._is_open = True
@@ -90,8 +88,7 @@ class Runs:
     def close(self) -> None:
         self._is_open = False
         self._hooks.switch_off()
-        for looks in self._inside_compiled.values():
-            looks.switch_off()
+        self._inside_compiled.close()
         self._calls.close()
         if self.window is not None:
             self.window.is_open = False
@@ -110,38 +107,14 @@ class Runs:
         self.window = self._target = window
         self._switch(is_on=window is not None)
         for model in self._models.all:
-            self._look_inside(model, is_on=window is not None)
+            self._inside_compiled.look(model, is_on=window is not None)
 
     def _switch(self, *, is_on: bool) -> None:
         """Hooks on all modules: not where compiled code would meet them, and be compiled once more."""
-        if is_on and not self.has_compiled_function and not self._has_compiled_model():
+        if is_on and not self.has_compiled_function and not self._inside_compiled.is_needed():
             self._hooks.switch_on()
         else:
             self._hooks.switch_off()
-
-    def _has_compiled_model(self) -> bool:
-        return any(model.is_compiled for model in self._models.all)
-
-    def _look_inside(self, model: Model, *, is_on: bool) -> None:
-        """Hooks in compiled code: on as long as a step is looked at, for a checkpoint runs the same code again."""
-        if not self._has_compiled_model() or not compat.traces_gradient_hooks():
-            return
-        looks = self._inside_compiled.get(model.name)
-        if looks is None:
-            from gaff.engine.compiled import Looks  # imports what only processes that compile need
-
-            inside = [
-                (one, _needs_args(entry)) for one, entry in self._models.entries.items() if entry.model == model.name
-            ]
-            looks = self._inside_compiled[model.name] = Looks(inside, self._left_compiled)
-        if is_on:
-            looks.switch_on()
-        else:
-            looks.switch_off()
-
-    def _left_compiled(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None) -> None:
-        if self._target is not None and self._is_open and self.is_mine():
-            self._listener.guarded(self._target.left, module, args, output, stands)
 
     def left_model(self) -> None:
         """Backward or a step has begun: no model is running, whatever an exception has left."""
@@ -201,7 +174,7 @@ class Runs:
         if args is None:
             return
         self._listener.step_over()
-        if self._phase(module) == "train":
+        if _phase(module) == "train":
             self._begin_train(model, module, args, {})
         else:
             self._target = None  # too late for a look: its hooks are past
@@ -209,9 +182,9 @@ class Runs:
             self._hooks.switch_off()
             self._inside = None
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._target is not None and self.is_mine():
-            self._listener.guarded(self._target.left, module, args, output)
+    def _left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None = None) -> None:
+        if self._target is not None and self._is_open and self.is_mine():
+            self._listener.guarded(self._target.left, module, args, output, stands)
         if module is self._hooked:
             self._inside = self._hooked = None
             self._target = self.window
@@ -234,20 +207,15 @@ class Runs:
             self._inside = None
             self._listener.guarded(self._end, model, module, state)
 
-    def _phase(self, module: nn.Module) -> str:
-        if not module.training:
-            return "eval"
-        return "train" if torch.is_grad_enabled() or compat.enclosing_functions() else "eval"  # inside a checkpoint
-
     def _begin(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._listener.step_over()
-        if self._phase(module) == "train":
+        if _phase(module) == "train":
             self._begin_train(model, module, args, kwargs)
         else:
             self._begin_eval(model, module, args, kwargs)
-        if self._has_compiled_model():
+        if self._inside_compiled.is_needed():
             self._hooks.switch_off()
-            self._look_inside(model, is_on=self._target is not None or self.window is not None)
+            self._inside_compiled.look(model, is_on=self._target is not None or self.window is not None)
 
     def _begin_train(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._evals = 0
@@ -293,14 +261,15 @@ class Runs:
                 target.facts["random_in_eval"] = [model.name]
             target.close()
             self._listener.evaluated(target)
-            self._look_inside(model, is_on=self.window is not None)
+            self._inside_compiled.look(model, is_on=self.window is not None)
         self._target = self.window  # for what a checkpoint recomputes
         self._switch(is_on=self.window is not None)
 
 
-def _needs_args(entry: Entry) -> bool:
-    """Whether a window asks compiled code what the module was given."""
-    return entry.is_wanted and entry.kind == "dropout"
+def _phase(module: nn.Module) -> str:
+    if not module.training:
+        return "eval"
+    return "train" if torch.is_grad_enabled() or compat.enclosing_functions() else "eval"  # inside a checkpoint
 
 
 def _bytes_of(batches: Iterable[tuple[Model, Batch]]) -> int:

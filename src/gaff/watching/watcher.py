@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff import compat
+from gaff import dynamo
 from gaff.engine.outer import Outer, Told
 from gaff.health.rules import Rule
 from gaff.watching import facts, trouble
@@ -395,6 +395,6 @@ def _notes(models: Models, runs: Runs, *, is_endless: bool) -> list[str]:
     if runs.has_compiled_function:
         told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
     for model in models.all:
-        if model.is_compiled and not compat.traces_gradient_hooks():
+        if model.is_compiled and not dynamo.traces_gradient_hooks():
             told.append(f"{model.name} is compiled: inside it only parameters and their gradients were looked at")
     return told
