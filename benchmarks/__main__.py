@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gaff
+from benchmarks import compiled as compiled_prices
 from benchmarks import edits as edit_prices
 from benchmarks import ops as op_prices
 from benchmarks import pages as page_prices
@@ -288,6 +289,11 @@ kernels, steps = watch_prices.kernels, watch_prices.steps
 pages, recorder = page_prices.pages, page_prices.recorder
 
 
+def compiled():
+    """Compiled training steps, looked at and not."""
+    compiled_prices.prices()
+
+
 def main():
     torch.set_num_threads(1)
     wanted = sys.argv[1:] or [
@@ -305,6 +311,7 @@ def main():
         "pages",
         "recorder",
         "idle",
+        "compiled",
     ]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")
     for name in wanted:

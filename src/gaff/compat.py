@@ -24,6 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from gaff import spread
+
 # Number of the backward pass that this thread is executing, or -1: in a forward hook it means "recomputation".
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -67,6 +69,8 @@ _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedten
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written to in place; -1 where torch does not count (inference mode)."""
+    if spread.is_spread(tensor):  # both count: operations on the whole, and those on the local part alone
+        return -1 if tensor.is_inference() else tensor._version + spread.local_of(tensor)._version
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -267,6 +271,8 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor] | None, T
 
     Those of single tensors are None where they lie on several devices or in several types. Nothing is synchronised.
     """
+    if any(spread.is_spread(one) for one in tensors):
+        return spread.norms_of(tensors, kind)
     first = tensors[0]
     if any(one.dtype != first.dtype or one.device != first.device for one in tensors):
         return None, torch.nn.utils.get_total_norm(tensors, kind)
@@ -281,19 +287,19 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all in place, as ``torch.nn.utils.clip_grads_with_norm_``; not where the factor is known to be 1."""
     if factor.is_cpu and factor.item() == 1.0:
         return
-    for group in _by_kind(tensors):
+    for group in _by_kind([spread.local_of(one) for one in tensors]):
         torch._foreach_mul_(group, factor.to(group[0].device))
 
 
 def scale_each(tensors: list[Tensor], factors: list[Tensor]) -> None:
     """Multiply each in place by its own factor."""
     for tensor, factor in zip(tensors, factors, strict=True):
-        tensor.mul_(factor.to(tensor.dtype))
+        spread.local_of(tensor).mul_(factor.to(tensor.dtype))
 
 
 def clamp_all(tensors: list[Tensor], limit: float) -> None:
     """Clamp all in place, as ``torch.nn.utils.clip_grad_value_``."""
-    for group in _by_kind(tensors):
+    for group in _by_kind([spread.local_of(one) for one in tensors]):
         torch._foreach_clamp_min_(group, -limit)
         torch._foreach_clamp_max_(group, limit)
 

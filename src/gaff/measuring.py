@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff import compat
+from gaff import compat, spread
 
 
 class Measured:
@@ -46,6 +46,8 @@ class Measured:
 def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
     """Elements and rows that differ, elements that became non-finite, squared norms of the change and of the value."""
     old, new = plain(old), plain(new)
+    if not old.numel():
+        return [torch.zeros((), dtype=kind, device=old.device) for kind in (torch.long,) * 3 + (torch.float64,) * 2]
     quick = _quick_sums(old, new) if old.is_cpu and old.is_floating_point() else None
     if quick is not None:
         return quick
@@ -90,7 +92,7 @@ def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
 
 def plain(tensor: Tensor) -> Tensor:
     """The elements of a tensor as a strided one, without a graph."""
-    tensor = tensor.detach()
+    tensor = spread.local_of(tensor.detach())  # of what is spread over processes: this one's part
     if tensor.is_nested:
         return torch.cat([part.flatten() for part in tensor.unbind()])
     if tensor.layout != torch.strided:

@@ -57,9 +57,17 @@ def need_module(model: object) -> None:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside any number of known wrappers (DDP, torch.compile, checkpoint)."""
-    while (name := _WRAPPERS.get(type(module).__name__)) and (inner := module._modules.get(name)) is not None:
+    while (name := _wrapped_name(type(module))) and (inner := module._modules.get(name)) is not None:
         module = inner
     return module
+
+
+def _wrapped_name(kind: type) -> str | None:
+    """The name under which a wrapper holds what it wraps; ``fully_shard`` makes a class of its own below each."""
+    name = _WRAPPERS.get(kind.__name__)
+    if name is None and kind.__name__.startswith("FSDP"):
+        name = next((known for base in kind.__mro__ if (known := _WRAPPERS.get(base.__name__))), None)
+    return name
 
 
 def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool]) -> list[Found]:

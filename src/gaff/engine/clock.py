@@ -20,7 +20,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from gaff import compat
+from gaff import compat, spread
 from gaff.errors import PlanError
 from gaff.values import iter_deep
 
@@ -209,7 +209,7 @@ class Clock:
 
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:
         """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""
-        memory = compat.memory_of(tensor)
+        memory = compat.memory_of(spread.local_of(tensor))
         return memory in run.model or (memory in run.arguments and run.arguments[memory]())
 
     def close(self) -> None:
@@ -246,5 +246,6 @@ def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Calla
         alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         for tensor in args if alone else iter_deep((args, kwargs)):
             with suppress(RuntimeError):  # sparse and the like have none
-                found[compat.memory_of(tensor)] = compat.storage_life(tensor)
+                local = spread.local_of(tensor)
+                found[compat.memory_of(local)] = compat.storage_life(local)
     return found

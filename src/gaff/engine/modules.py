@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff import compat
+from gaff import compat, spread
 from gaff.compat import backward_task, has_saved_hooks, is_grad_enabled, saved_hooks, transform_level
 from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.replay import Match, Passage, Replay
@@ -134,6 +134,7 @@ class Node:
                 is_last=False,
             )
             _order(module._forward_pre_hooks, lambda hook: hook.func is _before, is_last=True)
+            spread.fsdp_first(module)
             # ops are looked at in a run, which the hooks of nodes begin
             _order(module._forward_pre_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
         if len(self.exit_changes) == 1:

@@ -17,6 +17,7 @@ from gaff.engine.connecting import connect, connect_edit
 from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.ops import Listener, Scope, Want, drop, forget
+from gaff.engine.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.skips import SkipChange
 from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
@@ -55,6 +56,7 @@ class Session:
         self._nodes: dict[int, Node] = {}
         self._leaves: list[LeafGradient] = []
         self._swaps: list[Swap] = []
+        self._shards = Shards(model)
         self._scopes: list[Scope] = []  # modules whose ops are asked for
         self._known: set[int] = set()  # identities of all modules, where ops are asked for
         self.released = Release()
@@ -157,6 +159,7 @@ class Session:
         if self._leaves:
             self._gradients.has_leaves = True
             self.clock.at_begin.append(self._follow_leaves)
+            self.clock.at_end.append(lambda run, output: self._follow_leaves(run))  # FSDP2 makes tensors in a forward
 
     def _remove(self, hooks: list[tuple[Node, list[Any]]]) -> None:
         """All hooks but those of edits that a living graph would recompute."""
@@ -181,7 +184,9 @@ class Session:
         site, module, stream = tap.found.site, tap.found.module, tap.stream
         if site.port == "grad":
             find = partial(_parameter, tap.found)
-            self._leaves.append(LeafGradient(self._gradients, stream, self.clock, find))
+            self._leaves.append(
+                LeafGradient(self._gradients, stream, self.clock, find, sharded=self._shards.of(tap.found))
+            )
         elif isinstance(tap, EditTap) and site.port == "param":
             self._prepare_swap(model, tap)
         elif site.port in ("param", "buffer"):
@@ -244,7 +249,14 @@ class Session:
     def _prepare_swap(self, model: nn.Module, tap: EditTap) -> None:
         """The value stands in from the beginning of a run; a recomputation repeats it in every module around it."""
         owners = owners_of(model, tap.found)
-        swap = Swap(tap.found, tap.stream, owners)
+        sharded = self._shards.of(tap.found)
+        swap = Swap(tap.found, tap.stream, owners, is_sharded=sharded is not None)
+        if sharded is not None:
+            node = self._node(sharded[1])
+            node.has_entry = node.has_swaps = True
+            unit = SwapUnit(swap)
+            node.entry_changes = (unit, *node.entry_changes)
+            node.exit_changes += (SwapUnitEnd(unit),)
         self._swaps.append(swap)
         if len(self._swaps) == 1:
             self.clock.at_begin.append(self._begin_swaps)

@@ -11,6 +11,7 @@ from gaff import compat
 from gaff.engine.armed import BATCHED, NEEDS_NONE, NOT_REACHED, Gradients
 from gaff.engine.clock import Clock, Run
 from gaff.engine.modules import Node
+from gaff.engine.sharded import ShardedGradient
 from gaff.engine.stream import Stream
 from gaff.select import Found, is_container
 
@@ -50,7 +51,10 @@ class LeafGradient:
         find: Callable[[], Tensor],
         *,
         is_anywhere: bool = False,
+        sharded: Any = None,
     ) -> None:
+        self._sharded = ShardedGradient.of(sharded[0]) if sharded is not None else None
+        self._coming: Run | None = None
         self._is_anywhere = is_anywhere  # a tensor that the user holds: on whatever thread its gradient comes
         self._gradients = gradients
         self._stream = stream
@@ -63,6 +67,12 @@ class LeafGradient:
 
     def follow(self, run: Run | None = None) -> None:
         """Hook the tensor that is there now: a parameter may have been replaced since the last run."""
+        if self._sharded is not None:
+            if self not in self._sharded.listeners:
+                self._sharded.listeners.append(self)
+            self._sharded.follow()
+            self._tensor = self._sharded._record.sharded_param
+            return
         tensor = self._find()
         if tensor is self._tensor:
             return
@@ -76,9 +86,26 @@ class LeafGradient:
             self._handle = tensor.register_hook(self._arrived)
 
     def remove(self) -> None:
+        if self._sharded is not None:
+            self._sharded.leave(self)
         if self._handle is not None:
             self._handle.remove()
         self._handle = None
+
+    def coming(self) -> None:
+        """Backward has reached the gathered parameter: the reduction may come when the pass is over."""
+        runs = self._gradients.runs_of(compat.backward_task())
+        self._coming = runs[-1] if runs else self._clock.latest if self._clock.is_own_backward() else None
+
+    def reduced(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of all processes, this one's part."""
+        run = self._coming
+        if not self._gradients.is_open or run is None:
+            return None
+        self._gradients.seen(run)
+        self._has_fired = True
+        found: Tensor | None = self._stream.add(gradient, run, 0)
+        return found
 
     def close(self) -> None:
         self.remove()

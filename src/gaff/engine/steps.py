@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gaff import compat
+from gaff import compat, spread
+from gaff.engine.sharded import ShardedGradient
 
 _GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
 _TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step
@@ -182,10 +183,20 @@ class BackwardGuard:
     def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._change = change
         self._handles: dict[int, tuple[ref[Tensor], Any]] = {}  # by identity: tensors are not compared
+        self._sharded: dict[int, _Listener] = {}
 
-    def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Also those of these parameters that came later, or came to require grad."""
+    def follow(self, parameters: Iterable[Tensor], model: Any = None) -> None:
+        """Also those of these parameters that came later, or to require grad. ``model``: whose FSDP2's are."""
+        shards = spread.sharded_parameters(model) if model is not None else {}
+        records = {id(record.sharded_param): record for record, _ in shards.values()}
         for parameter in parameters:
+            record = records.get(id(parameter))
+            if record is not None:
+                if id(parameter) not in self._sharded:
+                    one = self._sharded[id(parameter)] = _Listener(ShardedGradient.of(record), self._change, parameter)
+                    one.gradient.listeners.append(one)
+                self._sharded[id(parameter)].gradient.follow()
+                continue
             known = self._handles.get(id(parameter))
             if parameter.requires_grad and (known is None or known[0]() is not parameter):
                 weak = ref(parameter)
@@ -196,6 +207,27 @@ class BackwardGuard:
         for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        for one in self._sharded.values():
+            one.gradient.leave(one)
+        self._sharded.clear()
+
+
+class _Listener:
+    """Clips one parameter of FSDP2 when its gradient has been reduced."""
+
+    def __init__(
+        self, gradient: ShardedGradient, change: Callable[[Tensor, Tensor], Tensor], parameter: Tensor
+    ) -> None:
+        self.gradient = gradient
+        self._change = change
+        self._parameter = ref(parameter)
+
+    def coming(self) -> None:
+        """Nothing is asked before the reduction."""
+
+    def reduced(self, gradient: Tensor) -> Tensor | None:
+        parameter = self._parameter()
+        return None if parameter is None else self._change(parameter, gradient)
 
 
 class AccumulationWatch:

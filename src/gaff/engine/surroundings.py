@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff import spread
 from gaff.compat import memory_of
 from gaff.dynamo import has_compiled, stance
 from gaff.errors import PlanError
@@ -85,7 +86,7 @@ def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
     for tensor in tensors:
         if tensor is not None:
             with suppress(RuntimeError, ValueError):  # sparse and the like have none
-                yield memory_of(tensor)
+                yield memory_of(spread.local_of(tensor))
 
 
 def _kind(module: nn.Module) -> str:
@@ -93,7 +94,8 @@ def _kind(module: nn.Module) -> str:
     if isinstance(module, _PECULIAR):
         return "script" if isinstance(module, torch.jit.ScriptModule) else "fused"
     cls = type(module)
-    return _KINDS.get(cls.__name__) or ("" if cls.__module__.startswith("torch.nn.modules.") else _OWN)
+    known = _KINDS.get(cls.__name__) or (_KINDS.get(cls.__name__[4:]) if cls.__name__.startswith("FSDP") else None)
+    return known or ("" if cls.__module__.startswith("torch.nn.modules.") else _OWN)
 
 
 def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
@@ -102,9 +104,7 @@ def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
     if kind == "script":
         raise PlanError(f"{at} is TorchScript, which takes no hooks: expected the model it was made from")
     if kind == "sharded":
-        raise PlanError(f"{at} is sharded (FSDP): not supported yet; open the session before it is sharded")
-    if kind == "DTensor":
-        raise PlanError(f"{at} holds DTensor parameters (tensor parallel or FSDP2): not supported yet")
+        raise PlanError(f"{at} is sharded by the first FSDP: expected torch.distributed.fsdp.fully_shard (FSDP2)")
     if kind.startswith("Uninitialized"):
         raise PlanError(f"{at} is not initialised yet (lazy): run the model once first")
     if kind == "replicated" and len(getattr(module, "device_ids", ())) > 1:

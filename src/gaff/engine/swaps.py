@@ -21,7 +21,11 @@ from gaff.select import Found
 class Swap:
     """One edit of one parameter, wherever the model holds it. Never writes into the parameter."""
 
-    def __init__(self, found: Found, stream: EditStream, owners: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, found: Found, stream: EditStream, owners: Sequence[nn.Module], *, is_sharded: bool = False
+    ) -> None:
+        self._is_sharded = is_sharded  # FSDP2 puts the gathered parameter in place at each call of its unit
+        self._made: dict[Run, Tensor] = {}
         self._found = found
         self._stream = stream
         self._owners = owners
@@ -34,11 +38,32 @@ class Swap:
         self.restore()
         passage = self._passages[run] = Passage(run, 0)
         passage.memo = {}  # the decision is kept, whether or not a checkpoint follows
-        self._stand_in(passage)
+        if not self._is_sharded:
+            self._stand_in(passage)
+
+    def begin_unit(self, run: Run) -> None:
+        """FSDP2 has gathered the parameter: until it gives it back, the value of this run stands in."""
+        self.restore()
+        tensor = self._found.tensor
+        new = self._made.get(run)
+        if new is None:
+            new = self._made[run] = self._change(tensor, self._passages[run], is_again=False)
+        if new is not tensor:
+            self._standing = Standing.of(tensor, self._owners)
+            self._standing.add(self, new)
+
+    def end_unit(self) -> None:
+        """FSDP2 is about to give it back. Raises ExactnessError where the model wrote into what stood in."""
+        if not self.restore():
+            raise ExactnessError(
+                f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "
+                "stood in for it: expected a parameter that the forward only reads"
+            )
 
     def end(self, run: Run, output: Any) -> None:
         """The run is over. Raises ExactnessError where the model wrote into what stood in."""
         self._passages.pop(run, None)
+        self._made.pop(run, None)
         if not self.restore():
             raise ExactnessError(
                 f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "

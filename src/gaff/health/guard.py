@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff import compat
+from gaff import compat, spread
 from gaff.address import Site
 from gaff.engine.backward_nodes import keep_gradient
 from gaff.engine.outer import is_compiled
@@ -102,6 +102,7 @@ class Guard:
         self._batches: deque[Batch] = deque(maxlen=_KEPT)
         self.notes: list[str] = []
         self._unstepped = 0  # runs since the last step
+        self._meshes = spread.meshes_of(model)  # of processes that must run a batch again together
         self._failure = ""  # why a batch could not be run again
         taps: list[Tap | CallTap] = []
         Examination(model, self._allow)  # tells a slip in ``allow`` now
@@ -176,17 +177,22 @@ class Guard:
         gradients = [plain(one) for one in gradients if can_hold(one)]
         sums = [one for batch in self._batches for _, one in batch.sums]
         norms = [compat.norms_of(gradients, 2.0)[1]] if gradients else []
-        if not _are_finite([*sums, *norms]):
-            has_gradients = any(has_nonfinite(one) for one in gradients)  # a norm of large ones overflows as well
-            if has_gradients or not _are_finite(sums):
+        if self._any(not _are_finite([*sums, *norms])):
+            has_gradients = self._any(
+                any(has_nonfinite(one) for one in gradients)
+            )  # a norm of large ones overflows as well
+            if has_gradients or self._any(not _are_finite(sums)):
                 self._alarm(has_gradients=has_gradients)
         self._forget()
 
     def _check_forward(self) -> None:
         """Read what the runs since the last step have added up."""
-        if not _are_finite([one for batch in self._batches for _, one in batch.sums]):
+        if self._any(not _are_finite([one for batch in self._batches for _, one in batch.sums])):
             self._alarm(has_gradients=False)
         self._forget()
+
+    def _any(self, flag: bool) -> bool:
+        return spread.any_process(flag, self._meshes) if self._meshes else flag
 
     def _check_skipped(self) -> None:
         """No step for long: if a GradScaler skips every one, with gradients of size 1 it would not."""
@@ -244,8 +250,8 @@ class Guard:
         outputs = [one for one, value in hits.items() if not one.path and value.isnan().item()]
         if not report and outputs:
             report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
-        if report:
-            self._tell(report)
+        if self._any(bool(report)):
+            self._tell(report or Report(True, STEP, direction="forward", cause="another process tells where"))
             return
         for one in hits:
             one.has_meant = True
@@ -255,7 +261,7 @@ class Guard:
         report = Report(False)
         for batch in sorted(batches, key=_is_overflow):  # those that a GradScaler made overflow say least
             report = self._examine(batch)
-            if report:
+            if self._any(bool(report)):
                 break
         return report
 
@@ -271,7 +277,7 @@ class Guard:
     def _examine(self, batch: Batch) -> Report:
         _State.is_examining = True
         try:
-            report, failure = run_again(self._model, batch, self._allow)
+            report, failure = run_again(_alone(self._model), batch, self._allow)
         finally:
             _State.is_examining = False
         if failure:
@@ -285,6 +291,11 @@ class Guard:
                 handle.remove()
         self._batches.clear()
         self.current = self.latest = None
+
+
+def _alone(model: nn.Module) -> nn.Module:
+    """Without DistributedDataParallel: the other processes do not run this batch again."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _is_overflow(batch: Batch) -> bool:

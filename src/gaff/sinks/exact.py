@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gaff import compat
+from gaff import compat, spread
 from gaff.address import Site
 from gaff.errors import ExactnessError
 from gaff.keep import is_pure
@@ -67,6 +67,8 @@ def own(value: Any, *, is_shared: bool) -> Any:
     lazy = compat.lazy_clone()
 
     def own_tensor(tensor: Tensor) -> Tensor:
+        if spread.is_spread(tensor):
+            return spread.with_local(tensor, own_tensor(spread.local_of(tensor)))
         if is_shared:  # torch itself refuses to write into expanded tensors
             if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
                 return tensor.clone()
@@ -132,7 +134,7 @@ class Keeper:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
             if self.reduce is not None:
                 exact = self._safe(tensor, is_foreign)
-                part = self.reduce(exact)
+                part = spread.settled(self.reduce(exact))
                 is_part = shares_memory(part, exact)
                 tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
             moved = self._move(tensor, checks)
@@ -168,6 +170,10 @@ def hold(
 
     With ``has_graph`` the result stays connected to the autograd graph of ``tensor``.
     """
+    if spread.is_spread(tensor) and not has_graph:
+        with torch.no_grad():
+            local = hold(spread.local_of(tensor), False, is_foreign, checks)
+            return spread.with_local(tensor, local)
     lazy = compat.lazy_clone()
     if lazy is not None and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
@@ -178,7 +184,7 @@ def hold(
     if tensor.is_inference() or tensor.is_quantized:
         return tensor.clone()
     alias = tensor.detach()  # shares the version counter, and does not hold the graph
-    checks.append(_version_check(alias, tensor._version))
+    checks.append(_version_check(alias, compat.version_of(tensor)))
     return tensor if has_graph else alias
 
 
@@ -194,10 +200,11 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 
 def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
     def check(site: Site) -> None:
-        if tensor._version != version:
+        if compat.version_of(tensor) != version:
             raise ExactnessError(
-                f"{site}: its memory was changed in place after the capture ({tensor._version - version} writes), "
-                "and belongs to a parameter, buffer or argument; capture it with clone=True"
+                f"{site}: its memory was changed in place after the capture "
+                f"({compat.version_of(tensor) - version} writes), and belongs to a parameter, "
+                "buffer or argument; capture it with clone=True"
             )
 
     return check

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff import compat
+from gaff import compat, spread
 from gaff.engine.steps import AccumulationWatch, BackwardGuard, StepGuard, unwrap_optimizer
 from gaff.errors import NonFiniteError, PlanError
 from gaff.receipt import CHANGING
@@ -109,7 +109,7 @@ class Clipping:
         self._backward = BackwardGuard(self._in_backward)
         self._guard.open()
         if not is_at_step:
-            self._backward.follow(self._parameters)
+            self._backward.follow(self._parameters, self._model)
         self._views.watch.open()
         self._is_open = True
         CHANGING.add(self)
@@ -160,7 +160,7 @@ class Clipping:
 
     def _at_step(self) -> bool:
         """Of limits in backward: nothing is left to do, but there may be new parameters."""
-        self._backward.follow(self._parameters)
+        self._backward.follow(self._parameters, self._model)
         self.audit.add(None)
         return False
 
@@ -188,7 +188,8 @@ class Clipping:
                 self.audit.add(total, skipped=True, nonfinite=bad)
                 return True
             for gradient in gradients if bad else ():
-                gradient.masked_fill_(~gradient.isfinite(), 0)
+                local = spread.local_of(gradient)
+                local.masked_fill_(~local.isfinite(), 0)
             norms, total = compat.norms_of(gradients, self._limits.norm_type)
             if not bool(total.isfinite()):  # of finite numbers whose squares are too large
                 norms, total = compat.norms_of([one.double() for one in gradients], self._limits.norm_type)
@@ -214,7 +215,7 @@ class Clipping:
         limit: Any = None  # to which gradients are scaled down
         told: Any = None  # what the audit tells
         if limits.value is not None:
-            changed = [(gradient.abs() > limits.value).any() for gradient in gradients]
+            changed = _any_each([spread.local_of(one).abs() > limits.value for one in gradients], gradients)
             compat.clamp_all(gradients, limits.value)
             self.audit.add_each(numbers, changed)
         elif limits.adaptive is not None:
@@ -254,13 +255,16 @@ class Clipping:
         norm = _unit_norm(change, dims)
         factor = torch.where(norm > most, most / norm.clamp(min=_TINY), 1.0).to(gradient.dtype)
         gradient.copy_((change * factor).reshape(gradient.shape))
-        return (factor < 1).any()
+        is_any = (factor < 1).any()
+        return is_any.full_tensor() if spread.is_spread(is_any) else is_any  # type: ignore[attr-defined]
 
     def _in_backward(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         limits = self._limits
         if gradient.is_sparse:
             raise PlanError("when='backward' cannot clip a sparse gradient as it comes: expected when='step'")
         number = next(at for at, one in enumerate(self._parameters) if one is parameter)
+        if spread.is_spread(gradient):
+            return self._in_backward_spread(number, gradient)
         norm = torch.linalg.vector_norm(gradient, limits.norm_type)
         if not bool(norm.isfinite()):
             if self._nonfinite([gradient], [number]):
@@ -277,13 +281,27 @@ class Clipping:
             new = gradient
         return new
 
+    def _in_backward_spread(self, number: int, gradient: Tensor) -> Tensor:
+        limits = self._limits
+        gradient = spread.settled(gradient).clone()
+        total = compat.norms_of([gradient], limits.norm_type)[1]
+        local = spread.local_of(gradient)
+        if not bool(total.isfinite()) and self._nonfinite([gradient], [number]):
+            local.masked_fill_(~local.isfinite(), 0)
+            total = compat.norms_of([gradient], limits.norm_type)[1]
+        if limits.value is not None:
+            self.audit.add_each([number], _any_each([local.abs() > limits.value], [gradient]))
+            local.clamp_(-limits.value, limits.value)
+        elif limits.norm is not None:
+            factor = (limits.norm / (total + _TINY)).clamp(max=1.0)
+            self.audit.add_each([number], [factor < 1])
+            local.mul_(factor.to(local.dtype))
+        return gradient
+
     def _nonfinite(self, gradients: list[Tensor], numbers: list[int]) -> tuple[str, ...]:
         """The parameters with NaN or inf. Raises where the policy says so."""
-        bad = tuple(
-            self._names[number]
-            for number, one in zip(numbers, gradients, strict=True)
-            if not bool(one.isfinite().all())
-        )
+        found = _any_each([~spread.local_of(one).isfinite() for one in gradients], gradients)
+        bad = tuple(self._names[number] for number, one in zip(numbers, found, strict=True) if bool(one))
         if bad and self._limits.nonfinite == "raise":
             names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
             raise NonFiniteError(
@@ -420,6 +438,13 @@ def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().to(wide)
 
 
+def _any_each(flags: list[Tensor], owners: list[Tensor]) -> list[Tensor]:
+    """Whether any flag of each owner is set, in whatever process."""
+    if not any(spread.is_spread(one) for one in owners):
+        return [flag.any() for flag in flags]
+    return [one > 0 for one in spread.over_parts([flag.any().float() for flag in flags], owners, "max")]
+
+
 def _each(gradients: list[Tensor], norms: list[Tensor] | None, kind: float) -> list[Tensor]:
     return norms if norms is not None else [torch.linalg.vector_norm(one, kind) for one in gradients]
 
@@ -427,6 +452,8 @@ def _each(gradients: list[Tensor], norms: list[Tensor] | None, kind: float) -> l
 def _dense(parameter: Tensor) -> Tensor:
     """What is to be clipped in place: the gradient, or the values of a sparse one, summed up first."""
     gradient = parameter.grad
+    if gradient is not None and spread.is_spread(gradient):
+        parameter.grad = gradient = spread.settled(gradient)
     if gradient is None or not gradient.is_sparse:
         return gradient  # type: ignore[return-value]
     parameter.grad = gradient.coalesce()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from gaff import spread
 from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.capturing import raise_if_silent
 from gaff.engine.session import Session
@@ -168,6 +169,7 @@ class Take(nn.Module):
             self.model(*args, **kwargs)
         except StopForward as stop:
             stop.__traceback__ = None  # its frames hold tensors
+            spread.reset_sharded(self.model)
             return True
         finally:
             torch.set_grad_enabled(had_grad)  # the model may have been stopped while it had switched it off

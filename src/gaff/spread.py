@@ -1,0 +1,140 @@
+"""The one seam to tensors and parameters that lie on several processes: DTensor, FSDP2, DistributedDataParallel.
+
+What is told to communicate must be asked on every process of the mesh; nothing else waits for another process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether a tensor lies on several processes: a DTensor, of tensor parallel or FSDP2."""
+    return type(tensor) is not Tensor and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies in this process, without its graph; any other tensor itself."""
+    return tensor._local_tensor if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """A DTensor like ``tensor`` with another local part. No communication."""
+    from torch.distributed.tensor import DTensor
+
+    spread: Any = tensor
+    return DTensor.from_local(local, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape,
+                              stride=spread.stride())  # fmt: skip
+
+
+def fsdp_state(module: Any) -> Any:
+    """What FSDP2 keeps about a module given to ``fully_shard``, else None."""
+    get = getattr(module, "_get_fsdp_state", None)
+    return get() if get is not None else None
+
+
+def sharded_parameters(model: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """By a module's identity and a name: FSDP2's own record of the parameter, and the module it is gathered with."""
+    found = {}
+    for unit in model.modules():
+        state = fsdp_state(unit)
+        for group in state._fsdp_param_groups if state is not None else ():
+            for one in group.fsdp_params:
+                info = one._module_info
+                found[id(info.module), info.param_name] = one, unit
+                for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    found[id(owner), name] = one, unit
+    return found
+
+
+def fsdp_first(module: Any) -> None:
+    """FSDP2 gathers parameters in a hook before the forward: it comes before all others."""
+    handle: Any = getattr(fsdp_state(module), "_pre_forward_hook_handle", None)
+    if getattr(handle, "id", None) in module._forward_pre_hooks:
+        module._forward_pre_hooks.move_to_end(handle.id, last=False)
+
+
+def can_stop(model: Any) -> bool:
+    """Whether a forward of ``model`` may be left by an exception."""
+    return all(hasattr(one, "reset_iter_state") for one in model.modules() if fsdp_state(one) is not None)
+
+
+def reset_sharded(model: Any) -> None:
+    """A forward was left by an exception: FSDP2 forgets it."""
+    for module in model.modules():
+        state = fsdp_state(module)
+        if state is not None and state._is_root:
+            module.reset_iter_state()
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """``tensor``, summed up over processes where it is a sum that is still due (Partial). Communicates then."""
+    if not is_spread(tensor) or not any(one.is_partial() for one in tensor.placements):  # type: ignore[attr-defined]
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    spread: Any = tensor
+    places = [Replicate() if one.is_partial() else one for one in spread.placements]
+    found: Tensor = spread.redistribute(placements=places)
+    return found
+
+
+def meshes_of(model: Any) -> list[Any]:
+    """The process meshes over which a model's parameters are spread, in order; empty for one that is not (and DDP)."""
+    tensors = (one for one in (*model.parameters(), *model.buffers()) if is_spread(one))
+    return list(dict.fromkeys(one.device_mesh for one in tensors))
+
+
+def any_process(flag: bool, meshes: Iterable[Any]) -> bool:
+    """Whether ``flag`` is set in any process of ``meshes``. All of them must ask."""
+    for mesh in meshes:
+        told = torch.tensor([float(flag)], device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        flag = bool(told.item())
+    return flag
+
+
+def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:
+    """A number of the local part of each owner -> of the whole: "sum" or "max". Once for each way of sharding.
+
+    Every process of the owners' meshes must ask for the same owners.
+    """
+    groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    for at, owner in enumerate(owners):
+        if is_spread(owner):
+            spread: Any = owner
+            dims = tuple(at for at, one in enumerate(spread.placements) if not one.is_replicate())
+            if dims:
+                groups.setdefault((spread.device_mesh, dims), []).append(at)
+    values = list(values)
+    for (mesh, dims), places in groups.items():
+        joined = torch.stack([values[at] for at in places])
+        for dim in dims:
+            op = torch.distributed.ReduceOp.SUM if kind == "sum" else torch.distributed.ReduceOp.MAX
+            torch.distributed.all_reduce(joined, op, group=mesh.get_group(dim))
+        for at, value in zip(places, joined.unbind(0), strict=True):
+            values[at] = value
+    return values
+
+
+def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
+    """The norm of each DTensor and of all together, plain ones among them: plain numbers, equal on every process."""
+    local = [local_of(one) for one in tensors]
+    is_max = math.isinf(kind)
+    powers = []
+    for one in local:  # a process may have no part of a small parameter
+        norm = torch.zeros((), dtype=torch.float64, device=one.device)
+        if one.numel():
+            norm = torch.linalg.vector_norm(one, kind, dtype=torch.float64)
+        powers.append(norm if is_max else norm**kind)
+    whole = over_parts(powers, tensors, "max" if is_max else "sum")
+    norms = [(one if is_max else one ** (1 / kind)).to(torch.float32) for one in whole]
+    joined = torch.stack(whole)
+    total = joined.max() if is_max else joined.sum() ** (1 / kind)
+    return norms, total.to(torch.float32)
