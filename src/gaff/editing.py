@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gaff import spread
 from gaff.address import GRADIENT_PORTS, Site, parse
 from gaff.capturing import raise_if_silent
 from gaff.changing import EditStream, Family
@@ -49,8 +50,7 @@ class Editing:
     def __enter__(self) -> Editing:
         if self._state == "attached" and self._session.is_open:
             return self  # ``with plan.attach(model) as handle``
-        self._session.open()
-        CHANGING.add(self)
+        self._open()
         return self
 
     def __exit__(
@@ -60,10 +60,15 @@ class Editing:
 
     def attach(self) -> None:
         """Open without a block, until ``remove``; warns once where nothing was hit in the first full step."""
-        self._session.open()
-        CHANGING.add(self)
+        self._open()
         self._state = "attached"
         self._session.clock.at_end.append(self._warn)
+
+    def _open(self) -> None:
+        if self._model is not None:
+            spread.agree(spread.processes_of(self._model), f"edit {'; '.join(map(str, self._plan.requests))}")
+        self._session.open()
+        CHANGING.add(self)
 
     def remove(self) -> None:
         """Take attached edits away. Raises NeverFiredError, with the receipt, for a pattern that never acted."""

@@ -5,12 +5,17 @@ What is told to communicate must be asked on every process of the mesh; nothing 
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gaff.errors import PlanError
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -86,8 +91,16 @@ def settled(tensor: Tensor) -> Tensor:
 
 def meshes_of(model: Any) -> list[Any]:
     """The process meshes over which a model's parameters are spread, in order; empty for one that is not (and DDP)."""
-    tensors = (one for one in (*model.parameters(), *model.buffers()) if is_spread(one))
-    return list(dict.fromkeys(one.device_mesh for one in tensors))
+    return _meshes((*model.parameters(), *model.buffers()))
+
+
+def _meshes(tensors: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(one.device_mesh for one in tensors if is_spread(one)))
+
+
+def ranks_of(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """The ranks over which ``tensors`` are spread."""
+    return tuple(sorted({rank for mesh in _meshes(tensors) for rank in mesh.mesh.flatten().tolist()}))
 
 
 def any_process(flag: bool, meshes: Iterable[Any]) -> bool:
@@ -138,3 +151,42 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
     joined = torch.stack(whole)
     total = joined.max() if is_max else joined.sum() ** (1 / kind)
     return norms, total.to(torch.float32)
+
+
+_ASKED: Counter[str] = Counter()  # how often this process has asked for something with others
+PATIENCE_S = 60.0  # how long others may take to ask for the same
+
+
+def processes_of(model: Any) -> tuple[int, ...]:
+    """The ranks that hold a part or a replica of ``model`` (FSDP2, tensor parallel, DistributedDataParallel)."""
+    ranks = set(ranks_of((*model.parameters(), *model.buffers())))
+    group = getattr(model, "process_group", None) if type(model).__name__ == "DistributedDataParallel" else None
+    if group is not None:
+        ranks.update(torch.distributed.get_process_group_ranks(group))
+    return tuple(sorted(ranks))
+
+
+def agree(ranks: tuple[int, ...], request: str) -> None:
+    """All of ``ranks`` must ask for ``request``. Raises PlanError where one has not within ``PATIENCE_S`` seconds.
+
+    Talks through the store by which the processes found each other: no collective is left half done.
+    """
+    if len(ranks) < 2 or not torch.distributed.is_initialized():
+        return
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    own = torch.distributed.get_rank()
+    name = hashlib.sha256(f"{ranks} {request}".encode()).hexdigest()[:24]
+    _ASKED[name] += 1
+    keys = {rank: f"gaff/{name}/{_ASKED[name]}/{rank}" for rank in ranks}
+    store.set(keys[own], "asked")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=PATIENCE_S))
+    except (RuntimeError, torch.distributed.DistStoreError):
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        store.delete_key(keys[own])
+        _ASKED[name] -= 1
+        raise PlanError(
+            f"rank {own} asks for {request!r}, and rank{'s' * (len(missing) > 1)} "
+            f"{', '.join(map(str, missing))} did not within {PATIENCE_S:g} s: expected the same on all {len(ranks)} "
+            "processes that share the model"
+        ) from None

@@ -96,6 +96,10 @@ class Clipping:
             need_module(model)
         if limits.when == "backward" and views:
             raise PlanError("views= shows the stations of a step: expected when='step'")
+        spread_over = [one for group in real.param_groups for one in group["params"] if spread.is_spread(one)]
+        if spread_over and limits.when == "backward" and model is None:
+            raise PlanError("when='backward' on parameters of several processes needs model=: expected the model")
+        spread.agree(spread.ranks_of(spread_over), f"clip_gradients {limits}")
         self._limits = limits
         self._model = model
         self._optimizer = real
@@ -148,8 +152,6 @@ class Clipping:
         known = self._parameters
         if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)):
             return
-        if any(type(parameter).__name__ == "DTensor" for parameter in parameters):
-            raise PlanError("the optimizer holds DTensor parameters (FSDP2, tensor parallel): not supported yet")
         self._parameters = parameters
         self._names = self.audit.names = _names(self._optimizer, self._model)
         self._units = _units(self._model, parameters, self._names) if self._limits.adaptive is not None else []

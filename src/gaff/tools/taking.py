@@ -88,6 +88,10 @@ class Take(nn.Module):
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         _check(model, plan)
+        if not spread.can_stop(model):
+            raise PlanError(f"FSDP2 of torch {torch.__version__} cannot be stopped early: expected gaff.capture")
+        if spread.meshes_of(model):
+            spread.agree(spread.processes_of(model), f"take {'; '.join(map(str, plan.requests))}")
         super().__init__()
         self.model = model
         self._plan = plan

@@ -1,0 +1,106 @@
+"""DistributedDataParallel, FSDP2 and tensor parallelism: the numbers are those of one process with the whole batch."""
+
+import pytest
+import torch
+
+import spread_runs
+from spread_runs import EDITS, ROWS, SITES
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+KINDS = {"ddp": 2, "fsdp2": 2, "fsdp2-keep": 2, "fsdp2-checkpoint": 2, "fsdp2-compile": 2, "tp": 2, "2d": 4}
+
+
+def replicas(kind):
+    return {"tp": 1, "2d": 2}.get(kind, KINDS[kind])
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def runs(request, tmp_path_factory):
+    """What every rank found, and what one process finds with all rows."""
+    kind, world = request.param, KINDS[request.param]
+    out = tmp_path_factory.mktemp(kind)
+    finished = torch.multiprocessing.get_context("spawn").Barrier(world)
+    arguments = (world, kind, str(out / "store"), str(out), finished)
+    torch.multiprocessing.spawn(spread_runs.rank_main, arguments, nprocs=world)
+    found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    data = spread_runs.batch(None, replicas(kind))
+    alone = {
+        name: run(spread_runs.build(), data, None) for name, run in spread_runs.RUNS.items() if name != "divergent"
+    }
+    return kind, found, alone
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def same_all(ones, others):
+    assert set(ones) == set(others)
+    for name, one in ones.items():
+        same(one, others[name])
+
+
+def test_captured_values_are_those_of_the_whole_batch(runs):
+    kind, found, alone = runs
+    count = replicas(kind)
+    for rank, one in enumerate(found):
+        replica = {"tp": 0, "2d": rank // 2}.get(kind, rank)
+        mine = slice(replica * ROWS, (replica + 1) * ROWS)
+        for site in ("blocks.1", "blocks.1:input"):
+            same(one["capture"][site], alone["capture"][site][mine])
+        for site in ("blocks.1:grad_output", "blocks.1:grad_input"):  # of this rank's loss, a mean over its rows
+            same(one["capture"][site], alone["capture"][site][mine] * count)
+        same(one["capture"]["blocks.1.fc.weight:param"], alone["capture"]["blocks.1.fc.weight:param"])
+        same_all(one["capture"]["after"], alone["capture"]["after"])
+
+
+def test_gradients_of_parameters_are_reduced_but_with_ddp(runs):
+    kind, found, alone = runs
+    for site in ("blocks.1.fc.weight:grad", "inp.weight:grad"):
+        values = [one["capture"][site] for one in found]
+        if kind == "ddp":  # each rank's own contribution, before it is averaged
+            same(sum(values) / len(values), alone["capture"][site])
+        else:
+            for value in values:
+                same(value, alone["capture"][site])
+    if kind.startswith("fsdp2") or kind in ("tp", "2d"):
+        assert "Shard" in found[0]["capture"]["placements"][SITES.index("blocks.1.fc.weight:grad")]
+
+
+def test_edits_act_as_in_one_process_and_leave_nothing(runs):
+    _, found, alone = runs
+    assert len(EDITS) == 4
+    for one in found:
+        same_all(one["edit"]["edited"], alone["edit"]["edited"])
+        same_all(one["edit"]["bare"], alone["edit"]["bare"])
+
+
+def test_a_forward_that_was_stopped_early_leaves_the_next_step_right(runs):
+    kind, found, alone = runs
+    for rank, one in enumerate(found):
+        replica = {"tp": 0, "2d": rank // 2}.get(kind, rank)
+        same(one["take"]["feature"], alone["take"]["feature"][replica * ROWS : (replica + 1) * ROWS])
+        same_all(one["take"]["after"], alone["take"]["after"])
+
+
+def test_clipping_takes_the_norm_of_all_parts(runs):
+    _, found, alone = runs
+    for one in found:
+        assert one["clip"]["norms"] == pytest.approx(alone["clip"]["norms"], rel=1e-4)
+        same_all(one["clip"]["weights"], alone["clip"]["weights"])
+
+
+def test_a_nan_on_one_rank_stops_the_guarded_run_and_hangs_nobody(runs):
+    kind, found, alone = runs
+    assert alone["guard"]["raised"]
+    assert found[0]["guard"]["raised"]
+    if kind != "ddp":
+        assert all(one["guard"]["raised"] for one in found)
+
+
+def test_an_edit_that_one_rank_alone_asks_for_is_refused(runs):
+    _, found, alone = runs
+    assert "did not within 1 s: expected the same on all" in found[0]["divergent"]["told"]
+    for one in found:
+        same_all(one["divergent"]["after"], alone["capture"]["after"])
