@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from its own row and from rows above it.
 LAYERS = [
-    ["errors", "text", "compat", "dynamo", "spread"],
+    ["errors", "text", "compat", "dynamo", "spread", "foreign"],
     ["address", "values", "keep", "edits", "statistics"],
     ["record"],
     ["select"],
@@ -131,7 +131,15 @@ def test_the_core_is_small():
         "statistics/",
         "parting/",
     )
-    ready_made = ("edits/__init__.py", "edits/arithmetic.py", "edits/sources.py", "edits/places.py", "measuring.py")
+    ready_made = (
+        "edits/__init__.py",
+        "edits/arithmetic.py",
+        "edits/sources.py",
+        "edits/places.py",
+        "engine/skips.py",
+        "engine/standin.py",
+        "measuring.py",
+    )
     files = ("plan_files.py", "edits/files.py")
     ops = ("engine/ops.py", "engine/opcalls.py", "engine/opnames.py")
     # hooks of tools are in the engine, as all hooks are
@@ -147,15 +155,15 @@ def test_the_core_is_small():
         "dynamo.py",
         "watching/inside.py",
     )
-    on_processes = ("spread.py", "engine/sharded.py")
-    apart = (*ready_made, *files, *ops, *for_tools, *for_watching, *in_graphs, *on_processes)
+    elsewhere = ("spread.py", "engine/sharded.py", "foreign.py")
+    apart = (*ready_made, *files, *ops, *for_tools, *for_watching, *in_graphs, *elsewhere)
     assert total(lambda name: not name.startswith(outside) and name not in apart) <= 5000
-    assert total(lambda name: name in ops) <= 650
+    assert total(lambda name: name in ops) <= 655
     assert total(lambda name: name in in_graphs) <= 850
-    assert total(lambda name: name in on_processes) <= 400
-    assert total(lambda name: name in (*ready_made, *files)) <= 780
+    assert total(lambda name: name in elsewhere) <= 450
+    assert total(lambda name: name in (*ready_made, *files)) <= 870
     assert total(lambda name: name.startswith("tools/") or name in for_tools) <= 3000
-    assert total(lambda name: name.startswith("health/") and name not in rules) <= 1330
+    assert total(lambda name: name.startswith("health/") and name not in rules) <= 1340
     assert total(lambda name: name in rules) <= 800
     assert total(lambda name: (name not in in_graphs and name.startswith("watching/")) or name in for_watching) <= 2800
     assert total(lambda name: name.startswith(("record/", "statistics/"))) <= 1250

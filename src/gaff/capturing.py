@@ -19,7 +19,7 @@ from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.plan import Plan
 from gaff.receipt import Receipt, ReceiptRow, counted, tidy
-from gaff.select import first_name, identity, is_there, need_module, resolve
+from gaff.select import first_name, identity, is_there, need_module, place_of, resolve
 from gaff.sinks.capture import NO_BACKWARD, NOT_CALLED, Reading, Stream, make_keeper
 from gaff.sinks.exact import Keeper
 from gaff.sinks.ledger import Ledger
@@ -58,6 +58,7 @@ class Capture:
         self._by_object: dict[tuple[object, ...], Stream] = {}
         self._missing: list[str] = []
         self._keepers: list[Keeper] = []
+        self._places: list[Any] = []  # where the modules hung at opening
         self._model = model
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
@@ -72,6 +73,9 @@ class Capture:
                 keeper.copy_all()
         for stream in self._iter_streams() if self._session.is_traced else ():
             stream.copy_all()
+        streams = zip(self._taps, self._by_object.values(), strict=True)
+        self._places = [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
+        self._session.clock.at_begin.append(self._look_for_replaced)
         return self
 
     def __exit__(
@@ -139,6 +143,11 @@ class Capture:
         was_opened = hasattr(self._session, "clock")
         state = "open" if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
         return f"<gaff capture, {state}>\n{self.receipt}"
+
+    def _look_for_replaced(self, run: Any) -> None:
+        for inside, name, child, stream in self._places:
+            if inside.get(name) is not child:
+                stream.is_replaced = True
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
         """A module that was replaced while the session was open no longer fires; that must not go unnoticed."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff import compat
+from gaff import compat, foreign
 from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
@@ -230,7 +230,8 @@ class EditStream:
         version = 0 if self._is_pure else compat.version_of(value)
         try:
             event = self._event(run, call) if self._needs_event else self._any_event
-            new = _change_sparse(self.edit, value, event) if value.is_sparse else self.edit.change(value, event)
+            change = _change_sparse if value.is_sparse else _change_plain
+            new = change(self.edit, value, event)
         except GaffError as error:
             self.has_failed = True
             raise type(error)(f"{self.site}: {error}") from error
@@ -270,6 +271,12 @@ class EditStream:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
 
+def _change_plain(edit: Edit, value: Tensor, event: Event) -> Tensor:
+    if edit.is_pure and foreign.is_small_float(value):  # torch computes with no float8: our own edits in float32
+        return edit.change(value.float(), event).to(value.dtype)
+    return edit.change(value, event)
+
+
 def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
     """Edits that leave zeros zero act on the values that a sparse gradient has; others on it as it is."""
     if not getattr(edit, "keeps_zero", False):
@@ -288,6 +295,8 @@ def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
         raise PlanError(f"{site}: strength {strength} of an edit of {value.dtype}: expected 0 or 1, it cannot be mixed")
     if value.layout != torch.strided:
         return value * (1 - strength) + new * strength
+    if foreign.is_small_float(value):
+        return torch.lerp(value.float(), new.float(), strength).to(value.dtype)
     return torch.lerp(value, new, strength)
 
 

@@ -18,6 +18,17 @@ def has_compiled() -> bool:
     return bool(frames is not None and getattr(frames, "FRAME_COUNTER", 0))
 
 
+def is_loaded() -> bool:
+    """Whether the compiler has been imported: somebody may compile."""
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+def has_asked_to_compile() -> bool:
+    """Whether ``torch.compile`` was called in this process, also where nothing has been compiled yet."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return any(backend is not None for backend in getattr(frames, "cached_backends", {}).values())
+
+
 def traces_gradient_hooks() -> bool:
     """Whether ``Tensor.register_hook`` works inside compiled graphs: since 2.13."""
     major, minor = torch.__version__.split(".")[:2]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff import foreign
 from gaff.errors import PlanError
 
 Index = int | slice | tuple[int, ...]
@@ -76,6 +77,9 @@ class Reduce:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         dim: Any = tuple(range(tensor.dim())) if self.dim is None else self.dim
+        tensor = foreign.dequantized(tensor)
+        if foreign.is_small_float(tensor):
+            tensor = tensor.float()
         result: Tensor = _REDUCTIONS[self.name](tensor, dim=dim)
         return result
 

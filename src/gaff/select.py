@@ -96,6 +96,11 @@ def find_site(model: nn.Module, site: Site) -> list[Found]:
         raise SiteError(_no_module(model, site))
     module, chain = found
     if is_container(module):
+        if any(type(above).__name__.startswith("GraphModule") for above in chain):
+            raise SiteError(
+                f"{site}: an exported graph has no modules left, only their parameters and ops: expected an op such as "
+                "'/linear#0' (see gaff.sites(model, x, ops=True)), or the model that torch.export.unflatten(ep) makes"
+            )
         inside = ", ".join(f"{site.path}.{name}" for name in list(module._modules)[:3]) or "nothing"
         raise SiteError(
             f"{site}: {site.path!r} is a {type(module).__name__}, a container that is never called itself; "
@@ -124,7 +129,19 @@ def is_there(found: Found) -> bool:
         return True
     path = found.site.path.rpartition(".")[0] if found.name else found.site.path
     child = found.chain[-1]._modules.get(path.rpartition(".")[2])
-    return child is not None and unwrap(child) is found.module
+    if child is None or unwrap(child) is not found.module:
+        return False
+    return all(
+        any(inner is not None and unwrap(inner) is expected for inner in parent._modules.values())
+        for parent, expected in zip(found.chain, found.chain[1:], strict=False)
+    )
+
+
+def place_of(found: Found) -> tuple[dict[str, nn.Module | None], str, nn.Module | None]:
+    """Where the module that was found hangs: the children of its parent, its name there, and what hangs there now."""
+    path = found.site.path.rpartition(".")[0] if found.name else found.site.path
+    inside, name = found.chain[-1]._modules, path.rpartition(".")[2]
+    return inside, name, inside.get(name)
 
 
 def _refuse_op_state(address: Address) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gaff.address import Key, print_key
 from gaff.errors import PlanError
@@ -181,6 +182,9 @@ def put_argument(
 
 def size_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse one as if it were dense."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return sum(size_bytes(part) for part in inner)
     is_plain = tensor.layout == torch.strided and not tensor.is_nested
     return tensor.nbytes if is_plain else tensor.numel() * tensor.element_size()
 
@@ -212,6 +216,8 @@ def _step(value: Any, part: int | str) -> Any:
 
 def _what_is_there(value: Any) -> str:
     inside = children(value)
+    if isinstance(value, Opaque):
+        return f"a {value.type_name} is not kept whole: ask for what is inside by its own address, with this key"
     if inside is None:
         return f"it is a {describe(value)}" + (", keys do not index into tensors" if isinstance(value, Tensor) else "")
     keys = ", ".join(print_key((name,)) for name, _ in inside[:12])
@@ -233,8 +239,7 @@ def _rebuild(value: Any, parts: list[Any]) -> Any:
         return dict(zip(value, parts, strict=True))
     new: Any
     if isinstance(value, list):
-        new = copy.copy(value)
-        new[:] = parts
+        new = _refilled(copy.copy(value), parts)
     elif isinstance(value, Mapping):
         new = copy.copy(value)
         for key, part in zip(value, parts, strict=True):
@@ -245,3 +250,11 @@ def _rebuild(value: Any, parts: list[Any]) -> Any:
         for field, part in zip(fields(value), parts, strict=True):
             object.__setattr__(new, field.name, part)
     return new
+
+
+def _refilled(made: list[Any], parts: list[Any]) -> list[Any]:
+    try:
+        made[:] = parts
+    except TypeError:  # fx's immutable_list
+        return type(made)(parts)
+    return made

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff import foreign
 from gaff.cli.models import Loaded, load_name
 from gaff.errors import PlanError
 from gaff.values import map_tensors
@@ -33,7 +34,7 @@ def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
         more_args, more_kwargs = _load(spec, loaded)
         args += more_args
         kwargs.update(more_kwargs)
-    device = next((tensor.device for tensor in loaded.model.parameters()), torch.device("cpu"))
+    device = foreign.device_of(loaded.model)
     moved: Call = map_tensors((tuple(args), kwargs), lambda tensor: tensor.to(device))
     return moved
 

@@ -9,7 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-_HEAVY = re.compile(r"lstm|gru|rnn|scaled_dot_product|_fft|grid_sampl")
+_HEAVY = re.compile(
+    r"lstm|gru|rnn|scaled_dot_product|_fft|grid_sampl|mm(_|\b)|gemm|quantized::(linear|conv)|int[48]pack"
+)
 
 
 class FlopCount(TorchDispatchMode):

@@ -93,6 +93,8 @@ class Session:
                 has_marks = self._has_arms or bool(self._leaves) or self._has_edits
                 self._inside = tracing.meet(opening, self._taps, self.notes, reason, has_marks=has_marks)
                 self._is_forced = self._inside is None
+            elif self._around is not None:
+                surroundings.keep_eager(opening, self.clock.at_end, self.notes)
             hooks: list[tuple[Node, list[Any]]] = []
             opening.callback(self._remove, hooks)
             for node in self._nodes.values():
@@ -249,6 +251,11 @@ class Session:
     def _prepare_swap(self, model: nn.Module, tap: EditTap) -> None:
         """The value stands in from the beginning of a run; a recomputation repeats it in every module around it."""
         owners = owners_of(model, tap.found)
+        if tap.found.tensor.is_meta:
+            raise PlanError(
+                f"{tap.found.site}: the parameter lies on the meta device between calls (offloaded by accelerate), so "
+                "that nothing can stand in for it: expected an edit of an output, or a model that is not offloaded"
+            )
         sharded = self._shards.of(tap.found)
         swap = Swap(tap.found, tap.stream, owners, is_sharded=sharded is not None)
         if sharded is not None:

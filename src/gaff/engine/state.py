@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff import compat
+from gaff import compat, foreign
 from gaff.engine.armed import BATCHED, NEEDS_NONE, NOT_REACHED, Gradients
 from gaff.engine.clock import Clock, Run
 from gaff.engine.modules import Node
@@ -15,6 +15,8 @@ from gaff.engine.sharded import ShardedGradient
 from gaff.engine.stream import Stream
 from gaff.select import Found, is_container
 
+OFFLOADED = "it lies on the meta device between calls (offloaded), and nothing tells its value"
+OFFLOADED_GRADIENT = "it lies on the meta device between calls (offloaded): its gradient goes to a copy that is dropped"
 NOT_CALLED = "its module was not called itself; read at the end of the run"
 
 
@@ -32,7 +34,13 @@ class StateValue:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
         if self not in run.once:
             run.once.add(self)
-            self._stream.add(self._found.tensor, run, 0)
+            tensor: Tensor | None = self._found.tensor
+            if tensor is not None and tensor.is_meta:  # offloaded: it comes when the forward begins, and goes again
+                tensor = foreign.offloaded(self._found.module, self._found.name)
+            if tensor is None:
+                self._stream.refuse(run, 0, OFFLOADED)
+            else:
+                self._stream.add(tensor, run, 0)
 
     def finish(self, run: Run, output: Any) -> None:
         if self not in run.once and self._around is not None and run.entered[self._around.index]:
@@ -112,7 +120,8 @@ class LeafGradient:
         if self._tensor is not None and not self._tensor.requires_grad:
             self._stream.absent(self._clock.latest, 0, NEEDS_NONE)
         elif not self._has_fired and self._gradients.has_backward:
-            self._stream.absent(self._clock.latest, 0, NOT_REACHED)
+            is_meta = self._tensor is not None and self._tensor.is_meta
+            self._stream.absent(self._clock.latest, 0, OFFLOADED_GRADIENT if is_meta else NOT_REACHED)
         self._tensor = None
         self._last = (-1, None)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gaff import spread
 from gaff.compat import memory_of
-from gaff.dynamo import has_compiled, stance
+from gaff.dynamo import has_asked_to_compile, has_compiled, is_loaded, stance
 from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
@@ -139,6 +139,19 @@ class _Stance:
 
 
 forced_eager = _Stance()
+
+
+def keep_eager(opening: ExitStack, at_end: list[Callable[[Any, Any], None]], notes: list[str]) -> None:
+    """What is compiled while the session is open, as ``generate`` does, runs eagerly; told once somebody has asked."""
+    if not is_loaded():
+        return
+    opening.enter_context(forced_eager)
+
+    def tell(run: Any, output: Any) -> None:
+        if has_asked_to_compile() and EAGER not in notes:
+            notes.append(EAGER)
+
+    at_end.append(tell)
 
 
 def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:

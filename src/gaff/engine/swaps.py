@@ -13,6 +13,7 @@ from gaff.engine.clock import Frame, Run
 from gaff.engine.modules import Node
 from gaff.engine.replay import Passage
 from gaff.engine.standing import Standing
+from gaff.engine.state import OFFLOADED
 from gaff.engine.stream import EditStream, EntryChange
 from gaff.errors import ExactnessError, PlanError
 from gaff.select import Found
@@ -109,6 +110,8 @@ class Swap:
 
     def _stand_in(self, passage: Passage) -> None:
         tensor = self._found.tensor
+        if tensor.is_meta:
+            raise PlanError(f"{self._found.site}: {OFFLOADED}, so that nothing can stand in for it")
         new = self._change(tensor, passage, is_again=False)
         if new is not tensor:
             self._standing = Standing.of(tensor, self._owners)

@@ -26,6 +26,7 @@ UPDATED = (
     "what the optimizer keeps"
 )
 STEP = "(step)"  # stands for the path of code outside the model
+_WRAPPING = ("accelerate/hooks.py", "accelerate\\hooks.py", "diffusers/hooks/hooks.py")
 _TORCH = torch.__file__.rpartition("__init__")[0]
 _GAFF = __file__.rpartition("health")[0]
 
@@ -102,7 +103,7 @@ def users_place(frame: FrameType) -> tuple[str, int]:
     here: FrameType | None = frame
     while here is not None:
         name = here.f_code.co_filename
-        if not name.startswith((_TORCH, _GAFF)):
+        if not name.startswith((_TORCH, _GAFF)) and not name.endswith(_WRAPPING):
             return place_of(here)
         here = here.f_back
     return first

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gaff import compat, spread
+from gaff import compat, foreign, spread
 from gaff.health.report import Range
 from gaff.tools.trace_sink import shape_text
 
@@ -40,7 +40,9 @@ def probe(value: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """Without its graph, of real numbers."""
-    value = spread.local_of(tensor.detach())
+    value = foreign.dequantized(spread.local_of(tensor.detach()))
+    if foreign.is_small_float(value):
+        value = value.float()
     if value.layout == torch.sparse_coo:
         value = value._values()
     elif value.layout != torch.strided:

@@ -21,6 +21,7 @@ from gaff.sinks.exact import Keeper, Kept, Moment, Refused, own, read, size_of
 from gaff.sinks.ledger import Ledger
 from gaff.values import dig, iter_tensors
 
+REPLACED = "the module was replaced while the session was open: what is at this address now was not seen"
 NOT_CALLED = "it was not called"
 NO_BACKWARD = "no backward pass reached it"
 
@@ -31,6 +32,7 @@ class Stream:
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()
+    is_replaced = False  # what fires is no longer what the address names
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
         self.patterns = [pattern]  # all that asked for this site
@@ -44,6 +46,9 @@ class Stream:
         self._lazy = compat.lazy_clone() if keeper.is_plain else None
 
     def add(self, value: Any, run: Any, call: int) -> None:
+        if self.is_replaced:
+            self.refuse(run, call, REPLACED)
+            return
         held = self._hold(value, run) if type(value) is Tensor and self._lazy is not None else None
         if held is not None:
             self.records.append((run, call, held))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gaff import compat, spread
 from gaff.address import Site
@@ -71,6 +72,8 @@ def own(value: Any, *, is_shared: bool) -> Any:
             return spread.with_local(tensor, own_tensor(spread.local_of(tensor)))
         if is_shared:  # torch itself refuses to write into expanded tensors
             if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+                return tensor.clone()
+            if is_traceable_wrapper_subclass(tensor):  # copy_ into a plain tensor is not what such a class expects
                 return tensor.clone()
             if 0 in tensor.stride():
                 return tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gaff import spread
+from gaff import foreign, spread
 from gaff.address import GRADIENT_PORTS, Key, Site
 from gaff.capturing import raise_if_silent
 from gaff.engine.session import Session
@@ -143,7 +143,7 @@ class Take(nn.Module):
         if inputs is not None and not callable(inputs):
             raise PlanError(f"inputs={inputs!r} cannot be called: expected a function from a batch to arguments")
         parts: dict[str, list[Tensor]] = {}
-        device = next((tensor.device for tensor in self.model.parameters()), torch.device("cpu"))
+        device = foreign.device_of(self.model)
         for batch in _progress(loader, progress):
             args, kwargs = _arguments(batch, inputs)
             moved = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))

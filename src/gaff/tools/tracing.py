@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff import foreign
 from gaff.address import Site, parse_site
 from gaff.compat import outside_modes, version_of
 from gaff.engine.flops import FlopCount
@@ -53,7 +54,7 @@ def trace_run(
     need_module(model)
     if backward is not None:
         _check_backward(model, backward)
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    device = foreign.device_of(model)
     counter = FlopCount.warm() if has_flops else None
     modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
     album = Album(len(modules) * (2 if backward is not None else 1)) if has_pictures else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff import foreign
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.select import iter_modules, join
 from gaff.values import iter_tensors
@@ -47,7 +48,7 @@ def _beginning(tensor: Tensor, most: int) -> Tensor:
 def precision(module: nn.Module) -> str:
     """``float16`` where autocast or the first parameter says so, else the first parameter's type."""
     parameter = next(module.parameters(), None)
-    kind = parameter.device.type if parameter is not None else "cpu"
+    kind = foreign.device_of(module).type
     if torch.is_autocast_enabled(kind):
         return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
     return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
