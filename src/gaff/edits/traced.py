@@ -46,7 +46,8 @@ def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
         part = replace(edit, edit=Call(inner))
         return lambda tensor: part.change(tensor, _ANY_EVENT)
     if isinstance(edit, Call):
-        return edit.function
+        function = edit.function
+        return lambda tensor: function(tensor.clone())  # which may write into it: graphs do not tell
     if isinstance(edit, (Reverse, Stop)) and is_gradient:
         return _scale(Scale(-float(edit.factor))) if isinstance(edit, Reverse) else torch.zeros_like
     if isinstance(edit, (Reverse, Stop, Quantize)):

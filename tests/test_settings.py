@@ -1,0 +1,197 @@
+"""Every cell of the table of what works where, of one process; those of several are in slow/test_sharded.py."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gaff
+import settings
+from spread_runs import WIDTH, build
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor"
+)
+
+HERE = ("eager", "compile", "compile blocks", "checkpoint", "AMP")
+
+
+def data():
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    return x, torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+
+
+def model_in(setting):
+    model = build(is_checkpointed=setting == "checkpoint")
+    torch._dynamo.reset()
+    if setting == "compile":
+        model.compile(backend="aot_eager", fullgraph=True)
+    if setting == "compile blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    if setting.startswith("compile"):  # before gaff comes
+        step(model, setting)
+        model.zero_grad()
+    return model
+
+
+@pytest.fixture(params=HERE)
+def setting(request):
+    yield request.param
+    torch._dynamo.reset()
+
+
+def step(model, setting):
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16, enabled=setting == "AMP"):
+        output = model(x)
+    F.mse_loss(output.float(), y).backward()
+
+
+def truth(setting):
+    """By raw hooks on a bare copy of the model, in eager code."""
+    model, found = build(), {}
+
+    def keep(module, args, output):
+        found["blocks.1"] = output.detach().clone()
+        output.register_hook(lambda gradient: found.update({"blocks.1:grad_output": gradient.clone()}))
+
+    model.blocks[1].register_forward_hook(keep)
+    step(model, setting)
+    found["blocks.1.fc.weight:grad"] = model.blocks[1].fc.weight.grad
+    found["blocks.1.fc.weight:param"] = model.blocks[1].fc.weight.detach()
+    return found
+
+
+def same(one, other):
+    assert one.dtype == other.dtype
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_capture_and_gradient(setting):
+    true, model = truth(setting), model_in(setting)
+    with gaff.capture(model, *true) as got:
+        step(model, setting)
+    for site, value in true.items():
+        same(got[site], value)
+    if setting.startswith("compile"):
+        assert "inside compiled code" in got.receipt.notes[0]
+
+
+def test_edit(setting):
+    changes = {"blocks.0": gaff.edits.scale(0.5), "blocks.1:grad_output": gaff.edits.scale(2.0)}
+    model, bare = model_in(setting), build()
+    for one, kind in ((model, setting), (bare, "AMP" if setting == "AMP" else "eager")):
+        with gaff.edit(one, changes) as changed:
+            step(one, kind)
+        assert [row.hits for row in changed.receipt.rows] == [1, 1]
+    for one, other in zip(model.parameters(), bare.parameters(), strict=True):
+        same(one.grad, other.grad)
+
+
+def test_statistics(setting, tmp_path):
+    true, model = truth(setting), model_in(setting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        optimizer.zero_grad()
+        step(model, setting)
+        optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    for site in ("blocks.1", "blocks.1:grad_output", "blocks.1.fc.weight:grad"):
+        name = site if ":" in site else f"{site}:output"
+        name = name if name in record.sites else site
+        assert record.latest(name)["norm"] == pytest.approx(true[site].float().norm().item(), rel=1e-3)
+
+
+def test_early_stop(setting):
+    true, model = truth("AMP" if setting == "AMP" else "eager"), model_in(setting)
+    with torch.autocast("cpu", torch.bfloat16, enabled=setting == "AMP"):
+        same(gaff.take(model, "blocks.1")(data()[0])["blocks.1"].detach(), true["blocks.1"])
+
+
+def test_ops(setting):
+    model, bare = model_in(setting), build()
+    found = []
+    for one in (model, bare):
+        with gaff.capture(one, "blocks.1/gelu") as got:
+            step(one, setting)
+        found.append(got["blocks.1/gelu"])
+    same(*found)
+    with gaff.capture(model, "blocks.1/gelu") as got:
+        step(model, setting)
+    assert setting == "AMP" or not setting.startswith("compile") or "ran eagerly" in got.receipt.notes[0]
+
+
+def test_guard(setting):
+    model = model_in(setting)
+    with torch.no_grad():
+        model.blocks[1].fc.weight[0, 0] = math.inf
+    with pytest.raises(gaff.NonFiniteError, match="blocks.1"), gaff.guard(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, setting)
+        optimizer.step()
+
+
+def test_no_compiled_code_is_made_for_opening_again():
+    torch._dynamo.reset()
+    model, frames = model_in("compile"), []
+
+    def count():
+        frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    for number in range(4):
+        with gaff.edit(model, {"blocks.0": gaff.edits.scale(0.1 * number)}) as changed, gaff.capture(model, "blocks.1"):
+            step(model, "compile")
+            changed.off()
+            step(model, "compile")
+        count()
+        step(model, "compile")
+        count()
+    assert len(set(frames)) == 1
+    assert not any("forward" in vars(one) for one in model.modules())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("asked", ["capture", "gradient", "edit", "early stop"])
+def test_an_exported_program_has_no_modules(asked):
+    exported = torch.export.export(build(), (data()[0],)).module()
+    calls = {
+        "capture": lambda: gaff.capture(exported, "blocks.1"),
+        "gradient": lambda: gaff.capture(exported, "blocks.1:grad_output"),
+        "edit": lambda: gaff.edit(exported, {"blocks.1": gaff.edits.scale(2.0)}),
+        "early stop": lambda: gaff.take(exported, "blocks.1"),
+    }
+    with pytest.raises(gaff.SiteError, match=r"torch\.export\.unflatten"):
+        calls[asked]()
+
+
+def test_an_exported_program_shows_ops_parameters_and_statistics(tmp_path):
+    program = torch.export.export(build(), (data()[0],))
+    exported, bare = program.module(), build()
+    with gaff.capture(exported, "/gelu#1", "blocks.1.fc.weight:param") as got:
+        exported(data()[0])
+    with gaff.capture(bare, "blocks.1/gelu") as want:
+        bare(data()[0])
+    same(got["/gelu#1"], want["blocks.1/gelu"])
+    again = torch.export.unflatten(program)
+    with gaff.capture(again, "blocks.1") as got:
+        again(data()[0])
+    same(got["blocks.1"], truth("eager")["blocks.1"])
+    optimizer = torch.optim.SGD(exported.parameters(), lr=0.1)
+    with gaff.watch(exported, optimizer, out=tmp_path / "run", every=1):
+        step(exported, "eager")
+        optimizer.step()
+    assert "blocks.1.fc.weight:grad" in gaff.load(tmp_path / "run").sites
+    with pytest.raises(gaff.NonFiniteError), gaff.guard(exported), torch.no_grad():
+        exported(data()[0] * math.inf)
+
+
+def test_the_page_of_limits_holds_the_table():
+    text = settings.LIMITS.read_text()
+    assert settings.page(text) == text
+
+
+def test_every_cell_is_of_a_row_and_a_column():
+    assert {asked for asked, _ in settings.CELLS} <= set(settings.ASKED)
+    assert {where for _, where in settings.CELLS} <= set(settings.SETTINGS)
