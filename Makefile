@@ -4,6 +4,8 @@ VENV := .venv
 PEERS := .venv-peers
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml constraints.txt
+# run once more with every model compiled
+SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
 .PHONY: demo more test slow vision partners page page-check check bench docs format clean
 
@@ -32,9 +34,11 @@ more: $(VENV)/.ready  ## what else there is
 
 test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 	$(RUN) -m pytest -m "not slow" -n 2
+	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside aot_eager -W ignore
 
 slow: $(VENV)/.ready  ## compile, forty architectures, examples
 	$(RUN) -m pytest -m slow -n 2
+	$(RUN) -m pytest tests/test_edits.py tests/test_capture.py -m "not slow" -n 2 --inside inductor -W ignore
 
 vision: $(PEERS)/.ready  ## torchvision and timm models
 	$(PEERS)/bin/python -m pytest tests/vision -n 2

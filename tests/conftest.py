@@ -7,6 +7,8 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import inside
+
 GLOBAL_TABLES = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -32,6 +34,14 @@ def global_state():
 
 def pytest_addoption(parser):
     parser.addoption("--inside", help="compile every model that a session is opened on, with this backend")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--inside") is not None:
+        for item in items:
+            reason = inside.why(item.name)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -170,6 +170,16 @@ def run_divergent(model, data, rank):
     return {"told": told, "after": step(model, data)}
 
 
+def run_watch(model, data, rank):
+    """One look at one step; the processes write one record."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gaff.watch(model, optimizer, out=f"{OUT[0]}/{'alone' if rank is None else 'record'}", every=1):
+        step(model, data)
+        optimizer.step()
+    return {}
+
+
+OUT = ["."]  # where the processes of a run write
 RUNS = {name.removeprefix("run_"): run for name, run in list(globals().items()) if name.startswith("run_")}
 
 
@@ -181,6 +191,7 @@ def rank_main(rank, world, kind, store, out, finished):
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
     )
     found = {}
+    OUT[0] = out
     replica = {"tp": None, "2d": rank // 2}.get(kind, rank)  # ranks of tensor parallelism share their rows
     rows = {"tp": 1, "2d": 2}.get(kind, world)
     for name, run in RUNS.items():

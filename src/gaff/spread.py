@@ -166,6 +166,25 @@ def processes_of(model: Any) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
+def places_of(model: Any) -> dict[str, str]:
+    """By name of a DTensor parameter: which of its parts this process holds; equal ones are the same."""
+    found = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        if is_spread(one):
+            where = one.device_mesh.get_coordinate() or ()
+            held = [at for at, place in zip(where, one.placements, strict=False) if not place.is_replicate()]
+            found[name] = ",".join(map(str, held))
+    return found
+
+
+def shares_rows(model: Any) -> bool:
+    """Whether several processes compute on the same rows of a batch, each with a part of the weights."""
+    meshes = meshes_of(model)
+    return bool(meshes) and (
+        any(mesh.ndim > 1 for mesh in meshes) or not any(fsdp_state(one) is not None for one in model.modules())
+    )
+
+
 def agree(ranks: tuple[int, ...], request: str) -> None:
     """All of ``ranks`` must ask for ``request``. Raises PlanError where one has not within ``PATIENCE_S`` seconds.
 

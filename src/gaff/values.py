@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gaff import spread
 from gaff.address import Key, print_key
 from gaff.errors import PlanError
 
@@ -182,9 +183,10 @@ def put_argument(
 
 def size_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse one as if it were dense."""
+    tensor = spread.local_of(tensor)  # of what is spread over processes: this one's part
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return sum(size_bytes(part) for part in inner)
+        return sum(size_bytes(part) for part in inner if isinstance(part, Tensor))
     is_plain = tensor.layout == torch.strided and not tensor.is_nested
     return tensor.nbytes if is_plain else tensor.numel() * tensor.element_size()
 

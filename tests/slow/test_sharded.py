@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import gaff
 import spread_runs
 from spread_runs import EDITS, ROWS, SITES
 
@@ -23,11 +24,13 @@ def runs(request, tmp_path_factory):
     finished = torch.multiprocessing.get_context("spawn").Barrier(world)
     arguments = (world, kind, str(out / "store"), str(out), finished)
     torch.multiprocessing.spawn(spread_runs.rank_main, arguments, nprocs=world)
+    spread_runs.OUT[0] = str(out)
     found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
     data = spread_runs.batch(None, replicas(kind))
     alone = {
         name: run(spread_runs.build(), data, None) for name, run in spread_runs.RUNS.items() if name != "divergent"
     }
+    found[0]["records"] = gaff.load(out / "record"), gaff.load(out / "alone")
     return kind, found, alone
 
 
@@ -104,3 +107,23 @@ def test_an_edit_that_one_rank_alone_asks_for_is_refused(runs):
     assert "did not within 1 s: expected the same on all" in found[0]["divergent"]["told"]
     for one in found:
         same_all(one["divergent"]["after"], alone["capture"]["after"])
+
+
+def test_statistics_of_all_ranks_are_those_of_the_whole(runs):
+    kind, found, _ = runs
+    record, alone = found[0]["records"]
+    assert record.ranks == list(range(KINDS[kind]))
+    stats = ("count", "mean", "std", "min", "max", "norm")
+    name = next(one for one in alone.sites if one in ("blocks.1", "blocks.1:output"))
+    weight = "blocks.1.fc.weight:param"
+    sites = (weight,) if replicas(kind) < KINDS[kind] else (weight, name)
+    for site in sites:
+        for stat in stats:
+            whole, together = alone.series(site, stat), record.series(site, stat, rank="all")
+            assert together.steps == whole.steps == [0]
+            assert together.values == pytest.approx(whole.values, rel=1e-4, abs=1e-6), (site, stat)
+    if replicas(kind) < KINDS[kind]:
+        with pytest.raises(gaff.errors.RecordError, match="of tensor parallelism share rows"):
+            record.series(name, "mean", rank="all")
+    with pytest.raises(gaff.errors.RecordError, match="does not add up"):
+        record.series(weight, "entropy", rank="all")

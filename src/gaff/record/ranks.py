@@ -1,4 +1,4 @@
-"""Whether the processes of one run still have the same weights. Needs no torch."""
+"""The processes of one run: whether they still have the same weights, and their numbers together. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gaff.errors import RecordError
 from gaff.record.finding import Finding
 
 if TYPE_CHECKING:
@@ -54,3 +55,63 @@ def _weights(part: Part, models: set[str]) -> Weights:
             if key[0] in models and key[1].endswith(":param") and not math.isnan(table.columns["count"][row]):
                 found[step, key] = table.columns["mean"][row], table.columns["std"][row]
     return found
+
+
+_SUMMED = ("count", "zeros", "nan", "positive_inf", "negative_inf")
+_TOGETHER = (*_SUMMED, "mean", "std", "min", "max", "rms", "norm", "nonfinite")
+
+
+def together(parts: Sequence[Part], key: tuple[str, str], stat: str, phase: str) -> tuple[list[int], list[float]]:
+    """Steps that all processes have looked at, and one number of a site over their parts; a replica counts once."""
+    if stat not in _TOGETHER:
+        raise RecordError(f"{stat!r} of several processes does not add up: expected one of {', '.join(_TOGETHER)}")
+    rows = [_rows(part, key, phase) for part in _distinct(parts, key)]
+    steps = sorted(set.intersection(*(set(one) for one in rows))) if rows else []
+    return steps, [_merged([one[step] for one in rows], stat) for step in steps]
+
+
+def _distinct(parts: Sequence[Part], key: tuple[str, str]) -> list[Part]:
+    """Those that hold different parts of what passes at a site."""
+    found: dict[str, Part] = {}
+    for part in parts:
+        told = next((one for _, one in part.events if one.get("kind") == "model" and one.get("name") == key[0]), {})
+        path, _, port = key[1].rpartition(":")
+        places = told.get("places") or {}
+        if port in ("param", "grad", "update") or path in places:
+            place = str(places.get(path, ""))  # without one every process has the whole of it
+        elif told.get("has_parts"):
+            raise RecordError(
+                f"{key[1]!r}: processes of tensor parallelism share rows: expected one rank, such as rank=0"
+            )
+        else:
+            place = str(part.rank)
+        found.setdefault(place, part)
+    return list(found.values())
+
+
+def _rows(part: Part, key: tuple[str, str], phase: str) -> dict[int, dict[str, float]]:
+    found = {}
+    for at, (step, _) in enumerate(part.tables):
+        table = part.table(at)
+        row = table.layout.index.get(key) if table is not None and table.phase == phase else None
+        if table is not None and row is not None and not math.isnan(table.columns.get("count", {row: math.nan})[row]):
+            found[step] = {name: values[row] for name, values in table.columns.items()}
+    return found
+
+
+def _merged(rows: Sequence[dict[str, float]], stat: str) -> float:
+    if stat in _SUMMED:
+        return sum(row[stat] for row in rows)
+    if stat in ("min", "max"):
+        return (min if stat == "min" else max)(row[stat] for row in rows)
+    if stat == "nonfinite":
+        return sum(row[name] for row in rows for name in ("nan", "positive_inf", "negative_inf"))
+    filled = [row for row in rows if row["count"] > 0]
+    count = sum(row["count"] for row in filled)
+    if not count:
+        return math.nan
+    mean = sum(row["count"] * row["mean"] for row in filled) / count
+    square = sum(row["count"] * (row["std"] ** 2 + row["mean"] ** 2) for row in filled)
+    if stat == "std":
+        return math.sqrt(sum(row["count"] * (row["std"] ** 2 + (row["mean"] - mean) ** 2) for row in filled) / count)
+    return {"mean": mean, "rms": math.sqrt(square / count), "norm": math.sqrt(square)}[stat]

@@ -15,7 +15,7 @@ from gaff.errors import RecordError
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.log import EVENT, LAYOUT, MAGIC, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
-from gaff.record.ranks import divergence
+from gaff.record.ranks import divergence, together
 from gaff.record.ring import ENDING as RING
 from gaff.record.ring import Flight, read_ring
 
@@ -226,14 +226,19 @@ class Record:
     def scalars(self) -> list[str]:
         return list(dict.fromkeys(name for part in self._parts for name in part.series if name != "step"))
 
-    def series(self, site: str, stat: str, phase: str = "train", rank: int = 0) -> Series:
+    def series(self, site: str, stat: str, phase: str = "train", rank: int | str = 0) -> Series:
         """One number of one site over the sampled steps, such as ``record.series("fc1", "rms")``.
 
         ``site``: as in ``sites``; the model's name may be left out where only one model has it. ``stat``: a column
         (``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nan``, ``count`` ...) or ``rms``, ``norm``, ``nonfinite``.
-        Raises RecordError with near names.
+        ``rank``: a process, or "all" for their parts put together, at the steps that all have looked at (Chan, Golub &
+        LeVeque 1979). Raises RecordError with near names, and for parts that do not add up.
         """
         key = _find(self.names(), site, self.path)
+        if rank == "all":
+            return Series(*together(self._parts, key, stat, phase))
+        if isinstance(rank, str):
+            raise RecordError(f"rank={rank!r}: expected one of {self.ranks} or 'all'")
         steps, values = [], []
         stats: dict[str, None] = {}
         part = self.part(rank)

@@ -89,6 +89,7 @@ class Desk:
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
                 "replicated": type(root).__name__ == "DistributedDataParallel",
+                **(facts.spread_over(root) if root is not None else {}),
                 **(facts.inventory(root) if root is not None else {})}  # fmt: skip
 
         def job() -> None:

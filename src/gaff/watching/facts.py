@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff import foreign
+from gaff import foreign, spread
 from gaff.record.sample import Key, Parameter, address_of
-from gaff.select import iter_modules, join
+from gaff.select import iter_modules, join, unwrap
 from gaff.values import iter_tensors
 from gaff.watching.models import Models
 from gaff.watching.recorder import bytes_of
@@ -142,3 +142,10 @@ def _kind(module: nn.Module, parameter: Tensor) -> str:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
     return "weight" if parameter.dim() > 1 else "bias"
+
+
+def spread_over(root: nn.Module) -> dict[str, Any]:
+    """Which parts of a model this process has, where it is spread over several."""
+    model = unwrap(root)
+    places = spread.places_of(model)
+    return {"places": places, "has_parts": spread.shares_rows(model)} if places else {}
