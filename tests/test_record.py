@@ -282,3 +282,21 @@ def test_a_run_of_1000_sites_and_2000_looks_is_within_100_mb(tmp_path):
     recorder.close()
     size = (tmp_path / "rank0.gaff").stat().st_size
     assert size * 40 < 100e6, f"{size * 40 / 1e6:.0f} MB"
+
+
+def test_a_rank_that_stopped_while_others_went_on_is_told(tmp_path):
+    def write_rank(rank, steps, *, has_ended):
+        log = LogWriter(tmp_path / f"rank{rank}.gaff")
+        log.write_json(EVENT, {"kind": "begin"})
+        log.write(SERIES, pack_series({"step": [float(one) for one in range(steps)]}), 0)
+        if has_ended:
+            log.write_json(EVENT, {"kind": "end"}, steps)
+        log.close()
+
+    write_rank(0, 9, has_ended=True)
+    write_rank(1, 9, has_ended=False)
+    assert load(tmp_path).findings == []  # it may still say so
+    write_rank(2, 4, has_ended=False)
+    [finding] = load(tmp_path).findings
+    assert (finding.rule, finding.rank, finding.since) == ("rank_lost", 2, 4)
+    assert finding.message == "rank 2 wrote nothing after step 3, others went on"

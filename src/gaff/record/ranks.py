@@ -45,6 +45,31 @@ def divergence(parts: Sequence[Part]) -> list[Finding]:
     return list(found.values())
 
 
+def lost(parts: Sequence[Part]) -> list[Finding]:
+    """One finding for each process that has never said that it ended, where another has, later than it stopped."""
+    last = {part.rank: max((int(step) for step in part.series.get("step", ())), default=-1) for part in parts}
+    ended = [part.rank for part in parts if part.latest("end") is not None]
+    found = []
+    for part in parts:
+        if ended and part.rank not in ended and last[part.rank] < max(last[rank] for rank in ended):
+            found.append(
+                Finding(
+                    rule="rank_lost",
+                    site="",
+                    model="",
+                    since=last[part.rank] + 1,
+                    severity="error",
+                    message=f"rank {part.rank} wrote nothing after step {last[part.rank]}, others went on",
+                    cause="the process was killed (out of memory, a signal), or its record could not be written",
+                    remedy="look at that process's own output and at the last rows of its flight recorder",
+                    evidence={f"last step of rank {rank}": float(last[rank]) for rank in ended},
+                    last=last[part.rank] + 1,
+                    rank=part.rank,
+                )
+            )
+    return found
+
+
 def _weights(part: Part, models: set[str]) -> Weights:
     found: Weights = {}
     for at, (step, _) in enumerate(part.tables):

@@ -8,6 +8,7 @@ its version counter is checked on reading; where there is none (inference mode) 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -214,10 +215,23 @@ def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
 
 
 def _to_pinned(tensor: Tensor, dtype: torch.dtype, checks: list[Callable[[Site], None]]) -> Tensor:
-    """A copy in pinned host memory, made by the device's own queue; waited for on reading."""
+    """A copy in pinned host memory, made beside the model's own queue; waited for on reading.
+
+    The device copies first, in its queue: what the model writes into ``tensor`` next does not reach what is on its way.
+    """
     buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
-    buffer.copy_(tensor, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
+    source = tensor.to(dtype, copy=True)
+    side = _side_stream(tensor.device)
+    side.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(side):
+        buffer.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(side)
+    source.record_stream(side)  # its memory is not used again before the copy is done
     checks.append(lambda site: event.synchronize())
     return buffer
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
