@@ -1,4 +1,4 @@
-"""The prices on a GPU: ``python -m benchmarks.gpu`` where there is one. Wall time with the device waited for, medians, interleaved."""
+"""The prices on a GPU: ``python -m benchmarks.gpu``. Wall time with the device waited for, medians, interleaved."""
 
 import contextlib
 import random
@@ -64,15 +64,14 @@ def raw(model, optimizer):
     return contextlib.nullcontext()
 
 
+SITES = ("?", "??", "?:grad_output", "??:grad_output")
 WAYS = {
     "bare": lambda model, optimizer: contextlib.nullcontext(),
     "raw hooks that keep blocks and their gradients": raw,
     "gaff.capture of the same": lambda model, optimizer: gaff.capture(
         model, "?", "??", "?:grad_output", "??:grad_output"
     ),
-    "the same, to pinned memory": lambda model, optimizer: gaff.capture(
-        model, "?", "??", "?:grad_output", "??:grad_output", to="cpu", last=1
-    ),
+    "the same, to pinned memory": lambda model, optimizer: gaff.capture(model, *SITES, to="cpu", last=1),
     "gaff.watch, every 10th step": lambda model, optimizer: gaff.watch(model, optimizer, every=10),
     "gaff.watch, every step": lambda model, optimizer: gaff.watch(model, optimizer, every=1),
     "gaff.guard": lambda model, optimizer: gaff.guard(model),

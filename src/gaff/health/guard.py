@@ -75,7 +75,8 @@ class Probe(Stream):
 
     def _add(self, tensor: Tensor, batch: Batch) -> None:
         if tensor is not self._guard.latest and can_hold(tensor):
-            self._guard.latest = tensor  # a container often returns what its last module did
+            if not self._guard.is_traced:  # compiled code uses a tensor again for other values
+                self._guard.latest = tensor  # a container often returns what its last module did
             had_grad = compat.is_grad_enabled()
             compat.set_grad_enabled(False)
             try:
@@ -116,6 +117,11 @@ class Guard:
         self._session = Session(model, taps, threads="own", is_traceable=is_compiled(model))
         self._watch = StepWatch(lambda: list(model.parameters()), self._before_step, self._forget)
         self._closing = ExitStack()
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the sums are made inside compiled code."""
+        return self._session.is_traced
 
     def __enter__(self) -> Guard:
         with ExitStack() as opening:

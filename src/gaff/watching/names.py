@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ def _modules_in(variables: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]
             yield name, value
         elif isinstance(value, (list, tuple, dict)):
             yield from _modules_inside(name, value)
-        elif not isinstance(value, (type, Tensor, str, int, float)) and hasattr(value, "__dict__"):
+        elif not isinstance(value, (type, ModuleType, Tensor, str, int, float)) and hasattr(value, "__dict__"):
             for key, inner in list(vars(value).items())[:_MOST]:
                 if isinstance(inner, nn.Module):
                     yield f"{name}.{key}", inner

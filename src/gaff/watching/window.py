@@ -145,7 +145,12 @@ class Window:
         self._latest, self._latest_version, self._latest_key = weakref.ref(tensor), compat.version_of(tensor), key
 
     def _is_latest(self, tensor: Tensor) -> bool:
-        """Whether it is the tensor that was looked at last, and nobody has written to it since."""
+        """Whether it is the tensor that was looked at last, and nobody has written to it since.
+
+        Compiled code uses a tensor again for other values, and counts no writes: there nobody can tell.
+        """
+        if self._stands is not None:
+            return False
         known = self._latest
         return known is not None and known() is tensor and compat.version_of(tensor) == self._latest_version
 
