@@ -125,7 +125,9 @@ def run_edit(model, data, rank):
 
 
 def run_take(model, data, rank):
-    feature = gaff.take(model, "blocks.1")(data[0])["blocks.1"]
+    take = gaff.take(model, "blocks.1")
+    with torch.set_grad_enabled(not isinstance(model, nn.parallel.DistributedDataParallel)):
+        feature = take(data[0])["blocks.1"]
     return {"feature": whole(feature), "after": step(model, data)}
 
 
@@ -153,6 +155,38 @@ def run_guard(model, data, rank):
     except gaff.NonFiniteError as error:
         return {"raised": True, "site": error.report.site}
     return {"raised": False}
+
+
+def run_accumulate(model, data, rank):
+    """Micro-batches without and with synchronisation, an exception in between, and what an open capture makes of it."""
+    x, y = data
+    with gaff.capture(model, "blocks.1.fc.weight:grad"):
+        for part in (slice(0, len(x) // 2), slice(len(x) // 2, None)):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(part.start != 0)
+            loss = F.mse_loss(model(x[part]), y[part]) / 2
+            loss.backward()
+    gradients = {name: whole(one.grad) for name, one in inner(model).named_parameters()}
+
+    def spoil(module, args, output):
+        output.register_hook(_fail)
+
+    if hasattr(model, "reset_iter_state"):
+        with gaff.capture(model, gaff.maybe("blocks.1.fc.weight:grad")):
+            handle = model.blocks[1].norm.register_forward_hook(spoil)
+            try:
+                F.mse_loss(model(x), y).backward()
+            except ValueError:
+                handle.remove()
+            model.reset_iter_state()
+            after = step(model, data)
+    else:
+        after = step(model, data)
+    return {"accumulated": gradients, "after": after}
+
+
+def _fail(gradient):
+    raise ValueError("in the middle of backward")
 
 
 def run_divergent(model, data, rank):

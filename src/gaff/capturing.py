@@ -13,6 +13,7 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn
 
+from gaff import spread
 from gaff.address import Site, every_call
 from gaff.engine.session import Session
 from gaff.engine.taps import Tap, TensorTap
@@ -66,6 +67,9 @@ class Capture:
         self._session = Session(model, self._taps, tensor_taps, options.threads, is_traceable=is_traceable)
 
     def __enter__(self) -> Capture:
+        if self._model is not None and any(keeper.reduce for keeper in self._keepers):
+            ranks = spread.ranks_of(self._model.parameters())  # what reduces a DTensor talks to the others
+            spread.agree(ranks, f"capture {'; '.join(map(str, self._plan.requests))}")
         self._session.open()
         for keeper in self._keepers:
             keeper.is_foreign = self._session.clock.is_foreign

@@ -61,6 +61,14 @@ def stance() -> str:
     return str(eval_frame._stance.stance)
 
 
+def variants_of(code: Any) -> tuple[int, int]:
+    """How many compiled variants of a function there are, and how many torch keeps."""
+    from torch._dynamo import config
+
+    entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    return len(entries(code)) if entries is not None else 0, int(getattr(config, "recompile_limit", 8))
+
+
 def compile_counts() -> tuple[int, int]:
     """Graphs that Dynamo has made in this process, and graph breaks, by its own counters."""
     from torch._dynamo.utils import counters

@@ -66,7 +66,8 @@ class Editing:
 
     def _open(self) -> None:
         if self._model is not None:
-            spread.agree(spread.processes_of(self._model), f"edit {'; '.join(map(str, self._plan.requests))}")
+            asked = sorted(f"{request}: {type(request.edit).__name__}" for request in self._plan.requests)
+            spread.agree(spread.processes_of(self._model), f"edit {'; '.join(asked)}")
         self._session.open()
         CHANGING.add(self)
 

@@ -22,7 +22,7 @@ class Measured:
     def add(self, old: Tensor, new: Tensor) -> Tensor:
         """Returns how many elements became non-finite, as a number on the device. Nothing is synchronised."""
         self.events += 1
-        self._seen += old.numel()
+        self._seen += spread.local_of(old).numel()
         with torch.no_grad(), compat.outside_modes():
             sums = _sums(old, new)
         known = self._sums.get(old.device)

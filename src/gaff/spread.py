@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -43,6 +44,14 @@ def fsdp_state(module: Any) -> Any:
     return get() if get is not None else None
 
 
+_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by FSDP2's record of a parameter
+
+
+def group_of(record: Any) -> Any:
+    """What FSDP2 reduces together with a parameter."""
+    return _GROUPS[record]()
+
+
 def sharded_parameters(model: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
     """By a module's identity and a name: FSDP2's own record of the parameter, and the module it is gathered with."""
     found = {}
@@ -50,6 +59,7 @@ def sharded_parameters(model: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
         state = fsdp_state(unit)
         for group in state._fsdp_param_groups if state is not None else ():
             for one in group.fsdp_params:
+                _GROUPS[one] = ref(group)
                 info = one._module_info
                 found[id(info.module), info.param_name] = one, unit
                 for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
@@ -106,11 +116,21 @@ def ranks_of(tensors: Iterable[Any]) -> tuple[int, ...]:
 def any_process(flag: bool, meshes: Iterable[Any]) -> bool:
     """Whether ``flag`` is set in any process of ``meshes``. All of them must ask."""
     for mesh in meshes:
-        told = torch.tensor([float(flag)], device=mesh.device_type)
         for dim in range(mesh.ndim):
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
-        flag = bool(told.item())
+            flag = any_of(flag, mesh.get_group(dim), mesh.device_type)
     return flag
+
+
+def any_of(flag: bool, group: Any, device: Any) -> bool:
+    """The same of one process group."""
+    told = torch.tensor([float(flag)], device=device)
+    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
+    return bool(told.item())
+
+
+def replicas_of(model: Any) -> Any:
+    """The process group over which DistributedDataParallel averages gradients; None for any other model."""
+    return getattr(model, "process_group", None) if type(model).__name__ == "DistributedDataParallel" else None
 
 
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:
@@ -139,6 +159,8 @@ def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Te
 def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
     """The norm of each DTensor and of all together, plain ones among them: plain numbers, equal on every process."""
     local = [local_of(one) for one in tensors]
+    if kind <= 0:
+        raise PlanError(f"norm_type={kind:g} over several processes: expected a positive number, or inf")
     is_max = math.isinf(kind)
     powers = []
     for one in local:  # a process may have no part of a small parameter
@@ -154,13 +176,13 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
 
 
 _ASKED: Counter[str] = Counter()  # how often this process has asked for something with others
-PATIENCE_S = 60.0  # how long others may take to ask for the same
+PATIENCE_S = 300.0  # how long others may take to ask for the same
 
 
 def processes_of(model: Any) -> tuple[int, ...]:
     """The ranks that hold a part or a replica of ``model`` (FSDP2, tensor parallel, DistributedDataParallel)."""
     ranks = set(ranks_of((*model.parameters(), *model.buffers())))
-    group = getattr(model, "process_group", None) if type(model).__name__ == "DistributedDataParallel" else None
+    group = replicas_of(model)
     if group is not None:
         ranks.update(torch.distributed.get_process_group_ranks(group))
     return tuple(sorted(ranks))
@@ -200,10 +222,12 @@ def agree(ranks: tuple[int, ...], request: str) -> None:
     store.set(keys[own], "asked")
     try:
         store.wait(list(keys.values()), timedelta(seconds=PATIENCE_S))
-    except (RuntimeError, torch.distributed.DistStoreError):
+    except BaseException as error:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         store.delete_key(keys[own])
         _ASKED[name] -= 1
+        if not isinstance(error, (RuntimeError, torch.distributed.DistStoreError)):
+            raise
         raise PlanError(
             f"rank {own} asks for {request!r}, and rank{'s' * (len(missing) > 1)} "
             f"{', '.join(map(str, missing))} did not within {PATIENCE_S:g} s: expected the same on all {len(ranks)} "

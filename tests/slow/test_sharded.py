@@ -95,11 +95,10 @@ def test_clipping_takes_the_norm_of_all_parts(runs):
 
 
 def test_a_nan_on_one_rank_stops_the_guarded_run_and_hangs_nobody(runs):
-    kind, found, alone = runs
+    _, found, alone = runs
     assert alone["guard"]["raised"]
     assert found[0]["guard"]["raised"]
-    if kind != "ddp":
-        assert all(one["guard"]["raised"] for one in found)
+    assert all(one["guard"]["raised"] for one in found)
 
 
 def test_an_edit_that_one_rank_alone_asks_for_is_refused(runs):
@@ -127,3 +126,10 @@ def test_statistics_of_all_ranks_are_those_of_the_whole(runs):
             record.series(name, "mean", rank="all")
     with pytest.raises(gaff.errors.RecordError, match="does not add up"):
         record.series(weight, "entropy", rank="all")
+
+
+def test_gradients_add_up_also_after_an_exception(runs):
+    _, found, alone = runs
+    for one in found:
+        same_all(one["accumulate"]["accumulated"], alone["accumulate"]["accumulated"])
+        same_all(one["accumulate"]["after"], alone["capture"]["after"])

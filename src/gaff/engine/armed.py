@@ -18,6 +18,10 @@ from gaff.values import iter_tensors
 
 NEEDS_NONE = "the tensor does not require grad"
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
+VIEW_INSIDE = (
+    "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer that "
+    "makes it, or open the session under torch.compiler.set_stance('force_eager')"
+)
 BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
 
 
@@ -173,6 +177,10 @@ class Gradients:
     def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
         """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad."""
         armed: Armed
+        if getattr(tensor, "stands_for_view", False):  # inside compiled code
+            armed = ArmedView(stream, run, call, tensor)
+            armed.refuse(VIEW_INSIDE)
+            return armed
         if tensor._is_view():
             _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
             armed = ArmedView(stream, run, call, tensor)

@@ -26,18 +26,20 @@ from torch import Tensor, nn
 
 from gaff import compat, dynamo
 from gaff.address import Key, Site
+from gaff.edits.arithmetic import Project
+from gaff.edits.files import tensors_of
 from gaff.engine.changes import RETURNED, TWINS, find_argument
 from gaff.engine.gradients import ambiguous
 from gaff.engine.modules import MISSING, Node
 from gaff.engine.replay import Passage
 from gaff.engine.structure import has_grad_mode, rebuild, stand_ins, structure_of
-from gaff.errors import PlanError
+from gaff.errors import ExactnessError, PlanError
 from gaff.values import dig, iter_tensors, put, put_argument
 
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
-_KEPT = 1024  # tickets of a receiver that are still known: of frames whose backward pass is to come
+_FEW = 64  # tickets of a receiver above which those are looked for that no graph holds any more
 _LOCK = threading.Lock()
 
 Call = tuple[int, int, int]  # a ticket, a place and a thread: one call, once
@@ -74,6 +76,8 @@ def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what:
     number = int(ticket)
     receiver = _RECEIVERS.get(number)
     if receiver is not None:
+        receiver.lives.setdefault(number, []).append(compat.storage_life(ticket))
+        receiver.tellers.setdefault(number, set()).add(threading.get_ident())
         receiver.renew(number)
         receiver.told((number, place, threading.get_ident()), values, what)
 
@@ -107,6 +111,9 @@ class Receiver:
         self.token = inside.token
         self.waiting: dict[Call, list[Tensor]] = {}  # calls whose gradients may arrive, and what stands for the tensors
         self._numbers: deque[int] = deque()
+        self.lives: dict[int, list[Any]] = {}  # of tickets: whether a graph still holds what stands for them
+        self.tellers: dict[int, set[int]] = {}  # of tickets: threads on which frames with it have run
+        self._most = _FEW
         self._latest = 0
         self.ticket = self._new_ticket()
         inside.receivers.append(self)
@@ -123,7 +130,7 @@ class Receiver:
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
         """A gradient has come for one tensor of a call: the hooks on what stands for it hear of it."""
         stands = self.waiting.get(call)
-        if stands is None and compat.is_autograd_thread():  # of a device: whose forward ran on another thread
+        if stands is None and len(self.tellers.get(call[0], ())) == 1:  # backward runs on another thread
             found = [one for known, one in self.waiting.items() if known[:2] == call[:2]]
             stands = found[0] if len(found) == 1 else None
         if stands is not None:
@@ -136,6 +143,8 @@ class Receiver:
             for number in self._numbers:
                 _RECEIVERS.pop(number, None)
         self._numbers.clear()
+        self.lives.clear()
+        self.tellers.clear()
         self.waiting.clear()
 
     def _new_ticket(self) -> Tensor:
@@ -143,13 +152,29 @@ class Receiver:
             self._latest = number = next(_NUMBERS)
             _RECEIVERS[number] = self
             self._numbers.append(number)
-            while len(self._numbers) > _KEPT:
-                _RECEIVERS.pop(self._numbers.popleft(), None)
-        if len(self.waiting) > 2 * _KEPT:
-            known = set(self._numbers)
-            self.waiting = {call: stands for call, stands in self.waiting.items() if call[0] in known}
+            if len(self._numbers) > self._most:
+                self._drop_dead()
         with torch.inference_mode(False):
-            return torch.tensor([number])  # with a dimension: torch guards the number of one without
+            ticket = torch.tensor([number])  # with a dimension: torch guards the number of one without
+        self.lives[number] = [compat.storage_life(ticket)]
+        return ticket
+
+    def has_living_graph(self) -> bool:
+        """Whether a graph is alive that may still bring gradients."""
+        return any(lives_on() for number, lives in self.lives.items() if number != self._latest for lives_on in lives)
+
+    def _drop_dead(self) -> None:
+        """Forget the tickets that no graph holds any more."""
+        for number in list(self._numbers):
+            lives = self.lives.get(number)
+            if number != self._latest and lives is not None and not any(lives_on() for lives_on in lives):
+                _RECEIVERS.pop(number, None)
+                del self.lives[number]
+                self.tellers.pop(number, None)
+        self._numbers = deque(number for number in self._numbers if number in self.lives or number == self._latest)
+        known = set(self._numbers)
+        self.waiting = {call: stands for call, stands in self.waiting.items() if call[0] in known}
+        self._most = max(_FEW, 2 * len(self._numbers))
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # a copy of the module gets a hook that does nothing
@@ -265,7 +290,7 @@ class Exit(HookInside):
 
     def _told_again(self, call: Call, what: str) -> None:
         """A recomputation: its gradients belong to the call of the first pass."""
-        found = self.node.exit_replay.match() if self.arms else None
+        found = self.node.exit_replay.match(has_grad=has_grad_mode(what)) if self.arms else None
         if found is not None and found.is_first_graph and has_grad_mode(what):
             self._hang_up(call, what, found.passage)
         elif found is not None and (first := self._first.get(found.passage)) in self.waiting:
@@ -277,10 +302,6 @@ class Exit(HookInside):
         output = rebuild(what, stands.__getitem__)
         for arm in self.arms:
             arm(output, ((), {}), passage.run, passage.call)
-        for stand in stands:
-            if stand._is_view():  # compiled code does not tell whether a view is changed in place later: refuse it
-                with torch.no_grad():
-                    stand.zero_()
 
 
 class Leave(HookInside):
@@ -380,6 +401,11 @@ class Looks:
         for _, look in self._looks:
             look.waiting.clear()
 
+    def close(self) -> None:
+        """For good."""
+        self.switch_off()
+        self._inside.close()
+
 
 class TracedEdit(Receiver):
     """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off."""
@@ -392,6 +418,7 @@ class TracedEdit(Receiver):
         self.switch = stream.switch
         self.is_cut = is_cut  # while it acts nothing leads back to what passed: another graph than while it is off
         self.repeats: WeakSet[Any] = WeakSet()  # checkpoints that will recompute it
+        self.constants = _versions(stream.edit)
 
     def change(self, output: Any, args: Any) -> Any:
         """Traced: the output that the model goes on with."""
@@ -404,6 +431,8 @@ class TracedEdit(Receiver):
         return (args, kwargs) if found is None else put_argument(args, kwargs, found[0], self._changed(found[1], ""))
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        if self.constants != _versions(self.stream.edit):
+            raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
         if compat.backward_task() == -1:
             self.stream.told(*values, what)
             self.repeats.update(found.frame for found in compat.checkpoints())
@@ -516,6 +545,11 @@ def _remark(output: Any, tensor: Tensor, args: Any) -> str:
     if any(output is one for one in args):
         return RETURNED
     return TWINS if sum(one is tensor for _, one in iter_tensors(output)) > 1 else ""
+
+
+def _versions(edit: Any) -> tuple[int, ...]:
+    """Of what a projection was made ready from, which a graph does not make again."""
+    return tuple(compat.version_of(one) for one in tensors_of(edit)) if isinstance(edit, Project) else ()
 
 
 def _refuse_export() -> None:

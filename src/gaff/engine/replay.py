@@ -73,7 +73,7 @@ class Replay:
                 )
             self._note(passage, compat.checkpoints())
 
-    def match(self) -> Match | None:
+    def match(self, *, has_grad: bool | None = None) -> Match | None:
         """The call that the current recomputation repeats; None for one that this session did not see."""
         node = compat.current_node()
         chain = compat.checkpoints() if self._regions else []
@@ -91,7 +91,7 @@ class Replay:
         if passage is None:
             return None
         self._note(passage, chain[:inner])
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() if has_grad is None else has_grad:
             self._waiting.pop(passage, None)
         else:  # a checkpoint inside the recomputed one, made anew
             for function in compat.enclosing_functions():

@@ -86,12 +86,12 @@ class Session:
             self._prepare()
             for swap in self._swaps:
                 opening.callback(swap.restore)
-            if self._around is not None and surroundings.runs_compiled(self._around):
+            if self._model is not None and self._around is not None and surroundings.runs_compiled(self._around):
                 from gaff.engine import tracing  # imports what only processes that compile need
 
                 reason = "" if self._is_traceable else "what it looks at is not in graphs"
                 has_marks = self._has_arms or bool(self._leaves) or self._has_edits
-                self._inside = tracing.meet(opening, self._taps, self.notes, reason, has_marks=has_marks)
+                self._inside = tracing.meet(opening, self._model, self._taps, self.notes, reason, has_marks=has_marks)
                 self._is_forced = self._inside is None
             elif self._around is not None:
                 surroundings.keep_eager(opening, self.clock.at_end, self.notes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
-from gaff import compat, spread
+from gaff import spread
 from gaff.engine.replay import Passage
 from gaff.engine.stream import EntryChange, ExitChange
 from gaff.select import Found
@@ -49,6 +49,7 @@ class ShardedGradient:
 
     def follow(self) -> None:
         """FSDP2 may replace its tensors, and makes the gathered one in the first forward."""
+        _Reduction.of(self._record).followed.add(self)
         part, whole = self._record.sharded_param, getattr(self._record, "_unsharded_param", None)
         if part is not self._part and part.requires_grad:
             if self._part_handle is not None:
@@ -64,7 +65,7 @@ class ShardedGradient:
         if listener in self.listeners:
             self.listeners.remove(listener)
         if not self.listeners:
-            self._restore()
+            _Reduction.of(self._record).followed.discard(self)
             for handle in (self._part_handle, self._whole_handle):
                 if handle is not None:
                     handle.remove()
@@ -74,9 +75,10 @@ class ShardedGradient:
     def _coming(self, _gradient: Tensor) -> None:
         for listener in self.listeners:
             listener.coming()
-        if self._part is not None and self._part.grad is not None and self._kept is None:
+
+    def put_aside(self) -> None:
+        if self._part is not None and self._part.grad is not None:
             self._kept, self._part.grad = self._part.grad, None
-            compat.at_backward_end(self._restore)  # no reduction came: synchronisation is off
 
     @torch.no_grad()
     def _reduced(self, part: Tensor) -> None:
@@ -91,10 +93,36 @@ class ShardedGradient:
         if part.grad is not gradient:
             part.grad = gradient
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         kept, self._kept = self._kept, None
-        if kept is not None and self._part is not None and self._part.grad is None:
+        if kept is not None and self._part is not None:
             self._part.grad = kept
+
+
+class _Reduction:
+    """Puts ``grad`` of followed parameters aside while FSDP2 reduces their group, however that ends."""
+
+    def __init__(self, group: Any) -> None:
+        self.followed: set[ShardedGradient] = set()
+        self._group = ref(group)
+
+    @classmethod
+    def of(cls, record: Any) -> _Reduction:
+        group = spread.group_of(record)
+        found = group.__dict__.get("post_backward")
+        if found is None:
+            found = group.post_backward = cls(group)
+        return found  # type: ignore[no-any-return]
+
+    def __call__(self, *unused: Any) -> None:
+        group: Any = self._group()
+        for one in self.followed:
+            one.put_aside()
+        try:
+            type(group).post_backward(group, *unused)
+        finally:
+            for one in self.followed:
+                one.restore()
 
 
 class SwapUnit(EntryChange):

@@ -35,13 +35,15 @@ def rebuild(what: str, tensor_of: Callable[[int], Any]) -> Any:
 def stand_ins(what: str) -> list[Tensor]:
     """Small tensors on which hooks can be set in the place of those of the value.
 
-    They require grad as those did; what stands for a view is a view.
+    They require grad as those did; what stands for a view says so.
     """
     found: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.enable_grad():
         for number, requires_grad, is_view in _leaves(_read(what)):
             stand: Tensor = torch.empty(0, requires_grad=requires_grad)
-            found[number] = (stand.clone().view(0) if is_view else stand.clone()) if requires_grad else stand
+            found[number] = stand.clone() if requires_grad else stand
+            if requires_grad and is_view:
+                found[number].stands_for_view = True  # type: ignore[attr-defined]
     return [found[number] for number in sorted(found)]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from gaff import dynamo
 from gaff.edits.traced import cuts, traced
@@ -21,11 +24,14 @@ from gaff.engine.compiled import (
     TracedGradientEdit,
 )
 from gaff.engine.modules import Node, _before, _before_edit, _leave
+from gaff.engine.outer import is_compiled
 from gaff.engine.surroundings import EAGER, forced_eager
 from gaff.engine.taps import CallTap, EditTap, Tap
 from gaff.errors import ExactnessError
 from gaff.receipt import counted
+from gaff.select import unwrap
 
+_ROOM = 2  # variants of compiled code that are left to the user
 _SEEN = ("output", "input", "grad_output", "param", "buffer", "grad")
 _EDITED = ("output", "input", "grad_output", "grad")
 
@@ -81,20 +87,51 @@ def _why_order(taps: Sequence[EditTap]) -> str:
     return ""
 
 
-def meet(opening: ExitStack, taps: Sequence[Any], notes: list[str], reason: str, *, has_marks: bool) -> Traced | None:
+def meet(
+    opening: ExitStack, model: nn.Module, taps: Sequence[Any], notes: list[str], reason: str, *, has_marks: bool
+) -> Traced | None:
     """Hooks that compiled code holds where it can; else, also for ``reason``, it runs eagerly until closing."""
-    reason = reason or why_not(taps)
+    reason = reason or why_not(taps) or _why_full(model, taps)
     if not reason:
-        return opening.enter_context(Traced(taps, notes, has_marks=has_marks))
+        return opening.enter_context(Traced(model, taps, notes, has_marks=has_marks))
     opening.enter_context(forced_eager)
     notes.append(f"{EAGER}: {reason}")
     return None
 
 
+_PATTERNS: WeakKeyDictionary[CodeType, set[frozenset[str]]] = WeakKeyDictionary()  # in which code has been tapped
+
+
+def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
+    """Why another set of taps would leave torch no room for variants of the user's own; empty if there is room."""
+    wanted: dict[CodeType, set[frozenset[str]]] = {}
+    regions = [(path, one) for path, one in model.named_modules() if getattr(one, "_compiled_call_impl", None)]
+    for path, region in regions or [("", unwrap(model))]:
+        code = getattr(type(region).forward, "__code__", None)
+        start = f"{path}." if path else ""
+        inside = frozenset(_kind_of(tap, start) for tap in taps if f"{tap.found.site.path}.".startswith(start))
+        if code is not None and inside:
+            wanted.setdefault(code, set()).add(inside)
+    for code, patterns in wanted.items():
+        count, most = dynamo.variants_of(code)
+        known = _PATTERNS.setdefault(code, set()) if count else set()
+        if count + len(patterns - known) > most - _ROOM:
+            return f"torch keeps {most} variants of {code.co_name!r} in {code.co_filename}, and {count} are there"
+        _PATTERNS[code] = known | patterns
+    return ""
+
+
+def _kind_of(tap: Any, start: str) -> str:
+    kind = type(tap.stream.edit).__name__ if isinstance(tap, EditTap) else ""
+    site = tap.found.site
+    return f"{site.path.removeprefix(start)}:{site.port} {kind}"
+
+
 class Traced(AbstractContextManager["Traced"]):
     """The taps of one session inside compiled code, while open."""
 
-    def __init__(self, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
+    def __init__(self, model: nn.Module, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
+        self._is_inside = is_compiled(model)  # else a compiled function calls it, or parts of it
         self._inside = Inside(has_marks=has_marks)
         self._notes = notes
         self._edits = [tap for tap in taps if isinstance(tap, EditTap) and tap.found.site.port != "grad"]
@@ -103,7 +140,8 @@ class Traced(AbstractContextManager["Traced"]):
 
     def install(self, node: Node, handles: list[Any]) -> None:
         """Put hooks on the module that act inside compiled code, and outside of it as others do."""
-        is_bound = not node.above or getattr(node.module, "_compiled_call_impl", None) is not None
+        is_region = not node.above or getattr(node.module, "_compiled_call_impl", None) is not None
+        is_bound = is_region or not self._is_inside
         edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
 
         def make(func: Any, node: Node) -> HookInside:
@@ -121,11 +159,17 @@ class Traced(AbstractContextManager["Traced"]):
 
     def __exit__(self, *exc: object) -> None:
         graphs, breaks = (now - then for now, then in zip(dynamo.compile_counts(), self._counts, strict=True))
+        is_to_come = any(isinstance(one, TracedGradientEdit) and one.has_living_graph() for one in self._made)
         self._inside.close()
         self._notes.append(
-            f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled and "
-            f"{counted(breaks, 'graph break')} while the session was open"
+            f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
+            f"and torch counted {counted(breaks, 'graph break')}"
         )
+        if is_to_come and exc[0] is None:
+            raise ExactnessError(
+                "a gradient edit in compiled code whose backward has not run: it would act after the session; call "
+                "backward() before it is closed, or let go of what the model has returned"
+            )
         if any(edit.repeats for edit in self._made) and exc[0] is None:
             raise ExactnessError(
                 "edits in compiled code inside a checkpoint whose backward has not run: it would recompute without "

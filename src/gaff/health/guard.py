@@ -45,6 +45,7 @@ _UNSEEN_OUTPUT = (
 )
 
 
+ELSEWHERE = "another process tells where"
 _OPEN: list[Guard] = []
 
 
@@ -104,6 +105,7 @@ class Guard:
         self.notes: list[str] = []
         self._unstepped = 0  # runs since the last step
         self._meshes = spread.meshes_of(model)  # of processes that must run a batch again together
+        self._replicas = spread.replicas_of(model)
         self._failure = ""  # why a batch could not be run again
         taps: list[Tap | CallTap] = []
         Examination(model, self._allow)  # tells a slip in ``allow`` now
@@ -124,6 +126,7 @@ class Guard:
         return self._session.is_traced
 
     def __enter__(self) -> Guard:
+        spread.agree(spread.processes_of(self._model), "guard")
         with ExitStack() as opening:
             opening.callback(self._session.close)
             self._session.open()
@@ -156,7 +159,7 @@ class Guard:
         self._unstepped += 1
         if len(self._batches) == _KEPT:
             self._check_forward()
-        if self._unstepped >= _KEPT and not self._unstepped & (self._unstepped - 1):
+        if not self._meshes and self._unstepped >= _KEPT and not self._unstepped & (self._unstepped - 1):
             self._check_skipped()
         self.current = Batch.of(args, kwargs)
         self._batches.append(self.current)
@@ -183,12 +186,16 @@ class Guard:
         gradients = [plain(one) for one in gradients if can_hold(one)]
         sums = [one for batch in self._batches for _, one in batch.sums]
         norms = [compat.norms_of(gradients, 2.0)[1]] if gradients else []
-        if self._any(not _are_finite([*sums, *norms])):
+        is_bad = not _are_finite([*sums, *norms])
+        is_bad_elsewhere = self._is_bad_in_a_replica(is_bad) and not is_bad
+        if self._any(is_bad):
             has_gradients = self._any(
                 any(has_nonfinite(one) for one in gradients)
             )  # a norm of large ones overflows as well
             if has_gradients or self._any(not _are_finite(sums)):
                 self._alarm(has_gradients=has_gradients)
+        if is_bad_elsewhere:
+            self._tell(Report(True, STEP, direction="forward", cause=ELSEWHERE))
         self._forget()
 
     def _check_forward(self) -> None:
@@ -196,6 +203,12 @@ class Guard:
         if self._any(not _are_finite([one for batch in self._batches for _, one in batch.sums])):
             self._alarm(has_gradients=False)
         self._forget()
+
+    def _is_bad_in_a_replica(self, is_bad: bool) -> bool:
+        """Of DistributedDataParallel: only here, for all replicas make a step, while one alone may evaluate."""
+        if self._replicas is None:
+            return False
+        return spread.any_of(is_bad, self._replicas, next(self._model.parameters()).device)
 
     def _any(self, flag: bool) -> bool:
         return spread.any_process(flag, self._meshes) if self._meshes else flag
@@ -215,7 +228,7 @@ class Guard:
         """The last step may have spoiled what no run has used since."""
         parameters = [one for one in self._model.parameters() if can_hold(one)]
         is_fine = not parameters or _are_finite([compat.norms_of([plain(one) for one in parameters], 2.0)[1]])
-        if is_fine or self.reports:
+        if not self._any(not is_fine) or self.reports:
             return
         for path, parameter in self._model.named_parameters():
             if has_nonfinite(parameter):
@@ -224,10 +237,14 @@ class Guard:
                 self._tell(Report(True, site, direction="update" if self.steps else "before", cause=cause,
                                   output=range_of(parameter, "value")))  # fmt: skip
                 return
+        if self._meshes:
+            self._tell(Report(True, STEP, direction="update", cause=ELSEWHERE))
 
     def _explain(self, error: Exception) -> None:
         """The code inside raised something of its own; say so if what the model did before was not finite."""
         batches = list(self._batches)
+        if self._meshes:
+            return  # no other process is known to run the batch again
         if not _are_finite([one for batch in batches for _, one in batch.sums]):
             report = self._first_report(batches)
             if report:
@@ -257,7 +274,7 @@ class Guard:
         if not report and outputs:
             report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
         if self._any(bool(report)):
-            self._tell(report or Report(True, STEP, direction="forward", cause="another process tells where"))
+            self._tell(report or Report(True, STEP, direction="forward", cause=ELSEWHERE))
             return
         for one in hits:
             one.has_meant = True

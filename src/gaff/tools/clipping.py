@@ -99,6 +99,10 @@ class Clipping:
         spread_over = [one for group in real.param_groups for one in group["params"] if spread.is_spread(one)]
         if spread_over and limits.when == "backward" and model is None:
             raise PlanError("when='backward' on parameters of several processes needs model=: expected the model")
+        if spread_over and limits.norm_type <= 0:
+            raise PlanError(
+                f"norm_type={limits.norm_type:g} over several processes: expected a positive number, or inf"
+            )
         spread.agree(spread.ranks_of(spread_over), f"clip_gradients {limits}")
         self._limits = limits
         self._model = model
@@ -256,7 +260,10 @@ class Clipping:
         most = _unit_norm(weight, dims).clamp(min=_FLOOR) * ratio
         norm = _unit_norm(change, dims)
         factor = torch.where(norm > most, most / norm.clamp(min=_TINY), 1.0).to(gradient.dtype)
-        gradient.copy_((change * factor).reshape(gradient.shape))
+        new = (change * factor).reshape(gradient.shape)
+        if spread.is_spread(gradient):
+            new = new.redistribute(placements=gradient.placements)  # type: ignore[attr-defined]
+        gradient.copy_(new)
         is_any = (factor < 1).any()
         return is_any.full_tensor() if spread.is_spread(is_any) else is_any  # type: ignore[attr-defined]
 

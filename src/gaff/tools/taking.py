@@ -108,6 +108,11 @@ class Take(nn.Module):
         """Takes what the model takes; a single DataLoader goes to ``over``."""
         if len(args) == 1 and not kwargs and isinstance(args[0], DataLoader):
             return self.over(args[0])
+        if isinstance(self.model, nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
+            raise PlanError(
+                "DistributedDataParallel that is stopped early does not average gradients: expected "
+                "DistributedDataParallel(gaff.take(model.module, ...)), or a call under torch.no_grad()"
+            )
         wanted = [(row, self._plan.requests[row.request]) for row in self._plan.check(self.model)]
         waiting: set[int] = set()
         features = [

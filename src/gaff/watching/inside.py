@@ -42,7 +42,8 @@ class InsideCompiled:
     def close(self) -> None:
         """Nothing of ours stays on a module."""
         for looks in self._looks.values():
-            looks.switch_off()
+            looks.close()
+        self._looks.clear()
 
 
 def _needs_args(entry: Entry) -> bool:

@@ -171,6 +171,9 @@ class Window:
             return
         if self.phase != "train" or not tensor.requires_grad or tensor.is_leaf:
             return
+        if getattr(tensor, "stands_for_view", False):
+            self.notes.add(f"{entry.path}: a view inside compiled code, whose gradient is not looked at")
+            return
         if tensor._is_view():
             _ = tensor.grad_fn  # else a stale one is hooked: torch 2.13 crashes
         key = entry.key("grad_output", place)
