@@ -14,8 +14,7 @@ import torch
 
 def has_compiled() -> bool:
     """Whether this process has compiled anything."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    return bool(frames is not None and getattr(frames, "FRAME_COUNTER", 0))
+    return frames() > 0
 
 
 def is_loaded() -> bool:
@@ -61,12 +60,28 @@ def stance() -> str:
     return str(eval_frame._stance.stance)
 
 
-def variants_of(code: Any) -> tuple[int, int]:
-    """How many compiled variants of a function there are, and how many torch keeps."""
+def most_variants() -> int:
+    """How many compiled variants of one function torch keeps."""
     from torch._dynamo import config
 
-    entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    return len(entries(code)) if entries is not None else 0, int(getattr(config, "recompile_limit", 8))
+    return int(getattr(config, "recompile_limit", 8))
+
+
+def was_reset() -> bool:
+    """Whether ``torch._dynamo.reset()`` was called since this was last asked: it clears what has been warned of."""
+    from torch._dynamo import utils
+
+    told: Any = getattr(utils, "warn_once_cache", None)
+    if not isinstance(told, set) or "gaff" in told:
+        return False
+    told.add("gaff")
+    return True
+
+
+def frames() -> int:
+    """How many frames have been compiled since the compiler was loaded or reset."""
+    loaded = sys.modules.get("torch._dynamo.convert_frame")
+    return int(getattr(loaded, "FRAME_COUNTER", 0))
 
 
 def compile_counts() -> tuple[int, int]:

@@ -201,3 +201,95 @@ def test_a_transformer_has_one_more_graph_and_no_break_over_a_hundred_steps():
     assert sum(counters["graph_break"].values()) == 0
     assert graphs[49] == 2  # one, and one of the steps that are looked at
     assert graphs[-1] == graphs[60] == 4  # the same with an edit
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x, count):
+        for _ in range(count):
+            x = self.cell(x)
+        return x
+
+
+def test_every_call_of_a_compiled_block_gets_its_gradient_however_many_there_are():
+    loop = Loop()
+    loop.cell.compile(backend="aot_eager")
+    with gaff.capture(loop, "cell.0:grad_output") as got:
+        loop(torch.ones(2, 4), 200).sum().backward()
+    assert sum(value is not None for value in got.all("cell.0:grad_output")) == 200
+
+
+def test_what_no_graph_holds_any_more_is_let_go():
+    from gaff.engine import compiled as inside
+
+    net = model()
+    run = torch.compile(net, backend="aot_eager")
+    with gaff.capture(run, "**:grad_output", last=1):
+        for _ in range(300):
+            run(torch.ones(2, 4)).sum().backward()
+        assert len(inside._RECEIVERS) < 150 * 7
+    assert not inside._RECEIVERS
+
+
+def test_a_gradient_edit_whose_backward_is_still_to_come_is_refused_at_closing():
+    net, x = model(), torch.randn(2, 4)
+    run = torch.compile(net, backend="aot_eager")
+    with pytest.raises(gaff.ExactnessError, match="backward has not run"):
+        with gaff.edit(run, {"2:grad_output": gaff.edits.scale(0.0)}):
+            kept = run(x)
+            run(x).sum().backward()
+    assert kept is not None
+
+
+def test_a_fifth_way_of_tapping_runs_eagerly_and_leaves_the_user_room_for_variants():
+    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), torch.ones(2, 4)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    run(x)
+    for number in range(8):
+        with gaff.capture(run, f"{number}") as got:
+            true = run(x)
+        assert "ran eagerly" in got.receipt.notes[0] or number < 4
+    assert torch.allclose(got["7"], true)
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        run(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count + 1
+
+
+def test_the_gradient_of_a_view_is_refused_and_backward_may_run_on_another_thread():
+    import threading
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Flatten())
+    run = torch.compile(net, backend="aot_eager")
+    with gaff.capture(run, "0:grad_output", "1:grad_output") as got:
+        loss = run(torch.ones(2, 3, 4)).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert torch.equal(got["0:grad_output"], torch.ones(2, 3, 4))
+    with pytest.raises(gaff.ExactnessError, match="compiled code does not tell the gradient of a view"):
+        got["1:grad_output"]
+
+
+def test_a_compiled_function_that_calls_a_part_of_the_model():
+    net, x = model(), torch.randn(2, 4)
+    part = torch.compile(lambda x: net[1].lin(x).relu(), backend="aot_eager")
+    part(x)
+    with gaff.capture(net, "1.lin") as got:
+        part(x)
+        part(x)
+    assert got.receipt.runs == 2
+    assert torch.allclose(got.run(1)["1.lin"], net[1].lin(x))
+
+
+def test_directions_that_are_written_to_are_refused():
+    net, x, directions = model(), torch.randn(2, 4), torch.randn(2, 4)
+    run = torch.compile(net, backend="aot_eager")
+    with pytest.raises(gaff.ExactnessError, match="directions to project on were written to"):
+        with gaff.edit(run, {"1": gaff.edits.project(directions)}):
+            run(x)
+            directions.mul_(2)
+            run(x)

@@ -19,22 +19,16 @@ from contextlib import nullcontext
 from functools import cache
 from types import MethodType
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from gaff import compat, dynamo
-from gaff.address import Key, Site
-from gaff.edits.arithmetic import Project
-from gaff.edits.files import tensors_of
-from gaff.engine.changes import RETURNED, TWINS, find_argument
-from gaff.engine.gradients import ambiguous
 from gaff.engine.modules import MISSING, Node
 from gaff.engine.replay import Passage
 from gaff.engine.structure import has_grad_mode, rebuild, stand_ins, structure_of
-from gaff.errors import ExactnessError, PlanError
-from gaff.values import dig, iter_tensors, put, put_argument
+from gaff.errors import PlanError
 
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
@@ -67,7 +61,7 @@ def _ops() -> Any:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _new_place() -> int:
+def new_place() -> int:
     """A number for one call in traced code: runs while torch traces."""
     return next(_PLACES)
 
@@ -184,7 +178,7 @@ class HookInside(Receiver):
     """A hook that does what ``func`` does outside of compiled code, and something else inside of it."""
 
     is_gaffs = True
-    edits: tuple[TracedEdit, ...] = ()
+    edits: tuple[Any, ...] = ()
 
     def __init__(self, inside: Inside, func: Any, node: Node) -> None:
         super().__init__(inside)
@@ -210,7 +204,7 @@ class Entry(HookInside):
             values: list[Tensor] = []
             what = structure_of((args, kwargs), values)
             given = [one.detach() for one in values] if self.taps else []
-            torch.ops.gaff.tell_(given, self.token, self.ticket, _new_place(), what)
+            torch.ops.gaff.tell_(given, self.token, self.ticket, new_place(), what)
         for edit in self.edits:
             args, kwargs = edit.change_arguments(args, kwargs)
         return (args, kwargs) if self.edits else None
@@ -251,7 +245,7 @@ class Exit(HookInside):
             values: list[Tensor] = []
             what = structure_of(output, values)
             ticket = self.ticket.clone() if self.arms else self.ticket  # as it is now: torch may set hooks later
-            place = _new_place()
+            place = new_place()
             given = [one.detach() for one in values] if self.taps else []
             torch.ops.gaff.tell_(given, self.token, ticket, place, what)
             if self.arms:
@@ -319,7 +313,7 @@ class Leave(HookInside):
             values: list[Tensor] = []
             what = structure_of(output, values)
             ticket = self.ticket.clone() if self.has_marks else self.ticket
-            place = _new_place()
+            place = new_place()
             torch.ops.gaff.tell_([], self.token, ticket, place, what)
             if self.has_marks:
                 _hook(values, ticket, place)
@@ -359,7 +353,7 @@ class Look(Receiver):
         structure_of(output, own)
         values: list[Tensor] = []
         what = structure_of((output, args if self.has_args else ()), values)
-        ticket, place = self.ticket.clone(), _new_place()
+        ticket, place = self.ticket.clone(), new_place()
         torch.ops.gaff.tell_([one.detach() for one in values], self.token, ticket, place, what)
         if torch.is_grad_enabled():
             _hook(own, ticket, place)  # the first of the values
@@ -405,82 +399,6 @@ class Looks:
         """For good."""
         self.switch_off()
         self._inside.close()
-
-
-class TracedEdit(Receiver):
-    """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off."""
-
-    def __init__(self, inside: Inside, site: Site, stream: Any, apply: Any, *, is_cut: bool) -> None:
-        super().__init__(inside)
-        self.site = site
-        self.stream = stream
-        self.apply = apply
-        self.switch = stream.switch
-        self.is_cut = is_cut  # while it acts nothing leads back to what passed: another graph than while it is off
-        self.repeats: WeakSet[Any] = WeakSet()  # checkpoints that will recompute it
-        self.constants = _versions(stream.edit)
-
-    def change(self, output: Any, args: Any) -> Any:
-        """Traced: the output that the model goes on with."""
-        key, tensor = _single(self.site, dig(output, self.site.key), self.site.key)
-        return output if tensor is None else put(output, key, self._changed(tensor, _remark(output, tensor, args)))
-
-    def change_arguments(self, args: Any, kwargs: Any) -> Any:
-        """Traced: the arguments that the model goes on with."""
-        found = find_argument(args, kwargs, self.site)
-        return (args, kwargs) if found is None else put_argument(args, kwargs, found[0], self._changed(found[1], ""))
-
-    def told(self, call: Call, values: list[Tensor], what: str) -> None:
-        if self.constants != _versions(self.stream.edit):
-            raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
-        if compat.backward_task() == -1:
-            self.stream.told(*values, what)
-            self.repeats.update(found.frame for found in compat.checkpoints())
-            self.repeats.update(compat.enclosing_functions())
-
-    def _changed(self, old: Tensor, remark: str) -> Tensor:
-        new = self._mix(old)
-        torch.ops.gaff.tell_([old.detach(), new.detach()], self.token, self.ticket, _new_place(), remark)
-        return new
-
-    def _mix(self, old: Tensor) -> Tensor:
-        if self.is_cut and not self.switch.is_on:
-            return old.clone()
-        new = self.apply(old)
-        if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-            raise PlanError(f"{self.site}: the edit returned another shape, type or device inside compiled code")
-        if self.is_cut and self.switch.is_plain:
-            return new
-        gate = self.switch.gate[0].to(old.device)
-        if not old.is_floating_point():
-            return torch.where(gate == 0, old, new)
-        return torch.where(gate == 0, old, torch.where(gate == 1, new, torch.lerp(old, new, gate.to(old.dtype))))
-
-
-class TracedGradientEdit(TracedEdit):
-    """One edit of the gradient at a value, in compiled code."""
-
-    def change(self, output: Any, args: Any) -> Any:
-        _, tensor = _single(self.site, dig(output, self.site.key), self.site.key)
-        if tensor is not None and tensor.requires_grad:
-            self._hook(tensor)
-        return output
-
-    def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
-        self.stream.told(*gradients, "")
-
-    def _hook(self, tensor: Tensor) -> None:
-        if is_view(tensor):
-            raise PlanError(f"{self.site}: inside compiled code the gradient of a view cannot be edited")
-        ticket, place = self.ticket.clone(), _new_place()
-
-        def arrived(gradient: Tensor) -> Tensor:
-            old = gradient.detach()
-            new = self._mix(old)
-            torch.ops.gaff.arrive([old, new], ticket, place, 0)
-            return new
-
-        tensor.register_hook(arrived)
 
 
 class OwnForward:
@@ -532,24 +450,6 @@ def _arrival(ticket: Tensor, place: int, number: int) -> Any:
         torch.ops.gaff.arrive([gradient.detach()], ticket, place, number)
 
     return arrived
-
-
-def _single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
-    found = list(iter_tensors(value))
-    if len(found) > 1:
-        raise ambiguous(site, key, found)
-    return ((*key, *found[0][0]), found[0][1]) if found else (key, None)
-
-
-def _remark(output: Any, tensor: Tensor, args: Any) -> str:
-    if any(output is one for one in args):
-        return RETURNED
-    return TWINS if sum(one is tensor for _, one in iter_tensors(output)) > 1 else ""
-
-
-def _versions(edit: Any) -> tuple[int, ...]:
-    """Of what a projection was made ready from, which a graph does not make again."""
-    return tuple(compat.version_of(one) for one in tensors_of(edit)) if isinstance(edit, Project) else ()
 
 
 def _refuse_export() -> None:

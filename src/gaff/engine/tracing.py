@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,9 +19,8 @@ from gaff.engine.compiled import (
     Inside,
     Leave,
     OwnForward,
-    TracedEdit,
-    TracedGradientEdit,
 )
+from gaff.engine.graph_edits import TracedEdit, TracedGradientEdit
 from gaff.engine.modules import Node, _before, _before_edit, _leave
 from gaff.engine.outer import is_compiled
 from gaff.engine.surroundings import EAGER, forced_eager
@@ -31,7 +29,6 @@ from gaff.errors import ExactnessError
 from gaff.receipt import counted
 from gaff.select import unwrap
 
-_ROOM = 2  # variants of compiled code that are left to the user
 _SEEN = ("output", "input", "grad_output", "param", "buffer", "grad")
 _EDITED = ("output", "input", "grad_output", "grad")
 
@@ -99,24 +96,28 @@ def meet(
     return None
 
 
-_PATTERNS: WeakKeyDictionary[CodeType, set[frozenset[str]]] = WeakKeyDictionary()  # in which code has been tapped
+_PATTERNS: dict[Any, set[frozenset[str]]] = {}  # by code that is compiled: in which ways it has been tapped
 
 
 def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
-    """Why another set of taps would leave torch no room for variants of the user's own; empty if there is room."""
-    wanted: dict[CodeType, set[frozenset[str]]] = {}
+    """Why another way of tapping would leave torch no room for the user's own variants; empty if there is room."""
+    if dynamo.was_reset():
+        _PATTERNS.clear()
+    wanted: dict[Any, set[frozenset[str]]] = {}
     regions = [(path, one) for path, one in model.named_modules() if getattr(one, "_compiled_call_impl", None)]
     for path, region in regions or [("", unwrap(model))]:
-        code = getattr(type(region).forward, "__code__", None)
+        kind = type(region)
+        code = "torch.nn" if kind.__module__.startswith("torch.nn.") else kind  # which torch calls by one function
         start = f"{path}." if path else ""
         inside = frozenset(_kind_of(tap, start) for tap in taps if f"{tap.found.site.path}.".startswith(start))
-        if code is not None and inside:
+        if inside:
             wanted.setdefault(code, set()).add(inside)
+    most = dynamo.most_variants()
     for code, patterns in wanted.items():
-        count, most = dynamo.variants_of(code)
-        known = _PATTERNS.setdefault(code, set()) if count else set()
-        if count + len(patterns - known) > most - _ROOM:
-            return f"torch keeps {most} variants of {code.co_name!r} in {code.co_filename}, and {count} are there"
+        known = _PATTERNS.get(code, set())
+        if len(known | patterns) > most // 2:
+            name = code if isinstance(code, str) else code.__name__
+            return f"{name} has been tapped in {len(known)} other ways, and torch keeps {most} variants of its code"
         _PATTERNS[code] = known | patterns
     return ""
 
@@ -142,6 +143,7 @@ class Traced(AbstractContextManager["Traced"]):
         """Put hooks on the module that act inside compiled code, and outside of it as others do."""
         is_region = not node.above or getattr(node.module, "_compiled_call_impl", None) is not None
         is_bound = is_region or not self._is_inside
+        node.has_entry = node.has_entry or is_bound
         edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
 
         def make(func: Any, node: Node) -> HookInside:
@@ -159,7 +161,10 @@ class Traced(AbstractContextManager["Traced"]):
 
     def __exit__(self, *exc: object) -> None:
         graphs, breaks = (now - then for now, then in zip(dynamo.compile_counts(), self._counts, strict=True))
-        is_to_come = any(isinstance(one, TracedGradientEdit) and one.has_living_graph() for one in self._made)
+        is_to_come = self._has_gradients_to_come()
+        if is_to_come:
+            gc.collect()  # of graphs that nobody but a cycle holds
+            is_to_come = self._has_gradients_to_come()
         self._inside.close()
         self._notes.append(
             f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
@@ -175,6 +180,9 @@ class Traced(AbstractContextManager["Traced"]):
                 "edits in compiled code inside a checkpoint whose backward has not run: it would recompute without "
                 "them; call backward() before the session is closed"
             )
+
+    def _has_gradients_to_come(self) -> bool:
+        return any(isinstance(one, TracedGradientEdit) and one.has_living_graph() for one in self._made)
 
     def _make_edit(self, tap: EditTap) -> TracedEdit:
         kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
