@@ -12,6 +12,7 @@ from benchmarks import compiled as compiled_prices
 from benchmarks import edits as edit_prices
 from benchmarks import ops as op_prices
 from benchmarks import pages as page_prices
+from benchmarks import sharded as sharded_prices
 from benchmarks import watch as watch_prices
 from benchmarks.harness import measure, peer, table
 
@@ -294,6 +295,11 @@ def compiled():
     compiled_prices.prices()
 
 
+def sharded():
+    """Training steps of FSDP2 on two processes, looked at and not."""
+    sharded_prices.prices()
+
+
 def main():
     torch.set_num_threads(1)
     wanted = sys.argv[1:] or [
@@ -312,6 +318,7 @@ def main():
         "recorder",
         "idle",
         "compiled",
+        "sharded",
     ]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")
     for name in wanted:
