@@ -38,7 +38,7 @@ test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 
 slow: $(VENV)/.ready  ## compile, forty architectures, examples
 	$(RUN) -m pytest -m slow -n 2
-	$(RUN) -m pytest tests/test_edits.py tests/test_capture.py -m "not slow" -n 2 --inside inductor -W ignore
+	BACKEND=inductor $(RUN) -m pytest tests/test_settings.py -n 2
 
 vision: $(PEERS)/.ready  ## torchvision and timm models
 	$(PEERS)/bin/python -m pytest tests/vision -n 2

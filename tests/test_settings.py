@@ -1,6 +1,7 @@
 """Every cell of the table of what works where, of one process; those of several are in slow/test_sharded.py."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor"
 )
 
+BACKEND = os.environ.get("BACKEND", "aot_eager")  # the slow tests say inductor
 HERE = ("eager", "compile", "compile blocks", "checkpoint", "AMP")
 
 
@@ -26,10 +28,10 @@ def model_in(setting):
     model = build(is_checkpointed=setting == "checkpoint")
     torch._dynamo.reset()
     if setting == "compile":
-        model.compile(backend="aot_eager", fullgraph=True)
+        model.compile(backend=BACKEND, fullgraph=True)
     if setting == "compile blocks":
         for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
+            block.compile(backend=BACKEND, fullgraph=True)
     if setting.startswith("compile"):  # before gaff comes
         step(model, setting)
         model.zero_grad()

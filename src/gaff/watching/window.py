@@ -142,12 +142,15 @@ class Window:
         self._follow(entry, place, tensor)
 
     def _remember(self, tensor: Tensor, key: Key | None) -> None:
+        if self._stands is not None:
+            self._latest = None
+            return
         self._latest, self._latest_version, self._latest_key = weakref.ref(tensor), compat.version_of(tensor), key
 
     def _is_latest(self, tensor: Tensor) -> bool:
         """Whether it is the tensor that was looked at last, and nobody has written to it since.
 
-        Compiled code uses a tensor again for other values, and counts no writes: there nobody can tell.
+        Compiled code uses a tensor again for other values, and counts no writes: of its tensors nobody can tell.
         """
         if self._stands is not None:
             return False
