@@ -218,7 +218,8 @@ def test_keys(browser, pages):
     press("Escape")
     assert not tab.page.is_visible("#help")
     press("2")
-    here()
+    tab.page.wait_for_function("location.hash.startsWith('#/tree')")
+    tab.page.wait_for_timeout(500)  # drawn anew while somebody types, it would lose what is typed
     press("/")
     assert tab.page.evaluate("document.activeElement.tagName") == "INPUT"
     tab.page.keyboard.type("3")
