@@ -4,6 +4,7 @@ IN_GRAPH = (
     "a checkpoint inside compiled code keeps its edits in the graph: nothing stays on modules, nothing is released"
 )
 REFUSED = "an edit in compiled code under a checkpoint around it is refused at closing while its backward has not run"
+VIEWS = "compiled code refuses the gradient of a view in words of its own"
 
 DIFFERENT = {
     "test_a_closed_session_leaves_no_hook_and_no_attribute": "compiling leaves an attribute of torch's own",
@@ -25,6 +26,12 @@ DIFFERENT = {
     "test_recursion_is_one_run": "a model that calls itself inside compiled code is refused",
     "test_it_is_told": "what comes to require grad later inside compiled code has no gradient to tell",
     "test_a_region_recomputed_while_another_run_is_in_progress_gets_the_value_of_its_own": "compiled code stays eager",
+    "test_reading_it_is_refused_with_the_reason": VIEWS,
+    "test_other_views_are_refused": VIEWS,
+    "test_odd_tensors_are_kept_exactly": "what graphs tell is copied at once",
+    "test_receipts_do_not_wait_for_the_device_until_they_are_read": "compiling reads numbers",
+    "test_double_backward_goes_through_edits_of_gradients": "torch compiles no double backward",
+    "test_what_an_edit_may_not_return_is_refused_at_the_site[in place]": "in a graph it writes into a copy",
     "test_no_cross_talk": "torch cannot compile a model whose hooks another thread changes meanwhile",
 }
 

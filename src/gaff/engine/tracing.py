@@ -132,6 +132,7 @@ class Traced(AbstractContextManager["Traced"]):
     """The taps of one session inside compiled code, while open."""
 
     def __init__(self, model: nn.Module, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
+        self._root = unwrap(model)
         self._is_inside = is_compiled(model)  # else a compiled function calls it, or parts of it
         self._inside = Inside(has_marks=has_marks)
         self._notes = notes
@@ -141,7 +142,7 @@ class Traced(AbstractContextManager["Traced"]):
 
     def install(self, node: Node, handles: list[Any]) -> None:
         """Put hooks on the module that act inside compiled code, and outside of it as others do."""
-        is_region = not node.above or getattr(node.module, "_compiled_call_impl", None) is not None
+        is_region = node.module is self._root or getattr(node.module, "_compiled_call_impl", None) is not None
         is_bound = is_region or not self._is_inside
         node.has_entry = node.has_entry or is_bound
         edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
