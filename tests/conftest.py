@@ -41,7 +41,9 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             reason = inside.why(item.name)
             if reason is not None:
-                item.add_marker(pytest.mark.skip(reason=reason))
+                item.add_marker(
+                    pytest.mark.skip(reason=reason)
+                )  # it runs without --inside; why not here: tests/inside.py
 
 
 @pytest.fixture(autouse=True)

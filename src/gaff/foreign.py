@@ -6,11 +6,20 @@ Each private name of theirs is here once; none of them is imported.
 from __future__ import annotations
 
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_HOOKS = frozenset(("pre_forward", "post_forward"))
+_HOOKING = ("accelerate.", "diffusers.hooks")
+
+
+def is_hook(frame: FrameType) -> bool:
+    """Whether a call is a hook of accelerate or diffusers, which stands inside the module's forward."""
+    return frame.f_code.co_name in _HOOKS and frame.f_globals.get("__name__", "").startswith(_HOOKING)
 
 
 def offloaded(module: Any, name: str) -> Tensor | None:
@@ -45,8 +54,3 @@ def device_of(module: torch.nn.Module) -> torch.device:
         if where is not None:
             return torch.device(where)
     return next((one.device for one in module.parameters() if not one.is_meta), torch.device("cpu"))
-
-
-def is_quantised(tensor: Tensor) -> bool:
-    """Whether a tensor is of a subclass that stands for others, and is none that gaff knows to take apart."""
-    return type(tensor) is not Tensor and not hasattr(tensor, "_local_tensor") and is_traceable_wrapper_subclass(tensor)

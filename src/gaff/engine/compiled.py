@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -98,7 +99,7 @@ class Inside:
         self.receivers.clear()
 
 
-class Receiver:
+class Receiver(ABC):
     """Hears of one module, at one side. ``ticket`` is another tensor for each frame of compiled code that runs."""
 
     def __init__(self, inside: Inside) -> None:
@@ -117,9 +118,9 @@ class Receiver:
         if number == self._latest:
             self.ticket = self._new_ticket()
 
+    @abstractmethod
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The graph has come by, with ``values`` of the structure ``what``."""
-        raise NotImplementedError
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
         """A gradient has come for one tensor of a call: the hooks on what stands for it hear of it."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gaff import compat
+from gaff import compat, foreign
 from gaff.address import Site, fits_op
 from gaff.compat import backward_task, call_frames, transform_level
 from gaff.engine.clock import Run, is_running
@@ -37,8 +37,6 @@ _LOOKS = 4  # at how many ops of a name that nobody asked for it is found out wh
 _making = threading.RLock()
 _numbers = itertools.count()
 _getframe = sys._getframe
-_FOREIGN = frozenset(("pre_forward", "post_forward"))
-_HOOKED_FORWARDS = ("accelerate.", "diffusers.hooks")
 
 
 class Want(NamedTuple):
@@ -210,8 +208,8 @@ class Call:
             back = here.f_back
             if back is own or here is own:  # the latter where the forward is a function of torch itself
                 return self.position is None or own.f_lasti == self.position
-            if here.f_code.co_name in _FOREIGN and here.f_globals.get("__name__", "").startswith(_HOOKED_FORWARDS):
-                return False  # a hook of accelerate or diffusers, which stands inside the module's forward
+            if foreign.is_hook(here):
+                return False
             if here.f_code in codes and id(here.f_locals.get("self")) in self.known:
                 self.is_over = self.above is not None and here is self.above.frame
                 return False
