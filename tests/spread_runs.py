@@ -183,6 +183,8 @@ def run_accumulate(model, data, rank):
                     handle.remove()
                 model.reset_iter_state()
             after.append(step(model, data))
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    assert not any("post_backward" in vars(group) for state in states for group in state._fsdp_param_groups)
     return {"accumulated": gradients, "bare": after[0], "captured": after[1]}
 
 

@@ -47,7 +47,7 @@ class OutputChange(ExitChange):
         if not self._has_looked:
             self._look_for_twins(output)
         try:
-            key, tensor = _single(site, dig(output, site.key), site.key)
+            key, tensor = single(site, dig(output, site.key), site.key)
         except KeyError as error:
             raise _missing(site, error) from None
         if tensor is None:
@@ -191,13 +191,13 @@ def find_argument(args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> 
     if not site.key:
         return first_tensor(args, kwargs)
     try:
-        key, tensor = _single(site, dig_argument(args, kwargs, site.key), site.key)
+        key, tensor = single(site, dig_argument(args, kwargs, site.key), site.key)
     except KeyError as error:
         raise _missing(site, error) from None
     return None if tensor is None else (key, tensor)
 
 
-def _single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
+def single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
     """The one tensor in ``value``. Raises SiteError where there are several: an edit must say which."""
     found = list(iter_tensors(value))
     if len(found) > 1:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from gaff import compat
-from gaff.address import Key, Site
+from gaff.address import Site
 from gaff.edits.arithmetic import Project
 from gaff.edits.files import tensors_of
-from gaff.engine.changes import RETURNED, TWINS, find_argument
+from gaff.engine.changes import RETURNED, TWINS, find_argument, single
 from gaff.engine.compiled import Call, Inside, Receiver, is_view, new_place
-from gaff.engine.gradients import ambiguous
 from gaff.errors import ExactnessError, PlanError
 from gaff.values import dig, iter_tensors, put, put_argument
 
@@ -34,7 +33,7 @@ class TracedEdit(Receiver):
 
     def change(self, output: Any, args: Any) -> Any:
         """Traced: the output that the model goes on with."""
-        key, tensor = _single(self.site, dig(output, self.site.key), self.site.key)
+        key, tensor = single(self.site, dig(output, self.site.key), self.site.key)
         return output if tensor is None else put(output, key, self._changed(tensor, _remark(output, tensor, args)))
 
     def change_arguments(self, args: Any, kwargs: Any) -> Any:
@@ -73,7 +72,7 @@ class TracedGradientEdit(TracedEdit):
     """One edit of the gradient at a value, in compiled code."""
 
     def change(self, output: Any, args: Any) -> Any:
-        _, tensor = _single(self.site, dig(output, self.site.key), self.site.key)
+        _, tensor = single(self.site, dig(output, self.site.key), self.site.key)
         if tensor is not None and tensor.requires_grad:
             self._hook(tensor)
         return output
@@ -97,13 +96,6 @@ class TracedGradientEdit(TracedEdit):
             return new
 
         tensor.register_hook(arrived)
-
-
-def _single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
-    found = list(iter_tensors(value))
-    if len(found) > 1:
-        raise ambiguous(site, key, found)
-    return ((*key, *found[0][0]), found[0][1]) if found else (key, None)
 
 
 def _remark(output: Any, tensor: Tensor, args: Any) -> str:

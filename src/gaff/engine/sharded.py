@@ -65,7 +65,7 @@ class ShardedGradient:
         if listener in self.listeners:
             self.listeners.remove(listener)
         if not self.listeners:
-            _Reduction.of(self._record).followed.discard(self)
+            _Reduction.of(self._record).leave(self)
             for handle in (self._part_handle, self._whole_handle):
                 if handle is not None:
                     handle.remove()
@@ -114,14 +114,21 @@ class _Reduction:
             found = group.post_backward = cls(group)
         return found  # type: ignore[no-any-return]
 
+    def leave(self, one: ShardedGradient) -> None:
+        """The last one leaves FSDP2 its own function."""
+        self.followed.discard(one)
+        if not self.followed:
+            vars(self._group()).pop("post_backward", None)
+
     def __call__(self, *unused: Any) -> None:
         group: Any = self._group()
-        for one in self.followed:
+        followed = list(self.followed)
+        for one in followed:
             one.put_aside()
         try:
             type(group).post_backward(group, *unused)
         finally:
-            for one in self.followed:
+            for one in followed:
                 one.restore()
 
 
