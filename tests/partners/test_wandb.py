@@ -37,6 +37,8 @@ def records_in(path):
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        if at + 7 + length > len(content):
+            return  # still being written
         pieces.append(content[at + 7 : at + 7 + length])
         at += 7 + length
         if kind in (1, 4):
@@ -52,6 +54,8 @@ def history(folder):
         if any(record.WhichOneof("record_type") == "exit" for record in records):
             break
         time.sleep(0.1)
+    else:
+        raise AssertionError("wandb's service never wrote the end of the run")
     for record in records:
         if record.WhichOneof("record_type") == "history":
             yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
