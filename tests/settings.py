@@ -23,7 +23,6 @@ SETTINGS = {
 }
 INSIDE = "inside the graph"
 EAGER = "runs eagerly"
-REFUSED = "refused"
 # a cell that is not here works as in eager code
 CELLS = {
     ("capture", "compile"): INSIDE,
@@ -33,10 +32,9 @@ CELLS = {
     ("early stop", "compile"): EAGER,
     ("ops", "compile"): EAGER,
     ("guard", "compile"): INSIDE,
-    ("capture", "export"): REFUSED,
-    ("gradient", "export"): REFUSED,
-    ("edit", "export"): REFUSED,
-    ("early stop", "export"): REFUSED,
+    ("capture", "export"): "outputs; what a module was given is refused",
+    ("gradient", "export"): "of outputs",
+    ("edit", "export"): "of outputs and parameters",
     ("gradient", "DDP"): "each rank's own share, before it is averaged",
     ("gradient", "FSDP2"): "reduced over ranks, this rank's shard",
     ("capture", "TP"): "this rank's part where a module hands out one",

@@ -43,7 +43,8 @@ def test_a_code_tells_a_number_within_its_step_and_the_odd_ones_exactly(values):
     values = np.array(values, np.float32)
     codes, is_signed = to_log16(values)
     found = from_log16(codes, is_signed=is_signed)
-    worst = 2 ** (0.5 / 100) - 1 + 1e-6 if is_signed else 2 ** (0.5 / 200) - 1 + 1e-6
+    steps, of_the_logarithm = (100 if is_signed else 200), 1e-5  # the latter is a float32
+    worst = 2 ** (0.5 / steps) - 1 + of_the_logarithm
     for value, told in zip(values.tolist(), found.tolist(), strict=True):
         if not math.isfinite(value) or value == 0:
             assert str(told) == str(abs(value) if value == 0 else value)

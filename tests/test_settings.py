@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import gaff
 import settings
+from gaff.dynamo import traces_gradient_hooks
 from spread_runs import WIDTH, build
 
 pytestmark = pytest.mark.filterwarnings(
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 BACKEND = os.environ.get("BACKEND", "aot_eager")  # the slow tests say inductor
-HERE = ("eager", "compile", "compile blocks", "checkpoint", "AMP")
+HERE = ("eager", "compile", "compile blocks", "checkpoint", "AMP", "export")
+IN_GRAPHS = traces_gradient_hooks()  # torch 2.13; before it compiled code runs eagerly while a session is open
 
 
 def data():
@@ -27,6 +29,8 @@ def data():
 def model_in(setting):
     model = build(is_checkpointed=setting == "checkpoint")
     torch._dynamo.reset()
+    if setting == "export":
+        return torch.export.export(model, (data()[0],)).module()
     if setting == "compile":
         model.compile(backend=BACKEND, fullgraph=True)
     if setting == "compile blocks":
@@ -78,7 +82,7 @@ def test_capture_and_gradient(setting):
     for site, value in true.items():
         same(got[site], value)
     if setting.startswith("compile"):
-        assert "inside compiled code" in got.receipt.notes[0]
+        assert ("inside compiled code" if IN_GRAPHS else "ran eagerly") in got.receipt.notes[0]
 
 
 def test_edit(setting):
@@ -100,10 +104,9 @@ def test_statistics(setting, tmp_path):
         step(model, setting)
         optimizer.step()
     record = gaff.load(tmp_path / "run")
-    for site in ("blocks.1", "blocks.1:grad_output", "blocks.1.fc.weight:grad"):
-        name = site if ":" in site else f"{site}:output"
-        name = name if name in record.sites else site
-        assert record.latest(name)["norm"] == pytest.approx(true[site].float().norm().item(), rel=1e-3)
+    has_modules = IN_GRAPHS or not setting.startswith("compile")
+    for site in ("blocks.1", "blocks.1:grad_output", "blocks.1.fc.weight:grad")[0 if has_modules else 2 :]:
+        assert record.latest(site)["norm"] == pytest.approx(true[site].float().norm().item(), rel=1e-3)
 
 
 def test_early_stop(setting):
@@ -128,7 +131,7 @@ def test_ops(setting):
 def test_guard(setting):
     model = model_in(setting)
     with torch.no_grad():
-        model.blocks[1].fc.weight[0, 0] = math.inf
+        model.get_parameter("blocks.1.fc.weight")[0, 0] = math.inf
     with pytest.raises(gaff.NonFiniteError, match="blocks.1"), gaff.guard(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, setting)
@@ -153,40 +156,6 @@ def test_no_compiled_code_is_made_for_opening_again():
     assert len(set(frames)) == 1
     assert not any("forward" in vars(one) for one in model.modules())
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("asked", ["capture", "gradient", "edit", "early stop"])
-def test_an_exported_program_has_no_modules(asked):
-    exported = torch.export.export(build(), (data()[0],)).module()
-    calls = {
-        "capture": lambda: gaff.capture(exported, "blocks.1"),
-        "gradient": lambda: gaff.capture(exported, "blocks.1:grad_output"),
-        "edit": lambda: gaff.edit(exported, {"blocks.1": gaff.edits.scale(2.0)}),
-        "early stop": lambda: gaff.take(exported, "blocks.1"),
-    }
-    with pytest.raises(gaff.SiteError, match=r"torch\.export\.unflatten"):
-        calls[asked]()
-
-
-def test_an_exported_program_shows_ops_parameters_and_statistics(tmp_path):
-    program = torch.export.export(build(), (data()[0],))
-    exported, bare = program.module(), build()
-    with gaff.capture(exported, "/gelu#1", "blocks.1.fc.weight:param") as got:
-        exported(data()[0])
-    with gaff.capture(bare, "blocks.1/gelu") as want:
-        bare(data()[0])
-    same(got["/gelu#1"], want["blocks.1/gelu"])
-    again = torch.export.unflatten(program)
-    with gaff.capture(again, "blocks.1") as got:
-        again(data()[0])
-    same(got["blocks.1"], truth("eager")["blocks.1"])
-    optimizer = torch.optim.SGD(exported.parameters(), lr=0.1)
-    with gaff.watch(exported, optimizer, out=tmp_path / "run", every=1):
-        step(exported, "eager")
-        optimizer.step()
-    assert "blocks.1.fc.weight:grad" in gaff.load(tmp_path / "run").sites
-    with pytest.raises(gaff.NonFiniteError), gaff.guard(exported), torch.no_grad():
-        exported(data()[0] * math.inf)
 
 
 def test_the_page_of_limits_holds_the_table():

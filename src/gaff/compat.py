@@ -7,6 +7,7 @@ version switches to the safe alternative described beside it, never to a guess.
 from __future__ import annotations
 
 import dis
+import inspect
 import sys
 import threading
 import weakref
@@ -94,9 +95,6 @@ def graph_life(tensors: Iterable[Tensor]) -> weakref.ref[Any]:
     return weakref.ref(life)
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
 def enclosing_functions() -> list[Any]:
     """The autograd nodes of custom Functions (reentrant checkpoints, say) whose forward this thread runs, inner first.
 
@@ -104,16 +102,22 @@ def enclosing_functions() -> list[Any]:
     torch makes of compiled code do not count.
     """
     found = []
-    inner: FrameType = sys._getframe(1)
-    while (frame := inner.f_back) is not None:
-        code = inner.f_code
-        if frame.f_code is _APPLY and code.co_argcount:
-            first = inner.f_locals.get(code.co_varnames[0])
-            is_function = isinstance(first, torch.autograd.function.BackwardCFunction)
-            if is_function and not type(first).__name__.startswith("CompiledFunction"):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction) and _is_forward_of(first, code):
                 found.append(first)
-        inner = frame
+        frame = frame.f_back
     return found
+
+
+def _is_forward_of(node: Any, code: CodeType) -> bool:
+    function = getattr(type(node), "_forward_cls", None)
+    forward = inspect.unwrap(function.forward) if function is not None else None
+    is_compiled = type(node).__name__.startswith("CompiledFunction")
+    return not is_compiled and getattr(forward, "__code__", None) is code
 
 
 def recomputing_function() -> Any:

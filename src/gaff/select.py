@@ -56,9 +56,13 @@ def need_module(model: object) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside any number of known wrappers (DDP, torch.compile, checkpoint)."""
+    """The module inside any number of known wrappers (DDP, torch.compile, checkpoint); of a graph its tree."""
     while (name := _wrapped_name(type(module))) and (inner := module._modules.get(name)) is not None:
         module = inner
+    if "_graph" in module.__dict__:  # of torch.fx
+        from gaff import exported
+
+        return exported.tree_of(module)
     return module
 
 
@@ -96,11 +100,8 @@ def find_site(model: nn.Module, site: Site) -> list[Found]:
         raise SiteError(_no_module(model, site))
     module, chain = found
     if is_container(module):
-        if any(type(above).__name__.startswith("GraphModule") for above in chain):
-            raise SiteError(
-                f"{site}: an exported graph has no modules left, only their parameters and ops: expected an op such as "
-                "'/linear#0' (see gaff.sites(model, x, ops=True)), or the model that torch.export.unflatten(ep) makes"
-            )
+        if reason := getattr(module, "why_untold", ""):
+            raise SiteError(f"{site}: this exported graph cannot tell it: {reason}; torch.export.unflatten(ep) can")
         inside = ", ".join(f"{site.path}.{name}" for name in list(module._modules)[:3]) or "nothing"
         raise SiteError(
             f"{site}: {site.path!r} is a {type(module).__name__}, a container that is never called itself; "
@@ -154,6 +155,11 @@ def is_container(module: nn.Module) -> bool:
     from torch import nn
 
     return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
+
+
+def _has_values(module: nn.Module) -> bool:
+    """Whether a module is called; also one that an exported graph cannot tell, which the receipt then says."""
+    return not is_container(module) or bool(getattr(module, "why_untold", ""))
 
 
 def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
@@ -216,7 +222,7 @@ def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
         found = [
             Found(_site(pattern, path), module, chain)
             for path, module, chain in _match(unwrap(model), pattern.names, "", ())
-            if path and (pattern.cls is None or has_class(module, pattern.cls)) and not is_container(module)
+            if path and (pattern.cls is None or has_class(module, pattern.cls)) and _has_values(module)
         ]
     if not found:
         raise SiteError(_no_match(model, pattern))
@@ -291,7 +297,8 @@ def _no_module(model: nn.Module, site: Site) -> str:
     what = f"no module {site.path!r} in {type(model).__name__} of {len(paths)} modules"
     if site.path in states:
         return f"{what}: it is a parameter; address it as {site.path}:param or {site.path}:grad"
-    return f"{what}; nearest: {', '.join(nearest(site.path, paths)) or 'none, see gaff.sites(model)'}"
+    graph = "; an exported graph knows only modules that ran operations" if hasattr(unwrap(model), "untold") else ""
+    return f"{what}{graph}; nearest: {', '.join(nearest(site.path, paths)) or 'none, see gaff.sites(model)'}"
 
 
 def _no_state(model: nn.Module, site: Site, kind: str) -> str:

@@ -14,6 +14,7 @@ from gaff.engine import surroundings
 from gaff.engine.armed import Gradients
 from gaff.engine.clock import Clock, Run
 from gaff.engine.connecting import connect, connect_edit
+from gaff.engine.graph_trees import WHY_EAGER, is_untold, run_as, trees_of
 from gaff.engine.lingering import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.ops import Listener, Scope, Want, drop, forget
@@ -25,7 +26,7 @@ from gaff.engine.steps import StepCount
 from gaff.engine.swaps import Swap
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
 from gaff.errors import ExactnessError, GaffError, PlanError
-from gaff.select import Found, is_container, unwrap
+from gaff.select import Found, is_container, iter_modules, unwrap
 from gaff.values import iter_tensors
 
 
@@ -84,17 +85,20 @@ class Session:
             opening.callback(forget)
             opening.callback(self._let_go)
             self._prepare()
+            trees = trees_of(node.module for node in self._nodes.values())
             for swap in self._swaps:
                 opening.callback(swap.restore)
             if self._model is not None and self._around is not None and surroundings.runs_compiled(self._around):
                 from gaff.engine import tracing  # imports what only processes that compile need
 
                 reason = "" if self._is_traceable else "what it looks at is not in graphs"
+                reason = WHY_EAGER if trees else reason
                 has_marks = self._has_arms or bool(self._leaves) or self._has_edits
                 self._inside = tracing.meet(opening, self._model, self._taps, self.notes, reason, has_marks=has_marks)
                 self._is_forced = self._inside is None
             elif self._around is not None:
                 surroundings.keep_eager(opening, self.clock.at_end, self.notes)
+            run_as(trees, opening)
             hooks: list[tuple[Node, list[Any]]] = []
             opening.callback(self._remove, hooks)
             for node in self._nodes.values():
@@ -150,6 +154,7 @@ class Session:
         """Build the nodes and taps; installs nothing."""
         model = self._model
         if model is not None:
+            self._taps = [tap for tap in self._taps if not is_untold(tap)]
             for tap in self._taps:
                 self._prepare_tap(model, tap)
             self._prepare_nodes(model)
@@ -242,7 +247,8 @@ class Session:
             node.has_entry = True
             node.scope.notes = self.notes
             if not self._known and self._model is not None:
-                self._known = {id(module) for module in self._model.modules()}
+                inside = (module for _, module, _ in iter_modules(self._model))
+                self._known = {id(module) for module in (*self._model.modules(), *inside)}
             node.scope.known = self._known
             self._scopes.append(node.scope)
         scope: Scope = node.scope

@@ -40,10 +40,16 @@ def load() -> Any:
         torch.ops.load_library(str(found))
     except OSError:  # of another platform or torch: plain torch counts the same
         return None
-    names = ("observe_", "observe_many_", "observe_units_")
-    for name in names:
-        torch.library.register_fake(f"gaff::{name}", lambda *arguments: None)
-    return SimpleNamespace(**{name: getattr(torch.ops.gaff, name).default for name in names})
+    return SimpleNamespace(**{name: _op(name) for name in ("observe_", "observe_many_", "observe_units_")})
+
+
+@lru_cache
+def _op(name: str) -> Any:
+    """One of the loaded ops, known to tracing; which torch wants to hear once in a process."""
+    import torch
+
+    torch.library.register_fake(f"gaff::{name}", lambda *arguments: None)
+    return getattr(torch.ops.gaff, name).default
 
 
 def build() -> Path:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from gaff.address import Address, Site, parse
+from gaff.engine.graph_trees import trees_of
 from gaff.engine.outer import is_compiled
 from gaff.errors import SiteError
+from gaff.exported import GraphTree, class_of
 from gaff.record.sample import Key
 from gaff.select import is_container, iter_modules, join, resolve, unwrap
 from gaff.watching.names import holder_of
@@ -54,6 +56,7 @@ class Model:
     kind: str
     is_compiled: bool
     parameters: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict)
+    graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
 
     def reread(self) -> None:
         """Parameters may have been replaced since."""
@@ -147,6 +150,7 @@ class Models:
             if module not in self.entries and not is_container(module):
                 is_wanted = wanted is None or id(module) in wanted
                 self.entries[module] = Entry(model.name, path, _kind_of(module), _channels_of(module), is_wanted)
+        model.graphs.update(trees_of(module for _, module, _ in iter_modules(root)))
 
 
 def _module_filter(text: str) -> Address:
@@ -165,8 +169,8 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _kind_of(module: nn.Module) -> str:
-    name = type(module).__name__
-    if isinstance(module, _RECTIFIERS) or (not list(module.children()) and name.endswith(_NAMES_OF_RECTIFIERS)):
+    name, cls = type(module).__name__, class_of(module)
+    if issubclass(cls, _RECTIFIERS) or (not list(module.children()) and name.endswith(_NAMES_OF_RECTIFIERS)):
         return "rectifier"
     for kind, classes in (
         ("tanh", (nn.Tanh, nn.Hardtanh)),
@@ -176,15 +180,16 @@ def _kind_of(module: nn.Module) -> str:
         ("attention", (nn.MultiheadAttention,)),
         ("mixing", _MIXING),
     ):
-        if isinstance(module, classes):
+        if issubclass(cls, classes):
             return kind
     return "mixing" if name == "Conv1D" else ""  # of transformers' GPT-2: a Linear
 
 
 def _channels_of(module: nn.Module) -> int | None:
-    if isinstance(module, _ALONG_ONE):
+    cls = class_of(module)
+    if issubclass(cls, _ALONG_ONE):
         return 1
-    return -1 if isinstance(module, _MIXING) or type(module).__name__ == "Conv1D" else None
+    return -1 if issubclass(cls, _MIXING) or cls.__name__ == "Conv1D" else None
 
 
 def units_of(tensor: Tensor, channels_at: int) -> tuple[int, int] | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gaff import compat
+from gaff.engine.graph_trees import run_as
 from gaff.engine.outer import Calls, ModuleHooks
 from gaff.health.rerun import Batch
 from gaff.select import unwrap
@@ -70,6 +72,7 @@ class Runs:
         self._latest_eval = 0  # step of the latest of them
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
         self._inside_compiled = InsideCompiled(models, self._left)
+        self._graphs = ExitStack()  # exported ones that run as trees of modules
 
     def open(self) -> None:
         self._is_open = True
@@ -89,6 +92,7 @@ class Runs:
         self._is_open = False
         self._hooks.switch_off()
         self._inside_compiled.close()
+        self._graphs.close()
         self._calls.close()
         if self.window is not None:
             self.window.is_open = False
@@ -106,6 +110,9 @@ class Runs:
         """From now on runs in training mode go to ``window``; None: to nobody, and no hook is left."""
         self.window = self._target = window
         self._switch(is_on=window is not None)
+        self._graphs.close()
+        if window is not None:
+            run_as([tree for model in self._models.all for tree in model.graphs], self._graphs)
         for model in self._models.all:
             self._inside_compiled.look(model, is_on=window is not None)
 
