@@ -1,5 +1,6 @@
 """The record of a run: nothing but the last frame can be lost, nothing wrong is read, nothing hostile harms."""
 
+import json
 import os
 import random
 import signal
@@ -300,3 +301,53 @@ def test_a_rank_that_stopped_while_others_went_on_is_told(tmp_path):
     [finding] = load(tmp_path).findings
     assert (finding.rule, finding.rank, finding.since) == ("rank_lost", 2, 4)
     assert finding.message == "rank 2 wrote nothing after step 3, others went on"
+
+
+def write_times(folder, rank, late_s, *, model=None, steps=12):
+    """A rank of a run whose steps take 100 ms, and that begins its backward pass after 20 ms and ``late_s``."""
+    log = LogWriter(folder / f"rank{rank}.gaff")
+    log.write_json(EVENT, {"kind": "model", "name": "m", **(model or {"replicated": True})})
+    columns = {
+        "step": [float(one) for one in range(steps)],
+        "seconds": [0.1] * steps,
+        "to_forward": [0.01] * steps,
+        "to_backward": [0.02 + (late_s if one != 5 else 0.0) for one in range(steps)],
+    }
+    log.write(SERIES, pack_series(columns), 0)
+    log.close()
+
+
+def test_a_rank_for_which_the_others_wait_is_told(tmp_path):
+    for rank, late_s in enumerate((0.0, 0.03, 0.001)):
+        write_times(tmp_path, rank, late_s)
+    [finding] = load(tmp_path).findings
+    assert (finding.rule, finding.rank, finding.since, finding.severity) == ("rank_slow", 1, 2, "warning")
+    assert "rank 1 begins its backward pass 29.5 ms after the others, 30% of a step" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("late_s", "model", "steps"),
+    [
+        (0.005, None, 12),  # a twentieth of a step
+        (0.03, None, 9),  # too few
+        (0.03, {}, 12),  # processes that have nothing to do with each other
+        (0.03, {"places": {"w": "0"}}, 12),  # forward passes gather weights: what comes after is together
+    ],
+)
+def test_ranks_that_nobody_waits_for_are_not_told(tmp_path, late_s, model, steps):
+    for rank in (0, 1):
+        write_times(tmp_path, rank, late_s * rank, model=model if model is None else {"x": 0, **model}, steps=steps)
+    assert load(tmp_path).findings == []
+
+
+def test_the_rank_that_was_gone_first_is_told_where_a_launcher_stopped_the_others(tmp_path):
+    for rank in (0, 1):
+        write_times(tmp_path, rank, 0.0)
+    head = {"version": 1, "gone": {"rank": 1, "how": "SIGKILL"}}
+    (tmp_path / "run.json").write_text(json.dumps(head))
+    [finding] = load(tmp_path).findings
+    assert (finding.rule, finding.rank, finding.since) == ("rank_lost", 1, 12)
+    assert finding.message == "rank 1 ended first (SIGKILL), and the launcher stopped the others"
+    for odd in (7, {"rank": 5, "how": "x"}, {}):
+        (tmp_path / "run.json").write_text(json.dumps({**head, "gone": odd}))
+        assert load(tmp_path).findings == []

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from gaff import __version__
+from gaff.cli.processes import Processes
 from gaff.cli.report import need_numpy
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.record.run import ENDING, HEAD, VERSION, load
@@ -24,6 +25,7 @@ from gaff.views import watch_text
 from gaff.watching.launched import VARIABLE
 
 _IDLE_S = 600
+_GLANCE_S = 0.05  # torchrun takes notice of an ended process within a tenth of a second
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
 
 
@@ -45,7 +47,11 @@ def run(options: Namespace) -> int:
     environment = _environment(options, out)
     if options.live:
         _serve(out)
-    code = _wait(subprocess.Popen(command, executable=program, env=environment))
+    child = subprocess.Popen(command, executable=program, env=environment)
+    processes = Processes(child.pid)
+    code = _wait(child, processes)
+    if processes.gone is not None:
+        _note(out, {"gone": processes.gone})
     _tell(out, options)
     if code < 0:
         with suppress(OSError, ValueError):  # SIGKILL has no handler to be taken back
@@ -129,7 +135,16 @@ def _serve(out: Path) -> None:
     server.stderr.close()
 
 
-def _wait(child: subprocess.Popen[Any]) -> int:
+def _note(out: Path, told: dict[str, Any]) -> None:
+    """Add to what is known of the run. Where it cannot be written, the record lacks it, and that is said."""
+    head = out / HEAD
+    try:
+        head.write_text(json.dumps({**json.loads(head.read_text()), **told}, indent=1))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"gaff: {head} cannot be written: {error}\n")
+
+
+def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
     """Until the command ends. Ctrl-C reaches it from the terminal by itself; other signals are handed on."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -141,7 +156,11 @@ def _wait(child: subprocess.Popen[Any]) -> int:
             number = getattr(signal, name)
             known[number] = signal.signal(number, hand_on)
     try:
-        return child.wait()
+        while True:
+            try:
+                return child.wait(_GLANCE_S)
+            except subprocess.TimeoutExpired:
+                processes.look()
     finally:
         for number, before in known.items():
             signal.signal(number, before)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from gaff.errors import RecordError
 from gaff.record.finding import Finding
 
 if TYPE_CHECKING:
     from gaff.record.run import Part
+
+_KILLED = "the process was killed (out of memory, a signal), or its record could not be written"
+_LOOK = "look at that process's own output and at the last rows of its flight recorder"
+_LEAST_STEPS = 8
+_LATE = 0.1  # of a step
 
 Weights = dict[tuple[int, tuple[str, str]], tuple[float, float]]
 
@@ -45,9 +51,16 @@ def divergence(parts: Sequence[Part]) -> list[Finding]:
     return list(found.values())
 
 
-def lost(parts: Sequence[Part]) -> list[Finding]:
-    """One finding for each process that has never said that it ended, where another has, later than it stopped."""
-    last = {part.rank: max((int(step) for step in part.series.get("step", ())), default=-1) for part in parts}
+def lost(parts: Sequence[Part], head: Mapping[str, Any]) -> list[Finding]:
+    """One finding for each process that has never said that it ended, where another has, later than it stopped.
+
+    ``head``: what ``gaff watch`` knows of the run; it has seen which process was gone first, before a launcher stopped
+    the others.
+    """
+    first = _gone_first(parts, head)
+    if first is not None:
+        return [first]
+    last = {part.rank: _last(part) for part in parts}
     ended = [part.rank for part in parts if part.latest("end") is not None]
     found = []
     for part in parts:
@@ -60,14 +73,91 @@ def lost(parts: Sequence[Part]) -> list[Finding]:
                     since=last[part.rank] + 1,
                     severity="error",
                     message=f"rank {part.rank} wrote nothing after step {last[part.rank]}, others went on",
-                    cause="the process was killed (out of memory, a signal), or its record could not be written",
-                    remedy="look at that process's own output and at the last rows of its flight recorder",
+                    cause=_KILLED,
+                    remedy=_LOOK,
                     evidence={f"last step of rank {rank}": float(last[rank]) for rank in ended},
                     last=last[part.rank] + 1,
                     rank=part.rank,
                 )
             )
     return found
+
+
+def slow(parts: Sequence[Part]) -> list[Finding]:
+    """A process that gets to what it has to wait for others at later than they do, nearly always.
+
+    With DistributedDataParallel that is the first backward pass of a step; where forward passes gather weights, too,
+    the first forward. At least eight steps, the first two apart; later by a tenth of a step in the middle of them, and
+    last in four of five.
+    """
+    told = [one for part in parts for _, one in part.events if one.get("kind") == "model"]
+    names = ["to_forward"] if any(one.get("places") for one in told) else ["to_forward", "to_backward"]
+    if len(parts) < 2 or not any(one.get("places") or one.get("replicated") for one in told):
+        return []
+    found: dict[int, Finding] = {}
+    for name in names:
+        times = [_times(part, name) for part in parts]
+        steps = sorted(set.intersection(*(set(one) for one in times)))[2:]
+        if len(steps) < _LEAST_STEPS:
+            continue
+        step_s = median(_times(parts[0], "seconds").get(step, math.nan) for step in steps)
+        for part, own in zip(parts, times, strict=True):
+            others = {step: median(one[step] for one in times if one is not own) for step in steps}
+            late_s = median(own[step] - others[step] for step in steps)
+            is_last = [own[step] == max(one[step] for one in times) for step in steps]
+            if late_s > _LATE * step_s and sum(is_last) >= 0.8 * len(steps) and part.rank not in found:
+                found[part.rank] = _slow(part.rank, name.removeprefix("to_"), late_s, late_s / step_s, steps)
+    return list(found.values())
+
+
+def _slow(rank: int, what: str, late_s: float, share: float, steps: Sequence[int]) -> Finding:
+    return Finding(
+        rule="rank_slow",
+        site="",
+        model="",
+        since=steps[0],
+        severity="warning",
+        message=f"rank {rank} begins its {what} pass {1e3 * late_s:.3g} ms after the others, {share:.0%} of a step: "
+        "they wait for it",
+        cause="a slower device, slower loading of data, larger batches, or work that only this rank does",
+        remedy=f"look at what rank {rank} does before its {what} pass, and at what else runs on its machine",
+        evidence={"late_s": late_s, "share": share, "steps": float(len(steps))},
+        last=steps[-1],
+        rank=rank,
+    )
+
+
+def _times(part: Part, name: str) -> dict[int, float]:
+    rows = zip(part.series.get("step", ()), part.series.get(name, ()), strict=False)
+    return {int(step): value for step, value in rows if not math.isnan(value)}
+
+
+def _last(part: Part) -> int:
+    """The last step that a process has written anything of."""
+    looks = (step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train")
+    return max([-1, *looks, *(int(step) for step in part.series.get("step", ()))])
+
+
+def _gone_first(parts: Sequence[Part], head: Mapping[str, Any]) -> Finding | None:
+    gone = head.get("gone")
+    part = next((one for one in parts if isinstance(gone, dict) and one.rank == gone.get("rank")), None)
+    if part is None or part.latest("end") is not None:  # which tells of its error
+        return None
+    last = _last(part)
+    how = gone.get("how") if isinstance(gone, dict) else None
+    return Finding(
+        rule="rank_lost",
+        site="",
+        model="",
+        since=last + 1,
+        severity="error",
+        message=f"rank {part.rank} ended first ({how}), and the launcher stopped the others",
+        cause=_KILLED,
+        remedy=_LOOK,
+        evidence={},
+        last=last + 1,
+        rank=part.rank,
+    )
 
 
 def _weights(part: Part, models: set[str]) -> Weights:

@@ -15,7 +15,7 @@ from gaff.errors import RecordError
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.log import EVENT, LAYOUT, MAGIC, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
-from gaff.record.ranks import divergence, lost, together
+from gaff.record.ranks import divergence, lost, slow, together
 from gaff.record.ring import ENDING as RING
 from gaff.record.ring import Flight, read_ring
 
@@ -143,7 +143,7 @@ class Record:
     @property
     def findings(self) -> list[Finding]:
         """Of all processes, worst first; those that were over when the run ended come last."""
-        found = [*divergence(self._parts), *lost(self._parts)]
+        found = [*divergence(self._parts), *lost(self._parts, self.head), *slow(self._parts)]
         for part in self._parts:
             told = part.latest("findings") or {}
             found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]

@@ -47,6 +47,7 @@ class Pulse(NamedTuple):
     scale: Any
     skipped: int
     samples: int
+    alone: tuple[float, float]  # seconds to the first forward and to the first backward pass
 
 
 class Desk:
@@ -129,11 +130,13 @@ class Desk:
 
         self._writer.put(job)
 
-    def pulse(self, step: int, seconds: float, known: Losses, skipped: int, samples: int) -> None:
+    def pulse(
+        self, step: int, seconds: float, known: Losses, skipped: int, samples: int, alone: tuple[float, float]
+    ) -> None:
         """Every step: what costs next to nothing."""
         values = known.values()
         if values or seconds:
-            self._pulses.append(Pulse(step, seconds, known.lr, values, known.scale, skipped, samples))
+            self._pulses.append(Pulse(step, seconds, known.lr, values, known.scale, skipped, samples, alone))
 
     def tick(self, step: int, pace: Pace) -> None:
         """Every step: see whether it is time to write, or to tell."""
@@ -252,6 +255,9 @@ class Desk:
         if any(one.scale is not None for one in pulses):
             columns["scale"] = [nothing if one.scale is None else losses.read(one.scale) for one in pulses]
             columns["skipped"] = [float(one.skipped) for one in pulses]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            columns["to_forward"] = [one.alone[0] for one in pulses]
+            columns["to_backward"] = [one.alone[1] for one in pulses]
         self._latest.update((name, values[-1]) for name, values in columns.items() if not math.isnan(values[-1]))
         return columns
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
 _SERIES: tuple[int, ...] = tuple(digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
 _DENSE = 25  # with time in hand, a run of n steps is looked at about n/25 steps apart
 _SPARSE = 5  # the same once half of that time is spent
@@ -69,3 +74,32 @@ class Pace:
     def overhead(self) -> float:
         """The share of the run's time that went into looking; nothing spent yet: 0."""
         return self.spent_s / self.total_s if self.total_s else 0.0
+
+
+class Alone:
+    """When the first forward and the first backward pass of a step began: until then no process waits for another."""
+
+    def __init__(self) -> None:
+        self._since = math.nan
+        self._forward = self._backward = math.nan
+
+    def before(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
+        """``then``, with a note that a forward begins."""
+
+        def begins(batch: Any) -> None:
+            if math.isnan(self._forward):
+                self._forward = perf_counter()
+            then(batch)
+
+        return begins
+
+    def backward_begins(self) -> None:
+        if math.isnan(self._backward):
+            self._backward = perf_counter()
+
+    def take(self, ended: float) -> tuple[float, float]:
+        """Seconds from the end of the step before; ``ended``: when this one did, by ``perf_counter``."""
+        taken = self._forward - self._since, self._backward - self._since
+        self._since = ended
+        self._forward = self._backward = math.nan
+        return taken

@@ -30,7 +30,7 @@ from gaff.watching.flight import Recall
 from gaff.watching.losses import Losses
 from gaff.watching.models import Model, Models
 from gaff.watching.optimizers import Optimizers
-from gaff.watching.pace import Pace
+from gaff.watching.pace import Alone, Pace
 from gaff.watching.runs import Runs
 from gaff.watching.updates import Clearing, Update
 from gaff.watching.window import Window
@@ -77,7 +77,9 @@ class Watcher:
         self.pace = Pace(settings.budget, settings.every)
         self._models = Models(settings.only, settings.skip)
         self._recall = Recall(settings.out, keeps_batches=settings.keep_batch)
-        self._runs = Runs(self._models, self, self._recall.begins, is_given=models is not None)
+        self._alone = Alone()
+        begins = self._alone.before(self._recall.begins)
+        self._runs = Runs(self._models, self, begins, is_given=models is not None)
         self._optimizers = Optimizers(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
@@ -198,6 +200,7 @@ class Watcher:
     def _backward_begins(self, losses: Any) -> None:
         self._runs.left_model()
         self.step_over()
+        self._alone.backward_begins()
         if self._window is not None:
             self._clearing.look()
         several = losses if isinstance(losses, (list, tuple)) else [losses]  # a generator is not ours to use up
@@ -315,7 +318,7 @@ class Watcher:
         samples = self._runs.take_samples()
         if samples and not seconds:  # the run has ended in the middle of a step
             self._recall.ended(self.step, seconds, self._losses, samples)
-        self.desk.pulse(self.step, seconds, self._losses, self._skipped, samples)
+        self.desk.pulse(self.step, seconds, self._losses, self._skipped, samples, self._alone.take(self._since))
         self._losses.forget()
 
     # windows

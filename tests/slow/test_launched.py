@@ -1,0 +1,63 @@
+"""``gaff watch -- torchrun ...``: two processes, of which one is slow, or killed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import gaff
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+is_odd = dist.get_rank() == 1
+net = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(30):
+    if is_odd and sys.argv[1] == "slow":
+        time.sleep(0.05)
+    if is_odd and sys.argv[1] == "killed" and step == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    net(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def launch(folder, how):
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "gaff", "watch", "--out", folder / "run", "--", *torchrun, script, how]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    return done, gaff.load(folder / "run")
+
+
+def test_a_slow_rank_is_named(tmp_path):
+    done, record = launch(tmp_path, "slow")
+    assert done.returncode == 0, done.stderr
+    assert record.ranks == [0, 1]
+    [finding] = [one for one in record.findings if one.rule.startswith("rank_")]
+    assert (finding.rule, finding.rank) == ("rank_slow", 1)
+    assert "rank 1 begins its forward pass" in finding.message
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")  # on Linux it runs
+def test_a_killed_rank_is_named_though_all_were_stopped(tmp_path):
+    done, record = launch(tmp_path, "killed")
+    assert done.returncode != 0
+    [finding] = [one for one in record.findings if one.rule.startswith("rank_")]
+    assert (finding.rule, finding.rank) == ("rank_lost", 1)
+    assert "rank 1 ended first (SIGKILL)" in finding.message
+    assert "rank_lost" in done.stderr
