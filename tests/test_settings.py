@@ -13,7 +13,9 @@ from gaff.dynamo import traces_gradient_hooks
 from spread_runs import WIDTH, build
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor"
+    "ignore:.*isinstance.treespec, LeafSpec.*",
+    "ignore:The .grad attribute of a Tensor",
+    "ignore:Torchinductor does not support code generation for complex",
 )
 
 BACKEND = os.environ.get("BACKEND", "aot_eager")  # the slow tests say inductor
@@ -136,6 +138,60 @@ def test_guard(setting):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, setting)
         optimizer.step()
+
+
+class Spectrum(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.wave, self.count = torch.nn.Linear(4, 4), Waves(), Positive()
+
+    def forward(self, x):
+        waves = self.wave(self.fc(x))
+        return (waves * waves.conj()).real.sum() + self.count(x).sum()
+
+
+class Waves(torch.nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x).conj()
+
+
+class Positive(torch.nn.Module):
+    def forward(self, x):
+        return (x > 0).long()
+
+
+def test_complex_values_in_graphs_are_those_of_eager_code():
+    x, found = data()[0][:, :4], []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Spectrum()
+        if is_compiled:
+            torch._dynamo.reset()
+            model.compile(backend=BACKEND)
+        with (
+            gaff.edit(model, {"wave": gaff.edits.scale(2.0)}) as changed,
+            gaff.capture(model, "wave", "wave:grad_output") as got,
+        ):
+            changed.strength(0.25)
+            model(x).backward()
+        found.append((got["wave"], got["wave:grad_output"], model.fc.weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert found[0][0].is_complex()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_cannot_be_mixed_is_refused_in_graphs_too(is_compiled):
+    model = Spectrum()
+    if is_compiled:
+        torch._dynamo.reset()
+        model.compile(backend=BACKEND)
+    with (
+        pytest.raises(gaff.PlanError, match=r"count: strength 0\.5 of an edit of torch\.int64"),
+        gaff.edit(model, {"count": gaff.edits.scale(2)}) as changed,
+    ):
+        changed.strength(0.5)
+        model(data()[0][:, :4])
 
 
 def test_no_compiled_code_is_made_for_opening_again():

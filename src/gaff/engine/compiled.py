@@ -50,11 +50,13 @@ def _define() -> None:
 def _ops() -> Any:
     library = torch.library.Library("gaff", "FRAGMENT")
     tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-    library.define("tell_(Tensor[] values, Tensor(a!) token, Tensor ticket, int place, str what) -> ()", tags=tags)
+    library.define(
+        "tell_(Tensor[] values, Tensor(a!) token, Tensor ticket, int place, str what, int[] pairs) -> ()", tags=tags
+    )
     library.define("arrive(Tensor[] gradients, Tensor ticket, int place, int number) -> ()", tags=tags)
     library.impl("tell_", torch.compiler.disable(_tell), "CompositeExplicitAutograd")
     library.impl("arrive", torch.compiler.disable(_arrive), "CompositeExplicitAutograd")
-    torch.library.register_fake("gaff::tell_", lambda values, token, ticket, place, what: None, lib=library)
+    torch.library.register_fake("gaff::tell_", lambda values, token, ticket, place, what, pairs: None, lib=library)
     torch.library.register_fake("gaff::arrive", lambda gradients, ticket, place, number: None, lib=library)
     dynamo.keep_in_graphs(torch.ops.gaff.arrive.default)
     dynamo.leave_uncompiled(Entry.__call__, Exit.__call__, Leave.__call__, Look.__call__, structure_of, _hook)
@@ -67,10 +69,22 @@ def new_place() -> int:
     return next(_PLACES)
 
 
-def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str) -> None:
+def tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str) -> None:
+    """Traced: let whoever has the ticket hear of ``values``.
+
+    Complex ones go as pairs of numbers: Inductor takes no operation that writes (to the token) among complex tensors.
+    """
+    pairs = [number for number, value in enumerate(values) if value.is_complex()]
+    plain = [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in values]
+    torch.ops.gaff.tell_(plain, token, ticket, place, what, pairs)
+
+
+def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str, pairs: list[int]) -> None:
     number = int(ticket)
     receiver = _RECEIVERS.get(number)
     if receiver is not None:
+        for pair in pairs:
+            values[pair] = torch.view_as_complex(values[pair])
         receiver.lives.setdefault(number, []).append(compat.storage_life(ticket))
         receiver.tellers.setdefault(number, set()).add(threading.get_ident())
         receiver.renew(number)
@@ -205,7 +219,7 @@ class Entry(HookInside):
             values: list[Tensor] = []
             what = structure_of((args, kwargs), values)
             given = [one.detach() for one in values] if self.taps else []
-            torch.ops.gaff.tell_(given, self.token, self.ticket, new_place(), what)
+            tell(given, self.token, self.ticket, new_place(), what)
         for edit in self.edits:
             args, kwargs = edit.change_arguments(args, kwargs)
         return (args, kwargs) if self.edits else None
@@ -248,7 +262,7 @@ class Exit(HookInside):
             ticket = self.ticket.clone() if self.arms else self.ticket  # as it is now: torch may set hooks later
             place = new_place()
             given = [one.detach() for one in values] if self.taps else []
-            torch.ops.gaff.tell_(given, self.token, ticket, place, what)
+            tell(given, self.token, ticket, place, what)
             if self.arms:
                 _hook(values, ticket, place)
         return None if output is before else output
@@ -315,7 +329,7 @@ class Leave(HookInside):
             what = structure_of(output, values)
             ticket = self.ticket.clone() if self.has_marks else self.ticket
             place = new_place()
-            torch.ops.gaff.tell_([], self.token, ticket, place, what)
+            tell([], self.token, ticket, place, what)
             if self.has_marks:
                 _hook(values, ticket, place)
 
@@ -355,7 +369,7 @@ class Look(Receiver):
         values: list[Tensor] = []
         what = structure_of((output, args if self.has_args else ()), values)
         ticket, place = self.ticket.clone(), new_place()
-        torch.ops.gaff.tell_([one.detach() for one in values], self.token, ticket, place, what)
+        tell([one.detach() for one in values], self.token, ticket, place, what)
         if torch.is_grad_enabled():
             _hook(own, ticket, place)  # the first of the values
         return None if output is before else output
