@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from its own row and from rows above it.
 LAYERS = [
-    ["errors", "text", "compat", "dynamo", "spread", "foreign", "exported"],
+    ["errors", "text", "compat", "dynamo", "spread", "foreign", "exported", "graph_calls"],
     ["address", "values", "keep", "edits", "statistics"],
     ["record"],
     ["select"],
@@ -157,13 +157,13 @@ def test_the_core_is_small():
         "watching/inside.py",
     )
     elsewhere = ("spread.py", "engine/sharded.py", "foreign.py")
-    exported = ("exported.py", "engine/graph_trees.py")  # docs/decisions/0016
+    exported = ("exported.py", "graph_calls.py", "engine/graph_trees.py")  # docs/decisions/0016
     apart = (*ready_made, *files, *ops, *for_tools, *for_watching, *in_graphs, *elsewhere, *exported)
     assert total(lambda name: not name.startswith(outside) and name not in apart) <= 5000
     assert total(lambda name: name in ops) <= 655
     assert total(lambda name: name in in_graphs) <= 900
     assert total(lambda name: name in elsewhere) <= 450
-    assert total(lambda name: name in exported) <= 350
+    assert total(lambda name: name in exported) <= 450
     assert total(lambda name: name in (*ready_made, *files)) <= 870
     assert total(lambda name: name.startswith("tools/") or name in for_tools) <= 3000
     assert total(lambda name: name.startswith("health/") and name not in rules) <= 1360

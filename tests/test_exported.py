@@ -13,7 +13,9 @@ from torch import nn
 import gaff
 from gaff.errors import PlanError, SiteError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor"
+)
 SCALE = {"scale": torch.tensor(2.0)}
 WAYS = ("export", "strict", "decomposed", "dynamic")
 
@@ -390,6 +392,192 @@ def test_buffers_that_a_module_updates_do_not_leave_it():
         found.append(got["1"])
     torch.testing.assert_close(*found)
     torch.testing.assert_close(exported.get_buffer("1.running_mean"), model[1].running_mean)
+
+
+class Ignored(nn.Module):
+    """Modules that return their argument, as torch has it: uses of the one are uses of the other in a graph."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.body, self.out, self.how = Of(how), nn.Linear(4, 4), how
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return h + self.out(self.body(h))
+
+
+class Of(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        return self.how(x)
+
+
+@pytest.mark.parametrize("is_decomposed", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [lambda x: x.type_as(x), lambda x: x.flatten(1), lambda x: +x, lambda x: x.relu_(), torch.atleast_2d],
+    ids=["type_as", "flatten", "positive", "relu_", "atleast_2d"],
+)
+def test_an_edit_never_reaches_others_who_use_the_argument(how, is_decomposed):
+    model = Ignored(how)
+    made = torch.export.export(model, (data(),))
+    exported = (made.run_decompositions() if is_decomposed else made).module()
+    with gaff.edit(model, {"body": gaff.edits.scale(0.5)}):
+        want = model(data())
+    refusal, found = "", want
+    try:
+        with gaff.edit(exported, {"body": gaff.edits.scale(0.5)}):
+            found = exported(data())
+    except gaff.GaffError as error:
+        refusal = str(error)
+    assert not refusal or "exported graph" in refusal  # by name
+    torch.testing.assert_close(found, want)
+
+
+def test_a_view_of_what_was_written_in_place_is_not_guessed_after_decompositions():
+    model = nn.Sequential(Of(_view_of_what_is_written), nn.Linear(3, 2))
+    made = torch.export.export(model, (data(),))
+    with gaff.capture(model, "0") as want:
+        model(data())
+    with gaff.capture(plain := made.module(), "0") as got:
+        plain(data())
+    assert torch.equal(got["0"], want["0"])
+    with pytest.raises(SiteError, match="does not tell which view of that it returned"):
+        gaff.capture(made.run_decompositions().module(), "0")
+
+
+def _view_of_what_is_written(x):
+    y = x * 2
+    z = y.t()
+    y.relu_()
+    return z
+
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.b = self.a
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_one_module_under_two_names_is_told_with_all_of_its_calls_or_not_at_all(strict):
+    model = Twins()
+    exported, calls = torch.export.export(model, (data(),), strict=strict).module(), []
+    for site in ("a", "a.0", "a.1"):
+        try:
+            with gaff.capture(exported, site) as got:
+                exported(data())
+        except SiteError:
+            continue
+        else:
+            calls.append(len(got.all(site)))
+    assert set(calls) <= {2}
+
+
+def test_a_module_called_in_a_branch_that_names_none_is_not_told():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.fc(x)
+            return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: x.clone(), (x,))
+
+    with pytest.raises(SiteError, match="fc: .* a graph inside this one"):
+        gaff.capture(torch.export.export(Branches(), (data(),)).module(), "fc")
+
+
+def test_what_a_pass_has_added_without_saying_where_is_no_modules_output(net):
+    exported = program(net)
+
+    def pattern(x):
+        return torch.ops.aten.relu_.default(x)
+
+    def replacement(x):
+        return torch.ops.aten.tanh.default(x)
+
+    torch.fx.subgraph_rewriter.replace_pattern(exported, pattern, replacement)
+    with pytest.raises(SiteError, match=r"blocks\.1\.fc: .* what follows it belongs to no module"):
+        gaff.capture(exported, "blocks.1.fc")
+
+
+def test_hooks_of_the_user_on_the_graph_come_before_ours(net):
+    exported, found = program(net), []
+    for model in (net, exported):
+        before = list(model._forward_hooks)
+        handle = model.register_forward_hook(lambda module, args, output: {**output, "out": output["out"] * 2})
+        with gaff.capture(model, ":output[out]") as got:
+            found += [run(model)["out"], got[":output[out]"]]
+        handle.remove()
+        assert list(model._forward_hooks) == before
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_a_graph_with_a_forward_of_somebody_else_has_no_modules(net):
+    exported = program(net)
+    own = exported.forward
+    exported.forward = lambda *args, **kwargs: {key: value * 10 for key, value in own(*args, **kwargs).items()}
+    with pytest.raises(SiteError, match=r"blocks\.1\.fc"):
+        gaff.capture(exported, "blocks.1.fc")
+    with gaff.capture(exported, ":output[out]") as got:
+        assert torch.equal(run(exported)["out"], run(net)["out"] * 10)
+    assert torch.equal(got[":output[out]"], run(net)["out"] * 10)
+
+
+def test_a_graph_that_is_changed_while_it_is_looked_at(net, tmp_path):
+    exported = program(net)
+    optimizer = torch.optim.SGD(exported.parameters(), lr=0.1)
+    with gaff.watch(exported, optimizer, out=tmp_path / "run", every=1):
+        for step in range(3):
+            if step == 1:
+                node = next(node for node in exported.graph.nodes if node.op == "call_module")
+                exported.graph.erase_node(node)
+                exported.recompile()
+            run(exported)["out"].sum().backward()
+            optimizer.step()
+    with pytest.raises(PlanError, match="was changed while a gaff session is open"), gaff.capture(exported, "blocks.1"):
+        exported.recompile()
+        exported.graph.lint()
+        exported.add_module("more", nn.Linear(1, 1))
+        run(exported)
+
+
+def test_what_is_exported_again_during_a_session_knows_nothing_of_it(net, tmp_path):
+    exported = program(net)
+    optimizer = torch.optim.SGD(exported.parameters(), lr=0.1)
+    with gaff.watch(exported, optimizer, out=tmp_path / "run", every=1):
+        again = torch.export.export(exported, (data(),), SCALE).module()
+    assert torch.equal(run(again)["out"], run(exported)["out"])
+    with gaff.edit(exported, {"blocks.1": gaff.edits.scale(0.0)}), gaff.capture(exported, "blocks.1") as got:
+        again = torch.export.export(exported, (data(),), SCALE).module()
+        run(exported)
+    assert len(got.all("blocks.1")) == 1
+    assert torch.equal(run(again)["out"], run(exported)["out"])
+
+
+def test_a_module_that_was_replaced_in_the_graph_is_seen():
+    traced = torch.fx.symbolic_trace(nn.Sequential(Block(), Block()))
+    gaff.sites(traced)
+    traced.get_submodule("0").fc = nn.Linear(4, 6)
+    with gaff.edit(traced, {"0.fc.weight:param": gaff.edits.scale(0.0)}), gaff.capture(traced, "0.fc") as got:
+        traced(data())
+    assert torch.equal(got["0.fc"][0], traced.get_submodule("0").fc.bias)
+
+
+def test_a_module_of_the_graph_itself_is_an_address(net):
+    exported = program(net)
+    with gaff.capture(exported, exported.get_submodule("wrapped.inner")) as got:
+        run(exported)
+    assert got["wrapped.inner"].shape == (3, 4)
 
 
 def test_a_graph_that_was_edited_by_hand(net):

@@ -282,6 +282,9 @@ def _find_object(model: nn.Module, wanted: nn.Module) -> Found:
     for path, module, chain in iter_modules(model):
         if module is wanted:
             return Found(Site(path), module, chain)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if module is wanted and path:  # of an exported graph, for which a tree stands
+            return find_site(model, Site(path))[0]
     raise SiteError(f"module {type(wanted).__name__} given as a pattern is not part of {type(model).__name__}")
 
 

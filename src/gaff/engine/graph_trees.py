@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from gaff.engine.standin import StandIn
 from gaff.engine.taps import CallTap, EditTap
 from gaff.errors import PlanError
-from gaff.exported import GraphPart, GraphTree
+from gaff.exported import GraphCall, GraphPart, GraphTree
 
 WHY_EAGER = "an exported graph runs node by node"
 _NOT_KEPT = ("input", "input_grad", "grad_input")
@@ -23,15 +26,43 @@ def trees_of(modules: Iterable[nn.Module]) -> list[GraphTree]:
     return list(found.values())
 
 
-def run_as(trees: Iterable[GraphTree], opening: ExitStack) -> None:
-    """Let the graphs run as their trees until ``opening`` closes."""
+def run_as(trees: Iterable[GraphTree], opening: ExitStack, notes: list[str], edited: Iterable[nn.Module] = ()) -> None:
+    """Let the graphs run as their trees until ``opening`` closes. ``edited``: modules whose outputs are changed.
+
+    Raises PlanError for a graph that was changed since, also when it runs.
+    """
+    trees = list(trees)
     for tree in trees:
         tree.check()
-        opening.callback(StandIn(tree.graph(), _passing_to(tree)).remove)
+        opening.callback(StandIn(tree.graph(), partial(_run, tree)).remove)
+    if trees and (module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks):
+        notes.append("hooks of others on all modules saw those of the exported graph too")
+    for module in edited:
+        if isinstance(module, GraphCall):
+            module.edits += 1
+            opening.callback(_leave, module)
 
 
-def _passing_to(tree: GraphTree) -> Any:
-    return lambda own, args, kwargs: tree(*args, **kwargs)
+def try_run_as(trees: Iterable[GraphTree], opening: ExitStack) -> None:
+    """The same for who only looks: a graph that was changed since runs as it is."""
+    for tree in trees:
+        if tree.is_current():
+            opening.callback(StandIn(tree.graph(), partial(_run_or_pass, tree)).remove)
+
+
+def _leave(module: GraphCall) -> None:
+    module.edits -= 1
+
+
+def _run(tree: GraphTree, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not tree.is_current():
+        raise PlanError("the exported graph was changed while a gaff session is open on it: close it first")
+    return _run_or_pass(tree, own, args, kwargs)
+
+
+def _run_or_pass(tree: GraphTree, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_hidden = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return own(*args, **kwargs) if is_hidden or not tree.is_current() else tree.forward(*args, **kwargs)
 
 
 def is_untold(tap: Any) -> bool:

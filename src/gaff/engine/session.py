@@ -98,7 +98,9 @@ class Session:
                 self._is_forced = self._inside is None
             elif self._around is not None:
                 surroundings.keep_eager(opening, self.clock.at_end, self.notes)
-            run_as(trees, opening)
+            edits = [tap.found for tap in self._taps if isinstance(tap, EditTap)]
+            edited = [found.module for found in edits if found.site.port == "output" and found.site.op is None]
+            run_as(trees, opening, self.notes, edited)
             hooks: list[tuple[Node, list[Any]]] = []
             opening.callback(self._remove, hooks)
             for node in self._nodes.values():
@@ -268,7 +270,8 @@ class Session:
             node = self._node(sharded[1])
             node.has_entry = node.has_swaps = True
             unit = SwapUnit(swap)
-            node.entry_changes = (unit, *node.entry_changes)
+            units = [change for change in node.entry_changes if isinstance(change, SwapUnit)]
+            node.entry_changes = (*units, unit, *node.entry_changes[len(units) :])
             node.exit_changes += (SwapUnitEnd(unit),)
         self._swaps.append(swap)
         if len(self._swaps) == 1:

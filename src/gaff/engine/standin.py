@@ -16,12 +16,14 @@ Around = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class StandIn:
     """Stands as ``forward`` on one module until removed. Copies and pickles of the module get its own forward back."""
 
+    is_gaffs = True
+
     def __init__(self, module: nn.Module, around: Around) -> None:
         self._module = module
         self._around = around
         self._is_removed = False
         self._before = module.__dict__.get("forward")
-        self._original = module.forward
+        self._original = self.__wrapped__ = module.forward  # whose signature others ask for
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,6 +33,10 @@ class StandIn:
         if self._is_removed:
             return self._original(*args, **kwargs)
         return self._around(self._original, args, kwargs)
+
+    @property
+    def __code__(self) -> Any:
+        return self._original.__code__
 
     def remove(self) -> None:
         """In any order; one that others stand before passes every call on."""

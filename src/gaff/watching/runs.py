@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff import compat
-from gaff.engine.graph_trees import run_as
+from gaff.engine.graph_trees import try_run_as
 from gaff.engine.outer import Calls, ModuleHooks
 from gaff.health.rerun import Batch
 from gaff.select import unwrap
@@ -112,7 +112,7 @@ class Runs:
         self._switch(is_on=window is not None)
         self._graphs.close()
         if window is not None:
-            run_as([tree for model in self._models.all for tree in model.graphs], self._graphs)
+            try_run_as([tree for model in self._models.all for tree in model.graphs], self._graphs)
         for model in self._models.all:
             self._inside_compiled.look(model, is_on=window is not None)
 

@@ -1,0 +1,267 @@
+"""The calls of modules that the nodes of an exported graph were made in, read from their metadata."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+_IN_PLACE = re.compile(r"aten\.\w*[a-z0-9]_(\.|$)")
+_WORDS = (
+    "alias as_strided chunk detach diagonal expand flatten lift_fresh movedim narrow permute real reshape select "
+    "slice split squeeze t transpose unbind unflatten unfold unsqueeze view view_as_complex view_as_real"
+)
+_VIEWS = frozenset(_WORDS.split())  # operations that return a view
+
+Chain = tuple[str, ...]  # keys of the calls around a node, outermost first: the same for all nodes of a call
+
+
+class Place(NamedTuple):
+    """A module as a node's metadata names it."""
+
+    path: str
+    kind: str
+
+
+class Region:
+    """One call of a module: what it runs, as positions of nodes and calls inside it, in order.
+
+    ``entering``: nodes from outside that it uses; ``leaving``: the one node that others use, ``uses``: how often;
+    ``is_given_again``: it is a tensor that came from outside.
+    """
+
+    __slots__ = ("depth", "entering", "first", "is_given_again", "last", "leaving", "module", "path", "steps", "uses")
+
+    def __init__(
+        self,
+        place: Place,
+        depth: int,
+        span: tuple[int, int],
+        entering: Sequence[int] = (),
+        leaving: tuple[int, int] = (-1, 0),
+        *,
+        is_given_again: bool = False,
+    ) -> None:
+        self.path = place.path
+        self.depth = depth
+        self.first, self.last = span
+        self.entering = entering
+        self.leaving, self.uses = leaving
+        self.is_given_again = is_given_again
+        self.steps: list[int | Region] = []
+        self.module: Any = None
+
+
+def _stack(node: fx.Node) -> dict[str, tuple[str, str]]:
+    """The calls around a node by their keys, the root's too: path and class name of each."""
+    found = node.meta.get("nn_module_stack") or {}
+    return {
+        key: (path, kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2])
+        for key, (path, kind) in found.items()
+    }
+
+
+def _chain(graph: fx.GraphModule, node: fx.Node, *, has_root: bool = True) -> dict[Chain, Place] | None:
+    """The calls around a node whose modules are gone, outermost first; None for nodes that belong to no place.
+
+    ``has_root``: nodes of the whole model say so, as those of torch.export do, and no others say nothing.
+    """
+    stack = _stack(node)
+    if node.op in ("placeholder", "get_attr", "output") or (has_root and not stack):
+        return None
+    if node.op == "call_module" and node.target not in [path for path, _ in stack.values()]:
+        return None  # what torch.export adds to check its inputs
+    found: dict[Chain, Place] = {}
+    keys: Chain = ()
+    for key, (path, kind) in stack.items():
+        keys = (*keys, key)
+        own = module_at(graph, path) if path else graph
+        if own is None or type(own) is nn.Module:  # which only holds parameters
+            found[keys] = Place(path, kind)
+    return found
+
+
+def module_at(graph: nn.Module, path: str) -> nn.Module | None:
+    """The module of that path, or None."""
+    module: nn.Module | None = graph
+    for name in path.split("."):
+        module = module._modules.get(name) if module is not None else None
+    return module
+
+
+class Calls:
+    """All calls in a graph: ``regions``, outer ones first; ``untold``: why modules at other paths cannot be told."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.nodes = list(graph.graph.nodes)
+        self.numbers = {node: number for number, node in enumerate(self.nodes)}
+        has_root = any(not path for node in self.nodes for path, _ in _stack(node).values())
+        self.chains = [_chain(graph, node, has_root=has_root) for node in self.nodes]
+        self.kinds = {place.path: place.kind for chain in self.chains for place in (chain or {}).values()}
+        self.regions: list[Region] = []
+        self.untold: dict[str, str] = {}
+        calls: dict[Chain, tuple[Place, list[int]]] = {}
+        for number, chain in enumerate(self.chains):
+            for keys, place in (chain or {}).items():
+                calls.setdefault(keys, (place, []))[1].append(number)
+        for keys, (place, own) in calls.items():
+            found = self._region(keys, place, own)
+            if isinstance(found, str):
+                self.untold[place.path] = found
+            else:
+                self.regions.append(found)
+        self.untold.update(_hidden(graph, frozenset(), ""))
+        self._part_names(graph)
+        self.regions = [region for region in self.regions if region.path not in self.untold]
+        self.regions.sort(key=lambda region: (region.first, -region.last, region.depth))
+
+    def _region(self, keys: Chain, place: Place, own: list[int]) -> Region | str:
+        """The call, or why it cannot be told."""
+        first, last = own[0], own[-1]
+        if any(chain is not None and keys not in chain for chain in self.chains[first:last]):
+            return "its operations do not stand together in the graph"
+        uses = {number: self._uses_after(number, last) for number in own if _is_tensor(self.nodes[number])}
+        if None in uses.values():
+            return "what follows it belongs to no module: the graph was changed after it was made"
+        leaving = [number for number, count in uses.items() if count]
+        made = [number for number in leaving if not self._is_given_again(number, first)]
+        if len(made or leaving) != 1:
+            return f"{len(leaving) or 'no'} values leave it, and the graph keeps no structure of them"
+        [out] = made or leaving
+        if any(map(_wrote_in_place, own_nodes := [self.nodes[number] for number in own])) and self._is_base(out, last):
+            return "it wrote in place, and the decomposed graph does not tell which view of that it returned"
+        used = {self.numbers[given]: given for node in own_nodes for given in node.all_input_nodes}
+        entering = [number for number, node in sorted(used.items()) if number < first and _is_value(node)]
+        leaves = out, uses[out] or 0
+        return Region(place, len(keys), (first, last), entering, leaves, is_given_again=not made)
+
+    def _uses_after(self, number: int, last: int) -> int | None:
+        """How often a value is used later, but for writes into buffers; None where nobody knows by whom."""
+        count = 0
+        for user in self.nodes[number].users:
+            at = self.numbers[user]
+            if at <= last or _is_buffer_write(user):
+                continue
+            if self.chains[at] is None and user.op != "output":
+                if user.users:
+                    return None
+                continue  # a check
+            count += _occurrences(self.nodes[number], user)
+        return count
+
+    def _is_given_again(self, number: int, first: int) -> bool:
+        """Whether the value is the very tensor that came from outside, so that later uses of that are uses of it."""
+        while _returns_its_argument(self.nodes[number]):
+            number = self.numbers[self.nodes[number].args[0]]
+            if number < first:
+                return True
+        return False
+
+    def _is_base(self, number: int, last: int) -> bool:
+        """Whether a later view of the value was made by an operation that is none: what was written in place is so."""
+        users = [user for user in self.nodes[number].users if self.numbers[user] > last]
+        return any(_is_view(str(user.target)) and not any(map(_is_view, _origins(user))) for user in users)
+
+    def _part_names(self, graph: fx.GraphModule) -> None:
+        """One module under several names has its calls under each: where that may be so, none of them is told."""
+        alike: dict[object, list[str]] = {}
+        for path in self.kinds:
+            own = module_at(graph, path)
+            held = tuple((name, id(one)) for name, one in own.named_parameters()) if own is not None else ()
+            if held:
+                alike.setdefault((self.kinds[path], held), []).append(path)
+        for paths in alike.values():
+            for path in paths if len(paths) > 1 else ():
+                others = ", ".join(other for other in paths if other != path)
+                for inner in self.kinds:
+                    if f"{inner}.".startswith(f"{path}."):
+                        self.untold[inner] = f"{path} has the parameters of {others}, and may be the same module"
+
+
+def _occurrences(node: fx.Node, user: fx.Node) -> int:
+    found: list[fx.Node] = []
+
+    def note(one: fx.Node) -> fx.Node:
+        found.append(one)
+        return one
+
+    fx.map_arg((user.args, user.kwargs), note)
+    return sum(one is node for one in found)
+
+
+def _is_buffer_write(node: fx.Node) -> bool:
+    is_copy = node.op == "call_function" and str(node.target).startswith("aten.copy_")
+    return is_copy and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+
+
+def _returns_its_argument(node: fx.Node) -> bool:
+    """Whether an op returns the tensor that it was given: in place, or because there was nothing to convert."""
+    if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    alias = node.target._schema.returns[0].alias_info if node.target._schema.returns else None
+    if (alias is not None and alias.is_write) or _wrote_in_place(node):
+        return True
+    given, value = node.args[0].meta.get("val"), node.meta.get("val")
+    if node.target._schema.name not in ("aten::to", "aten::contiguous") or not isinstance(given, Tensor):
+        return False
+    return isinstance(value, Tensor) and _layout(given) == _layout(value)
+
+
+def _origins(node: fx.Node) -> list[str]:
+    """The operations that a node was made of in the program before its decomposition; none where there was none."""
+    sources = list(node.meta.get("from_node") or ())  # what made the node as it is
+    waiting = [before for source in sources for before in source.from_node]
+    for source in waiting:
+        waiting += source.from_node
+    return [str(source.target) for source in waiting]
+
+
+def _wrote_in_place(node: fx.Node) -> bool:
+    """Whether a decomposed node stands for an operation that wrote into its argument."""
+    return _IN_PLACE.match(str(node.target)) is None and any(map(_IN_PLACE.match, _origins(node)))
+
+
+def _is_view(target: str) -> bool:
+    return target.partition(".")[2].partition(".")[0] in _VIEWS
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tuple(map(str, tensor.shape)), tuple(map(str, tensor.stride()))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor, as far as is known."""
+    return "val" not in node.meta or isinstance(node.meta["val"], Tensor)
+
+
+def _is_value(node: fx.Node) -> bool:
+    return node.op != "get_attr" and _is_tensor(node)
+
+
+def _hidden(graph: fx.GraphModule, around: frozenset[Chain], at: str) -> Iterator[tuple[str, str]]:
+    """Modules of which a call is in a graph inside this one, called as a function: their path, and what to say."""
+    for node in graph.graph.nodes:
+        for given in node.all_input_nodes:
+            inner = graph._modules.get(str(given.target)) if given.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):
+                path = f"{at}.{given.target}" if at else str(given.target)
+                inside = around | (_chain(graph, node) or {}).keys()
+                for hidden in _named_in(inner, inside):
+                    yield hidden, f"a call of it is in {path!r}, a graph inside this one: see {path}.{hidden}"
+                if any(_is_unnamed(one) for one in inner.graph.nodes):  # as in the branches of torch.cond
+                    held = [str(one.target) for one in node.all_input_nodes if one.op == "get_attr"]
+                    reason = f"a call of it may be in {path!r}, a graph inside this one that names no modules"
+                    yield from ((name.rpartition(".")[0], reason) for name in held if "." in name)
+                yield from _hidden(inner, inside, path)
+
+
+def _named_in(graph: fx.GraphModule, inside: frozenset[Chain]) -> Iterator[str]:
+    for node in graph.graph.nodes:
+        yield from (place.path for keys, place in (_chain(graph, node) or {}).items() if keys not in inside)
+
+
+def _is_unnamed(node: fx.Node) -> bool:
+    return node.op.startswith("call") and not node.meta.get("nn_module_stack")
