@@ -33,13 +33,14 @@ def global_state():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--inside", help="compile every model that a session is opened on, with this backend")
+    parser.addoption("--inside", help="compile every model that a session is opened on, with this backend; or fsdp2")
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--inside") is not None:
+    where = config.getoption("--inside")
+    if where is not None:
         for item in items:
-            reason = inside.why(item.name)
+            reason = inside.why(item.nodeid, where)
             if reason is not None:
                 item.add_marker(
                     pytest.mark.skip(reason=reason)
@@ -47,29 +48,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def _compiled(request, monkeypatch):
-    """With ``--inside``: sessions meet compiled models, and tests that say nothing of it must not notice."""
-    backend = request.config.getoption("--inside")
-    if backend is None:
+def _inside(request, monkeypatch):
+    """With ``--inside``: sessions meet compiled or sharded models, and tests that say nothing of it must not notice."""
+    where = request.config.getoption("--inside")
+    if where is None:
         yield
         return
-    import gaff.capturing
-    import gaff.editing
-
-    torch._dynamo.reset()
-    for kind in (gaff.capturing.Capture, gaff.editing.Editing):
-        monkeypatch.setattr(kind, "__init__", _compiling(kind.__init__, backend))
-    yield
-    torch._dynamo.reset()
-
-
-def _compiling(init, backend):
-    def wrapper(self, model, *args, **kwargs):
-        if isinstance(model, torch.nn.Module) and model._compiled_call_impl is None:
-            model.compile(backend=backend)
-        init(self, model, *args, **kwargs)
-
-    return wrapper
+    with inside.sharded(monkeypatch) if where == "fsdp2" else inside.compiled(monkeypatch, where):
+        yield
 
 
 @pytest.fixture(autouse=True)

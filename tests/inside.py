@@ -1,4 +1,15 @@
-"""Tests that mean something else when every model is compiled (``pytest --inside aot_eager``), and why."""
+"""Tests whose models are all compiled (``pytest --inside aot_eager``) or sharded (``--inside fsdp2``), and those that
+then mean something else, with the reason. In several processes (torchrun) each runs the same tests."""
+
+import contextlib
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+import gaff.capturing
+import gaff.editing
 
 IN_GRAPH = (
     "a checkpoint inside compiled code keeps its edits in the graph: nothing stays on modules, nothing is released"
@@ -6,7 +17,7 @@ IN_GRAPH = (
 REFUSED = "an edit in compiled code under a checkpoint around it is refused at closing while its backward has not run"
 VIEWS = "compiled code refuses the gradient of a view in words of its own"
 
-DIFFERENT = {
+COMPILED = {
     "test_a_closed_session_leaves_no_hook_and_no_attribute": "compiling leaves an attribute of torch's own",
     "test_reading_a_changed_argument_is_refused_and_clone_helps": "what graphs tell is copied at once",
     "test_a_bare_forward_after_the_session_stays_bare_while_the_first_loss_is_alive": IN_GRAPH,
@@ -36,5 +47,141 @@ DIFFERENT = {
 }
 
 
-def why(name):
-    return next((reason for part, reason in DIFFERENT.items() if name.startswith(part)), None)
+HOOKS = "it counts all hooks, and FSDP2 has its own"
+COPIES = "FSDP2 lets nobody copy or pickle its modules"
+PARTS = "FSDP2 puts another parameter in place of the one that the test holds"
+SPARSE = "FSDP2 reduces no sparse gradients"
+THREADS = "processes must call their models in one order, and threads keep none"
+AGAIN = "FSDP2 knows no double backward"
+
+SHARDED = {
+    "test_nothing_remains_after_ctrl_c": HOOKS,
+    "test_nothing_stays_once_the_graph_is_freed": HOOKS,
+    "test_released_edits_raise_in_backward": HOOKS,
+    "test_the_users_exception_is_never_masked": HOOKS,
+    "test_a_failing_reduction_raises_in_the_library": HOOKS,
+    "test_closing_a_generator_closes_its_session": HOOKS,
+    "test_sessions_close_in_any_order": HOOKS,
+    "test_vmap_and_grad_are_refused_with_the_reason": HOOKS,
+    "test_a_closed_session_leaves_no_hook_and_no_attribute": HOOKS,
+    "test_deepcopy.py::test_gaff_is_right": COPIES,
+    "test_pickle.py::test_gaff_is_right": COPIES,
+    "test_the_copy_is_not_watched": COPIES,
+    "test_the_pickle_is_not_watched": COPIES,
+    "test_a_forward_of_the_users_own_is_copied_with_the_module": COPIES,
+    "test_a_skipped_module_is_copied_and_pickled_as_it_was": COPIES,
+    "test_attached_edits_stay_until_removed": COPIES,
+    "test_gaff_falls_into_none[test_deepcopy]": COPIES,
+    "test_gaff_falls_into_none[test_pickle]": COPIES,
+    "test_export_and_script_after_use": "torch scripts no sharded module",
+    "test_jit_trace_is_refused": "torch traces no sharded module",
+    "test_parameters_stay_where_they_are": PARTS,
+    "test_two_edits_of_one_parameter_compose": PARTS + "; its values are those of test_sharded",
+    "test_sessions_closed_in_any_order_give_the_parameter_back": PARTS,
+    "test_what_jumps_out_of_the_model_leaves_the_parameter": PARTS,
+    "test_an_edit_that_raises_leaves_the_parameters_of_the_others": PARTS,
+    "test_a_parameter_is_stood_in_for_everywhere_and_never_written_to": PARTS,
+    "test_a_failing_run_gives_the_parameter_back": PARTS,
+    "test_the_gradient_is_that_of_the_new_parameter": PARTS,
+    "test_steps_are_those_of_the_models_own_optimizer": PARTS,
+    "test_when_limits_an_edit_to_runs_calls_and_steps": PARTS,
+    "test_scaled_gradients_are_shown_as_they_are": PARTS,
+    "test_weights_of_every_step": "what FSDP2 gathers is copied at once, by reference too",
+    "test_lazy_is_refused_with_the_way_out": "FSDP2 refuses modules that are not initialised",
+    "test_it_is_refused_before_anything_is_installed": "FSDP2 gives the class a name of its own",
+    "test_an_address_that_names_nothing_raises": "FSDP2 gives the class a name of its own",
+    "test_bad_input_is_refused_before_anything_is_installed": "FSDP2 gives the class a name of its own",
+    "test_strength_is_mixed_or_refused": SPARSE,
+    "test_sparse_gradients": SPARSE,
+    "test_a_factor_for_each_row_of_a_sparse_gradient": SPARSE,
+    "test_several_edits_of_a_sparse_gradient": SPARSE,
+    "test_gradient_penalty_has_bare_bits": AGAIN,
+    "test_double_backward_goes_through_edits_of_gradients": AGAIN,
+    "test_gradients_in_parts_are_refused": "FSDP2 brings a parameter's gradient in one part",
+    "test_one_backward_for_two_runs_is_told_once": "FSDP2 gives each run an input of its own",
+    "test_two_forwards_before_their_backwards_keep_their_runs": "calls a part of the model that is not gathered then",
+    "test_self_attention": "FSDP2 shards no container",
+    "test_no_cross_talk": THREADS,
+    "test_another_threads_run_does_not_fire_by_default": THREADS,
+    "test_all_threads_on_request_and_runs_kept_apart": THREADS,
+    "test_another_thread_does_not_get_the_edited_value": THREADS,
+}
+
+
+def why(nodeid, where):
+    """Why a test means something else there; None where it means the same."""
+    file_and_name = nodeid.rpartition("/")[2]
+    name = file_and_name.partition("::")[2]
+    different = SHARDED if where == "fsdp2" else COMPILED
+    found = (reason for part, reason in different.items() if name.startswith(part) or file_and_name.startswith(part))
+    return next(found, None)
+
+
+@contextlib.contextmanager
+def compiled(monkeypatch, backend):
+    """Sessions are opened on compiled models."""
+
+    def change(model):
+        if model._compiled_call_impl is None:
+            model.compile(backend=backend)
+
+    torch._dynamo.reset()
+    _before_sessions(monkeypatch, change)
+    yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def sharded(monkeypatch):
+    """Sessions are opened on models that FSDP2 shards; what tests compare is put together, and mixed with plain tensors.
+
+    All processes have the same numbers: averages over them are what one process has.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    if not dist.is_initialized():
+        alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **alone)
+
+    def change(model):
+        if not type(model).__name__.startswith("FSDP") and next(model.parameters(), None) is not None:
+            fully_shard(model)
+
+    for owner, name in ((torch, "equal"), (torch, "allclose"), (torch.testing, "assert_close")):
+        monkeypatch.setattr(owner, name, _together(getattr(owner, name)))
+    _before_sessions(monkeypatch, change)
+    with implicit_replication():
+        yield
+
+
+def _together(compare):
+    """Of whole tensors; a truth that parts were multiplied for is rounded otherwise."""
+
+    def compare_whole(one, other, *rest, **options):
+        if compare.__name__ == "equal" and (_is_part(one) or _is_part(other)):
+            one, other = _whole(one), _whole(other)
+            is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+            return is_alike and torch._C._VariableFunctions.allclose(one, other, 1e-5, 1e-6, True)
+        return compare(_whole(one), _whole(other), *rest, **options)
+
+    return compare_whole
+
+
+def _is_part(value):
+    return hasattr(value, "full_tensor")
+
+
+def _whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _before_sessions(monkeypatch, change):
+    for kind in (gaff.capturing.Capture, gaff.editing.Editing):
+
+        def init(self, model, *args, own=kind.__init__, **kwargs):
+            if isinstance(model, torch.nn.Module):
+                change(model)
+            own(self, model, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "__init__", init)

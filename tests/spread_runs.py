@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gaff
+import gaff.spread
 
 WIDTH, ROWS = 8, 4  # rows of each rank
 SITES = ("blocks.1", "blocks.1:input", "blocks.1:grad_output", "blocks.1:grad_input", "blocks.1.fc.weight:grad",
@@ -184,7 +185,7 @@ def run_accumulate(model, data, rank):
                 model.reset_iter_state()
             after.append(step(model, data))
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    assert not any("post_backward" in vars(group) for state in states for group in state._fsdp_param_groups)
+    assert not any("post_backward" in vars(group) for state in states for group in gaff.spread.groups_of(state))
     return {"accumulated": gradients, "bare": after[0], "captured": after[1]}
 
 
@@ -194,8 +195,6 @@ def _fail(gradient):
 
 def run_divergent(model, data, rank):
     """Rank 0 alone asks for an edit: it is refused, and the others go on."""
-    import gaff.spread
-
     gaff.spread.PATIENCE_S = 1.0
     told = ""
     if rank == 0:

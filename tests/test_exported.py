@@ -14,7 +14,9 @@ import gaff
 from gaff.errors import PlanError, SiteError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor"
+    "ignore:.*isinstance.treespec, LeafSpec.*",
+    "ignore:The .grad attribute of a Tensor",
+    "ignore:You are calling torch.compile inside torch.export region",
 )
 SCALE = {"scale": torch.tensor(2.0)}
 WAYS = ("export", "strict", "decomposed", "dynamic")

@@ -47,6 +47,14 @@ def fsdp_state(module: Any) -> Any:
 _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by FSDP2's record of a parameter
 
 
+def groups_of(state: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces together; one or none before torch 2.12, and several of a unit after."""
+    if state is None:
+        return []
+    found = getattr(state, "_fsdp_param_groups", None)
+    return list(found) if found is not None else [one for one in [state._fsdp_param_group] if one is not None]
+
+
 def group_of(record: Any) -> Any:
     """What FSDP2 reduces together with a parameter."""
     return _GROUPS[record]()
@@ -57,7 +65,7 @@ def sharded_parameters(model: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
     found = {}
     for unit in model.modules():
         state = fsdp_state(unit)
-        for group in state._fsdp_param_groups if state is not None else ():
+        for group in groups_of(state):
             for one in group.fsdp_params:
                 _GROUPS[one] = ref(group)
                 info = one._module_info

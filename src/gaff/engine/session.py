@@ -200,7 +200,8 @@ class Session:
             self._prepare_swap(model, tap)
         elif site.port in ("param", "buffer"):
             around = called_above(tap.found)
-            value = StateValue(tap.found, stream, self._node(around) if around is not None else None)
+            above = self._node(around) if around is not None else None
+            value = StateValue(tap.found, stream, above, is_lent=self._shards.of(tap.found) is not None)
             for owner in owners_of(model, tap.found):
                 node = self._node(owner)
                 node.has_entry = True

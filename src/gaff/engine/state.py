@@ -24,12 +24,14 @@ class StateValue:
     """Fires once a run: when the first module that owns the tensor is entered, else at the end of the run.
 
     ``around``: the hooked module around the owner; it tells whether the run came near an owner that is not called.
+    ``is_lent``: FSDP2 gathers the parameter for the call, and frees its memory afterwards: a copy is told.
     """
 
-    def __init__(self, found: Found, stream: Stream, around: Node | None) -> None:
+    def __init__(self, found: Found, stream: Stream, around: Node | None, *, is_lent: bool = False) -> None:
         self._found = found
         self._stream = stream
         self._around = around
+        self._is_lent = is_lent
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
         if self not in run.once:
@@ -40,7 +42,7 @@ class StateValue:
             if tensor is None:
                 self._stream.refuse(run, 0, OFFLOADED)
             else:
-                self._stream.add(tensor, run, 0)
+                self._stream.add(tensor.clone() if self._is_lent else tensor, run, 0)
 
     def finish(self, run: Run, output: Any) -> None:
         if self not in run.once and self._around is not None and run.entered[self._around.index]:

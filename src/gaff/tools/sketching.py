@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gaff import spread
 from gaff.record.picture import LENGTH
 
 _PERIOD = 1 << 20
@@ -36,7 +37,8 @@ def marks_of(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """With real elements side by side; None of what has none."""
+    """With real elements side by side, of this process; None of what has none."""
+    tensor = spread.local_of(tensor)
     is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta or not tensor.numel()
     if is_odd or tensor.layout not in (torch.strided, torch.sparse_coo):
         return None

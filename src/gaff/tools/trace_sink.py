@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff import spread
 from gaff.address import Key, Site
 from gaff.compat import version_of
 from gaff.engine.stream import Stream
@@ -221,7 +222,11 @@ class ParameterLog(Stream):
 
 
 def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
-    """Mean, population std, min, max and non-finite count as 0-dim tensors; None where they mean nothing."""
+    """Mean, population std, min, max and non-finite count as 0-dim tensors; None where they mean nothing.
+
+    Of a tensor that is spread over processes those of this one's part.
+    """
+    tensor = spread.local_of(tensor)
     is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
     if is_odd or tensor.is_complex() or tensor.numel() == 0:
         return None
@@ -247,7 +252,11 @@ def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
 
 
 def gradient_of(tensor: Tensor) -> Gradient:
-    """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device."""
+    """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device.
+
+    Of a tensor that is spread over processes those of this one's part.
+    """
+    tensor = spread.local_of(tensor)
     if tensor.is_meta:
         return Gradient(shape_text(tensor), reason="a meta tensor has no values")
     with torch.no_grad():
