@@ -4,7 +4,8 @@ VENV := .venv
 PEERS := .venv-peers
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml constraints.txt
-# run once more with every model compiled
+RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
+# run once more with every model compiled, by the slow tests with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
 .PHONY: demo more test slow vision partners page page-check check bench docs format clean
@@ -39,6 +40,8 @@ test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 slow: $(VENV)/.ready  ## compile, forty architectures, examples
 	$(RUN) -m pytest -m slow -n 2
 	BACKEND=inductor $(RUN) -m pytest tests/test_settings.py -n 2
+	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside ddp -W ignore
+	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside fsdp2 -W ignore
 
 vision: $(PEERS)/.ready  ## torchvision and timm models
 	$(PEERS)/bin/python -m pytest tests/vision -n 2

@@ -33,7 +33,9 @@ def global_state():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--inside", help="compile every model that a session is opened on, with this backend; or fsdp2")
+    parser.addoption(
+        "--inside", help="compile every model that a session is opened on, with this backend; or fsdp2, ddp"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -54,7 +56,7 @@ def _inside(request, monkeypatch):
     if where is None:
         yield
         return
-    with inside.sharded(monkeypatch) if where == "fsdp2" else inside.compiled(monkeypatch, where):
+    with inside.spread(monkeypatch, where) if where in inside.SPREAD_OVER else inside.compiled(monkeypatch, where):
         yield
 
 

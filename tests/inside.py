@@ -1,9 +1,9 @@
-"""Tests whose models are all compiled (``pytest --inside aot_eager``) or sharded (``--inside fsdp2``), and those that
-then mean something else, with the reason. In several processes (torchrun) each runs the same tests."""
+"""Tests whose models are all compiled (``pytest --inside aot_eager``), sharded (``--inside fsdp2``) or replicated
+(``--inside ddp``), and those that then mean something else, with the reason. The latter two are run by torchrun, and
+each process runs the same tests."""
 
 import contextlib
 import datetime
-import os
 
 import torch
 import torch.distributed as dist
@@ -47,14 +47,17 @@ COMPILED = {
 }
 
 
-HOOKS = "it counts all hooks, and FSDP2 has its own"
-COPIES = "FSDP2 lets nobody copy or pickle its modules"
+HOOKS = "it counts all hooks, and torch has its own there"
+COPIES = "torch lets nobody copy or pickle such a model"
 PARTS = "FSDP2 puts another parameter in place of the one that the test holds"
-SPARSE = "FSDP2 reduces no sparse gradients"
+SPARSE = "torch reduces no sparse gradients there"
 THREADS = "processes must call their models in one order, and threads keep none"
 AGAIN = "FSDP2 knows no double backward"
 
-SHARDED = {
+SPREAD_OVER = ("fsdp2", "ddp")  # which torchrun runs
+NAMES = "torch gives the class a name of its own there"
+
+SPREAD = {
     "test_nothing_remains_after_ctrl_c": HOOKS,
     "test_nothing_stays_once_the_graph_is_freed": HOOKS,
     "test_released_edits_raise_in_backward": HOOKS,
@@ -73,7 +76,17 @@ SHARDED = {
     "test_attached_edits_stay_until_removed": COPIES,
     "test_gaff_falls_into_none[test_deepcopy]": COPIES,
     "test_gaff_falls_into_none[test_pickle]": COPIES,
-    "test_export_and_script_after_use": "torch scripts no sharded module",
+    "test_strength_is_mixed_or_refused": SPARSE,
+    "test_sparse_gradients": SPARSE,
+    "test_a_factor_for_each_row_of_a_sparse_gradient": SPARSE,
+    "test_several_edits_of_a_sparse_gradient": SPARSE,
+    "test_export_and_script_after_use": "torch scripts no such model",
+    "test_lazy_is_refused_with_the_way_out": "torch refuses there what is not initialised",
+    "test_it_is_refused_before_anything_is_installed": NAMES,
+}
+
+SHARDED = {
+    **SPREAD,
     "test_jit_trace_is_refused": "torch traces no sharded module",
     "test_parameters_stay_where_they_are": PARTS,
     "test_two_edits_of_one_parameter_compose": PARTS + "; its values are those of test_sharded",
@@ -87,14 +100,8 @@ SHARDED = {
     "test_when_limits_an_edit_to_runs_calls_and_steps": PARTS,
     "test_scaled_gradients_are_shown_as_they_are": PARTS,
     "test_weights_of_every_step": "what FSDP2 gathers is copied at once, by reference too",
-    "test_lazy_is_refused_with_the_way_out": "FSDP2 refuses modules that are not initialised",
-    "test_it_is_refused_before_anything_is_installed": "FSDP2 gives the class a name of its own",
-    "test_an_address_that_names_nothing_raises": "FSDP2 gives the class a name of its own",
-    "test_bad_input_is_refused_before_anything_is_installed": "FSDP2 gives the class a name of its own",
-    "test_strength_is_mixed_or_refused": SPARSE,
-    "test_sparse_gradients": SPARSE,
-    "test_a_factor_for_each_row_of_a_sparse_gradient": SPARSE,
-    "test_several_edits_of_a_sparse_gradient": SPARSE,
+    "test_an_address_that_names_nothing_raises": NAMES,
+    "test_bad_input_is_refused_before_anything_is_installed": NAMES,
     "test_gradient_penalty_has_bare_bits": AGAIN,
     "test_double_backward_goes_through_edits_of_gradients": AGAIN,
     "test_gradients_in_parts_are_refused": "FSDP2 brings a parameter's gradient in one part",
@@ -108,11 +115,25 @@ SHARDED = {
 }
 
 
+REENTRANT = "DistributedDataParallel takes no reentrant checkpoints of shared modules"
+FROZEN = "DistributedDataParallel takes no model without a parameter that is trained"
+REPLICATED = {
+    **SPREAD,
+    "test_a_trainable_edit_trains_through_a_checkpoint": FROZEN,
+    "test_a_module_as_an_edit_trains_while_the_model_is_frozen": FROZEN,
+    "test_checkpoints_inside_checkpoints[False-True": REENTRANT,
+    "test_gradients_are_those_of_the_edited_model_without_checkpointing[reentrant": REENTRANT,
+    "test_reverse_and_stop_at_values_and_at_gradients": "DistributedDataParallel misses the gradients that an edit stops",
+    "test_all_threads_on_request_and_runs_kept_apart": THREADS,
+    "test_no_cross_talk": THREADS,
+}
+
+
 def why(nodeid, where):
     """Why a test means something else there; None where it means the same."""
     file_and_name = nodeid.rpartition("/")[2]
     name = file_and_name.partition("::")[2]
-    different = SHARDED if where == "fsdp2" else COMPILED
+    different = {"fsdp2": SHARDED, "ddp": REPLICATED}.get(where, COMPILED)
     found = (reason for part, reason in different.items() if name.startswith(part) or file_and_name.startswith(part))
     return next(found, None)
 
@@ -132,27 +153,37 @@ def compiled(monkeypatch, backend):
 
 
 @contextlib.contextmanager
-def sharded(monkeypatch):
-    """Sessions are opened on models that FSDP2 shards; what tests compare is put together, and mixed with plain tensors.
+def spread(monkeypatch, where):
+    """Sessions are opened on models that are sharded or replicated over all processes.
 
-    All processes have the same numbers: averages over them are what one process has.
+    What tests compare is put together, and parts mix with plain tensors. All processes have the same numbers: averages
+    over them are what one process has.
     """
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.experimental import implicit_replication
 
     if not dist.is_initialized():
-        alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **alone)
-
-    def change(model):
-        if not type(model).__name__.startswith("FSDP") and next(model.parameters(), None) is not None:
-            fully_shard(model)
-
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     for owner, name in ((torch, "equal"), (torch, "allclose"), (torch.testing, "assert_close")):
         monkeypatch.setattr(owner, name, _together(getattr(owner, name)))
-    _before_sessions(monkeypatch, change)
+    _before_sessions(monkeypatch, _shard if where == "fsdp2" else _replicate)
     with implicit_replication():
         yield
+
+
+def _shard(model):
+    from torch.distributed.fsdp import fully_shard
+
+    if not type(model).__name__.startswith("FSDP") and next(model.parameters(), None) is not None:
+        fully_shard(model)
+
+
+def _replicate(model):
+    """DistributedDataParallel by hooks on the model itself, which the test goes on calling."""
+    from torch.distributed._composable import replicate
+
+    if not type(model).__name__.startswith("DDP") and next(model.parameters(), None) is not None:
+        replicate(model)
+        replicate.state(model).lazy_init()  # at once: it writes into parameters
 
 
 def _together(compare):
