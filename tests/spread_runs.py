@@ -76,7 +76,8 @@ def spread(kind, world):
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
         return model
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")) if kind == "hsdp" else None
+    mesh = mesh or init_device_mesh("cpu", (world,))
     for block in model.blocks:
         if kind == "fsdp2-compile":
             block.compile(backend="aot_eager")
@@ -116,6 +117,9 @@ EDITS = {
     "blocks.1:grad_output": gaff.edits.scale(2.0),
     "blocks.2.fc.weight:grad": gaff.edits.scale(0.25),
     "head.weight:param": gaff.edits.scale(3.0),
+    "blocks.0.fc.weight:grad": gaff.edits.add(torch.arange(128.0).view(16, 8) / 100),
+    "blocks.0.fc.bias:grad": gaff.edits.replace(torch.arange(16.0)),
+    "inp.weight:grad": gaff.edits.add(torch.arange(8.0)),
 }
 
 

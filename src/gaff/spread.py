@@ -38,6 +38,19 @@ def with_local(tensor: Tensor, local: Tensor) -> Tensor:
                               stride=spread.stride())  # fmt: skip
 
 
+def part_of(whole: Tensor, tensor: Any) -> Tensor:
+    """``whole``, or what is broadcast to it, spread as ``tensor`` is: every process has it. No communication."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(place.is_partial() for place in tensor.placements):
+        raise PlanError("a constant meets a tensor whose parts are still to be summed: expected one that is settled")
+    whole = whole.expand(tensor.shape) if whole.shape != tensor.shape else whole
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    for dim, (size, begin) in enumerate(zip(shape, offset, strict=True)):
+        whole = whole.narrow(dim, min(begin, whole.shape[dim]), size)
+    return with_local(tensor, whole.contiguous())
+
+
 def fsdp_state(module: Any) -> Any:
     """What FSDP2 keeps about a module given to ``fully_shard``, else None."""
     get = getattr(module, "_get_fsdp_state", None)
@@ -208,11 +221,15 @@ def places_of(model: Any) -> dict[str, str]:
 
 
 def shares_rows(model: Any) -> bool:
-    """Whether several processes compute on the same rows of a batch, each with a part of the weights."""
-    meshes = meshes_of(model)
-    return bool(meshes) and (
-        any(mesh.ndim > 1 for mesh in meshes) or not any(fsdp_state(one) is not None for one in model.modules())
-    )
+    """Whether several processes compute on the same rows of a batch, each with a part of the weights.
+
+    FSDP2 shards what lay whole in each process, in a mesh of one or two dimensions; tensor parallelism, also below it,
+    has parameters that are spread already.
+    """
+    own = {one for unit in model.modules() for group in groups_of(fsdp_state(unit)) for one in group.fsdp_params}
+    sharded = {id(one.sharded_param) for one in own}
+    others = (one for one in model.parameters() if id(one) not in sharded)
+    return any(getattr(one, "is_dtensor", False) for one in own) or any(map(is_spread, others))
 
 
 def agree(ranks: tuple[int, ...], request: str) -> None:

@@ -9,7 +9,7 @@ from spread_runs import EDITS, ROWS, SITES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-KINDS = {"ddp": 2, "fsdp2": 2, "fsdp2-keep": 2, "fsdp2-checkpoint": 2, "fsdp2-compile": 2, "tp": 2, "2d": 4}
+KINDS = {"ddp": 2, "fsdp2": 2, "fsdp2-keep": 2, "fsdp2-checkpoint": 2, "fsdp2-compile": 2, "hsdp": 4, "tp": 2, "2d": 4}
 
 
 def replicas(kind):
@@ -73,7 +73,7 @@ def test_gradients_of_parameters_are_reduced_but_with_ddp(runs):
 
 def test_edits_act_as_in_one_process_and_leave_nothing(runs):
     _, found, alone = runs
-    assert len(EDITS) == 4
+    assert len(EDITS) == 7
     for one in found:
         same_all(one["edit"]["edited"], alone["edit"]["edited"])
         same_all(one["edit"]["bare"], alone["edit"]["bare"])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gaff import compat
+from gaff import compat, spread
 from gaff.address import Site
 from gaff.errors import PlanError
 
@@ -88,7 +88,12 @@ def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
 
 
 def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) -> Tensor:
-    """``value`` on the device and in the dtype of ``tensor``; converted once, as long as it is not written to."""
+    """``value`` on the device and in the dtype of ``tensor``; converted once, as long as it is not written to.
+
+    Of a tensor that is spread over processes ``value`` is the whole, or broadcast to it: this process takes its part.
+    """
+    if spread.is_spread(tensor) and not spread.is_spread(value):
+        return spread.part_of(like(value, spread.local_of(tensor)), tensor)
     if value.device == tensor.device and value.dtype == tensor.dtype:
         return value
     if not torch.can_cast(value.dtype, tensor.dtype):
