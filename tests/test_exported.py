@@ -75,6 +75,12 @@ def net():
     return Net().eval()
 
 
+@pytest.fixture(autouse=True)
+def _fresh():
+    yield
+    torch._dynamo.reset()  # torch 2.15 counts an export as compiled code
+
+
 def run(model, rows=3):
     return model(data(rows), **SCALE)
 

@@ -61,3 +61,42 @@ def test_a_killed_rank_is_named_though_all_were_stopped(tmp_path):
     assert (finding.rule, finding.rank) == ("rank_lost", 1)
     assert "rank 1 ended first (SIGKILL)" in finding.message
     assert "rank_lost" in done.stderr
+
+
+PIPELINE = """
+import copy
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+import gaff
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+whole = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 4))
+x, y = torch.randn(8, 8), torch.randn(8, 4)
+alone, part = copy.deepcopy(whole), nn.Sequential(*whole[2 * rank : 2 * rank + 2])
+schedule = Schedule1F1B(PipelineStage(part, rank, 2, torch.device("cpu")), n_microbatches=4, loss_fn=nn.functional.mse_loss)
+with gaff.capture(part, "0", "0:grad_output", "0.weight:grad") as got:
+    schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+site = f"{2 * rank}"
+with gaff.capture(alone, site, f"{site}:grad_output", f"{site}.weight:grad") as want:
+    for rows, target in zip(x.chunk(4), y.chunk(4)):
+        nn.functional.mse_loss(alone(rows), target).backward()
+for port in ("", ":grad_output", ".weight:grad"):
+    found, true = got.all("0" + port)[-4:], want.all(site + port)  # before them torch looks at shapes
+    assert all(map(torch.allclose, found, true)), (rank, port)
+assert torch.allclose(part[0].weight.grad * 4, alone[2 * rank].weight.grad)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_stage_of_a_pipeline_is_a_model_and_each_micro_batch_a_run(tmp_path):
+    script = tmp_path / "pipeline.py"
+    script.write_text(PIPELINE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, script], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
