@@ -138,6 +138,16 @@ def test_ops_have_the_addresses_of_the_model(net):
         assert torch.equal(found[0][site], found[1][site])
 
 
+def test_ops_have_the_lines_of_the_model(net):
+    lines = [{row.site: row.cls for row in _ops_of(model)} for model in (net, program(net))]
+    for site in ("blocks.0.fc/linear#0", "blocks.1/add#0", "/mul#0"):
+        assert lines[0][site] == lines[1][site]
+
+
+def _ops_of(model):
+    return [row for row in gaff.trace(model, data(), **SCALE, ops=True).rows if "/" in row.site]
+
+
 def test_edits_of_values_gradients_and_parameters_act_as_on_the_model(net):
     changes = {
         "blocks.0": gaff.edits.scale(0.5),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
+_INTERPRETER = fx.Interpreter.run_node.__code__
+_LINE = re.compile(r'File "(.+?)", line (\d+)')
 _IN_PLACE = re.compile(r"aten\.\w*[a-z0-9]_(\.|$)")
 _WORDS = (
     "alias as_strided chunk detach diagonal expand flatten lift_fresh movedim narrow permute real reshape select "
@@ -53,6 +56,18 @@ class Region:
         self.is_given_again = is_given_again
         self.steps: list[int | Region] = []
         self.module: Any = None
+
+
+def place_in_model(frame: FrameType) -> tuple[str, int] | None:
+    """File and line of the model for the node that torch's interpreter runs in ``frame``; None in any other frame."""
+    at: FrameType | None = frame
+    if frame.f_code.co_filename != _INTERPRETER.co_filename:
+        return None
+    while at is not None and at.f_code is not _INTERPRETER:
+        at = at.f_back
+    node = at.f_locals.get("n") if at is not None else None
+    lines = _LINE.findall(node.meta.get("stack_trace") or "") if isinstance(node, fx.Node) else []
+    return (lines[-1][0], int(lines[-1][1])) if lines else None
 
 
 def _stack(node: fx.Node) -> dict[str, tuple[str, str]]:

@@ -17,6 +17,7 @@ from gaff.compat import next_sequence
 from gaff.engine.opcalls import OpCall
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
+from gaff.graph_calls import place_in_model
 from gaff.select import Found, is_container, iter_modules, join
 from gaff.tools.trace_sink import shape_text, shapes_text
 from gaff.tools.untouched import untouched
@@ -170,8 +171,8 @@ class OpLog:
 
 
 def place_of(frame: FrameType) -> tuple[str, int]:
-    """File and line at which ``frame`` is."""
-    return frame.f_code.co_filename, frame.f_lineno
+    """File and line at which ``frame`` is; for a node of an exported graph where the model has that operation."""
+    return place_in_model(frame) or (frame.f_code.co_filename, frame.f_lineno)
 
 
 def place_text(place: tuple[str, int]) -> str:
