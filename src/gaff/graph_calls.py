@@ -148,8 +148,8 @@ class Calls:
         [out] = made or leaving
         if any(map(_wrote_in_place, own_nodes := [self.nodes[number] for number in own])) and self._is_base(out, last):
             return "it wrote in place, and the decomposed graph does not tell which view of that it returned"
-        used = {self.numbers[given]: given for node in own_nodes for given in node.all_input_nodes}
-        entering = [number for number, node in sorted(used.items()) if number < first and _is_value(node)]
+        given = {one for node in own_nodes for one in node.all_input_nodes if one.op != "get_attr" and _is_tensor(one)}
+        entering = sorted(number for one in given if (number := self.numbers[one]) < first)
         leaves = out, uses[out] or 0
         return Region(place, len(keys), (first, last), entering, leaves, is_given_again=not made)
 
@@ -252,10 +252,6 @@ def _is_tensor(node: fx.Node) -> bool:
     return "val" not in node.meta or isinstance(node.meta["val"], Tensor)
 
 
-def _is_value(node: fx.Node) -> bool:
-    return node.op != "get_attr" and _is_tensor(node)
-
-
 def _hidden(graph: fx.GraphModule, around: frozenset[Chain], at: str) -> Iterator[tuple[str, str]]:
     """Modules of which a call is in a graph inside this one, called as a function: their path, and what to say."""
     for node in graph.graph.nodes:
@@ -266,7 +262,8 @@ def _hidden(graph: fx.GraphModule, around: frozenset[Chain], at: str) -> Iterato
                 inside = around | (_chain(graph, node) or {}).keys()
                 for hidden in _named_in(inner, inside):
                     yield hidden, f"a call of it is in {path!r}, a graph inside this one: see {path}.{hidden}"
-                if any(_is_unnamed(one) for one in inner.graph.nodes):  # as in the branches of torch.cond
+                calls = (one for one in inner.graph.nodes if one.op.startswith("call"))
+                if any(not one.meta.get("nn_module_stack") for one in calls):  # as in the branches of torch.cond
                     held = [str(one.target) for one in node.all_input_nodes if one.op == "get_attr"]
                     reason = f"a call of it may be in {path!r}, a graph inside this one that names no modules"
                     yield from ((name.rpartition(".")[0], reason) for name in held if "." in name)
@@ -276,7 +273,3 @@ def _hidden(graph: fx.GraphModule, around: frozenset[Chain], at: str) -> Iterato
 def _named_in(graph: fx.GraphModule, inside: frozenset[Chain]) -> Iterator[str]:
     for node in graph.graph.nodes:
         yield from (place.path for keys, place in (_chain(graph, node) or {}).items() if keys not in inside)
-
-
-def _is_unnamed(node: fx.Node) -> bool:
-    return node.op.startswith("call") and not node.meta.get("nn_module_stack")
