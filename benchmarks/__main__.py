@@ -10,6 +10,7 @@ from torch import nn
 import gaff
 from benchmarks import compiled as compiled_prices
 from benchmarks import edits as edit_prices
+from benchmarks import exported as exported_prices
 from benchmarks import ops as op_prices
 from benchmarks import pages as page_prices
 from benchmarks import sharded as sharded_prices
@@ -300,6 +301,11 @@ def sharded():
     sharded_prices.prices()
 
 
+def exported():
+    """A forward of an exported graph, looked at and not."""
+    exported_prices.prices()
+
+
 def main():
     torch.set_num_threads(1)
     wanted = sys.argv[1:] or [
@@ -319,6 +325,7 @@ def main():
         "idle",
         "compiled",
         "sharded",
+        "exported",
     ]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")
     for name in wanted:

@@ -37,6 +37,7 @@ def launch(folder, how):
     script = folder / "train.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--monitor-interval", "1"]  # a busy machine sees the first that is gone before torchrun has cleared up
     command = [sys.executable, "-m", "gaff", "watch", "--out", folder / "run", "--", *torchrun, script, how]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}

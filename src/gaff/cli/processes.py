@@ -13,7 +13,7 @@ from typing import Any
 
 _PROC = Path("/proc")
 _UNSEEN = "?"
-_STOPS = ("SIGTERM", "SIGINT", "SIGHUP")  # with which launchers stop those that are left
+_AFTER = ("SIGTERM", "SIGINT", "SIGHUP", "SIGABRT")  # by which those end that are left, rather than the first
 
 
 class Processes:
@@ -22,38 +22,49 @@ class Processes:
     def __init__(self, parent: int) -> None:
         self._parent = parent
         self._ranks: dict[int, int] = {}  # by process
+        self._others: set[int] = set()  # launchers, shells
         self._has_missed = False  # one has ended unseen: it may be why others were stopped
         self.gone: dict[str, Any] | None = None  # the first that ended otherwise than well
 
+    @property
+    def has_ranks(self) -> bool:
+        return bool(self._ranks)
+
     def look(self) -> None:
-        """To be called often: what has ended is to be seen for a moment only."""
-        if self.gone is None:
-            self._find(self._parent)
-            ended = [(pid, how) for pid in self._ranks if (how := _ended(pid)) is not None]
-            for pid, how in ended:
-                rank = self._ranks.pop(pid)
-                self._has_missed = self._has_missed or how == _UNSEEN
-                is_first = not self._has_missed or how not in _STOPS
-                if how not in ("", _UNSEEN) and is_first and self.gone is None:
-                    self.gone = {"rank": rank, "how": how}
+        """To be called often: what has ended is to be seen for a moment only.
+
+        Of several that have ended since the last time the one that was killed counts as the first: those that talk
+        to it then fail by themselves.
+        """
+        if self.gone is not None or self._has_missed:
+            return
+        self._find(self._parent)
+        ended = {pid: how for pid in self._ranks if (how := _ended(pid)) is not None}
+        ranks = {pid: self._ranks.pop(pid) for pid in ended}
+        self._has_missed = _UNSEEN in ended.values()
+        badly = [pid for pid, how in ended.items() if how not in ("", _UNSEEN)]
+        if badly and not self._has_missed:
+            first = min(badly, key=lambda pid: (ended[pid] in _AFTER, not ended[pid].startswith("SIG")))
+            self.gone = {"rank": ranks[first], "how": ended[first]}
 
     def _find(self, pid: int) -> None:
         """Workers of workers, such as those of a DataLoader, are not ranks."""
         for child in _children(pid):
-            if child not in self._ranks:
-                rank = _rank_of(child)
-                if rank is None:
-                    self._find(child)
-                else:
-                    self._ranks[child] = rank
+            if child in self._ranks:
+                continue
+            rank = _rank_of(child) if child not in self._others else None
+            if rank is None:
+                self._others.add(child)
+                self._find(child)
+            else:
+                self._ranks[child] = rank
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    """Those that its main thread has made."""
     with suppress(OSError, ValueError):
-        for task in (_PROC / str(pid) / "task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+        return [int(one) for one in (_PROC / str(pid) / "task" / str(pid) / "children").read_text().split()]
+    return []
 
 
 def _rank_of(pid: int) -> int | None:
@@ -74,7 +85,9 @@ def _ended(pid: int) -> str | None:
         return None
     status = int(told[-1]) if os.geteuid() == _owner(pid) else 0
     if os.WIFSIGNALED(status):
-        return signal.Signals(os.WTERMSIG(status)).name
+        number = os.WTERMSIG(status)
+        known = {one.value: one.name for one in signal.Signals}
+        return known.get(number, f"signal {number}")
     return f"exit code {os.WEXITSTATUS(status)}" if os.WEXITSTATUS(status) else ""
 
 

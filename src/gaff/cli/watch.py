@@ -25,7 +25,8 @@ from gaff.views import watch_text
 from gaff.watching.launched import VARIABLE
 
 _IDLE_S = 600
-_GLANCE_S = 0.05  # torchrun takes notice of an ended process within a tenth of a second
+_GLANCE_S = 0.02  # torchrun takes notice of an ended process within a tenth of a second
+_SEARCH_S = 0.5  # while there is none to look at
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
 
 
@@ -158,7 +159,7 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
     try:
         while True:
             try:
-                return child.wait(_GLANCE_S)
+                return child.wait(_GLANCE_S if processes.has_ranks else _SEARCH_S)
             except subprocess.TimeoutExpired:
                 processes.look()
     finally:
