@@ -167,7 +167,8 @@ def _has_forward_of_its_own(graph: fx.GraphModule) -> bool:
 
 
 def _signature(graph: fx.GraphModule) -> tuple[object, ...]:
-    return (graph.code, *map(id, graph.modules()))
+    """What a tree is made from: equal as long as that is there."""
+    return (graph.code, *map(id, graph.modules()), *(id(graph.__dict__[name]) for name in _HOOKS))
 
 
 def class_of(module: nn.Module) -> type:
