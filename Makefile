@@ -40,6 +40,7 @@ test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 slow: $(VENV)/.ready  ## compile, forty architectures, examples
 	$(RUN) -m pytest -m slow -n 2
 	BACKEND=inductor $(RUN) -m pytest tests/test_settings.py -n 2
+	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside inductor -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside ddp -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside fsdp2 -W ignore
 

@@ -180,6 +180,20 @@ def test_complex_values_in_graphs_are_those_of_eager_code():
     assert found[0][0].is_complex()
 
 
+def test_rounding_to_a_narrow_type_is_not_left_out_by_compiled_code():
+    x, found = data()[0], []
+    for is_compiled in (False, True):
+        model = build()
+        if is_compiled:
+            torch._dynamo.reset()
+            model.compile(backend=BACKEND)
+        with gaff.edit(model, {"blocks.1": gaff.edits.quantize("bfloat16")}) as changed:
+            found.append(model(x))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(found[0], build()(x), rtol=1e-5, atol=1e-6)
+    assert "rounds to a type" in changed.receipt.notes[0] or not IN_GRAPHS
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_what_cannot_be_mixed_is_refused_in_graphs_too(is_compiled):
     model = Spectrum()

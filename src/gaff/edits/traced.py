@@ -18,7 +18,6 @@ from gaff.edits.arithmetic import (
     Clip,
     Fill,
     Project,
-    Quantize,
     Reverse,
     Scale,
     Stop,
@@ -35,7 +34,10 @@ _ANY_EVENT = Event()
 
 
 def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
-    """``edit`` as a function that torch can trace; None for one that asks when or where it acts, or draws numbers."""
+    """``edit`` as a function that torch can trace; None for one that asks when or where it acts, or draws numbers.
+
+    Nor for one that rounds to a narrow type: Inductor leaves out conversions to it and back.
+    """
     if isinstance(edit, Chain):
         parts = [traced(part, is_gradient=is_gradient) for part in edit.edits]
         return None if None in parts else _chain(tuple(part for part in parts if part is not None))
@@ -50,7 +52,7 @@ def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
         return lambda tensor: function(tensor.clone())  # which may write into it: graphs do not tell
     if isinstance(edit, (Reverse, Stop)) and is_gradient:
         return _scale(Scale(-float(edit.factor))) if isinstance(edit, Reverse) else torch.zeros_like
-    if isinstance(edit, (Reverse, Stop, Quantize)):
+    if isinstance(edit, (Reverse, Stop)):
         return lambda tensor: edit.change(tensor, _ANY_EVENT)
     make = _MAKERS.get(type(edit))
     return None if make is None else make(edit)

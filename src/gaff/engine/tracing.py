@@ -63,7 +63,7 @@ def _why_no_edit(tap: EditTap) -> str:
     if site.call is not None:
         return f"{site}: a graph does not count calls"
     if site.port != "grad" and _traced(tap) is None:
-        return f"{site}: the edit asks when it acts, or draws numbers"
+        return f"{site}: the edit asks when it acts, draws numbers, or rounds to a type"
     return ""
 
 
