@@ -200,10 +200,9 @@ def _takes_plain_arguments(graph: fx.GraphModule) -> bool:
     """Whether what the graph is called with can be handed to its nodes: by name, or as torch.export flattens it."""
     if any(node.op == "placeholder" and str(node.target).startswith("*") for node in graph.graph.nodes):
         return False
-    spec = getattr(graph, "_in_spec", None)
-    if not isinstance(graph.graph._codegen, _PyTreeCodeGen):
-        return True
-    return spec is not None and spec.type is tuple and spec.num_children == 2 and spec.child(1).type is dict
+    spec = graph.__dict__.get("_in_spec")
+    has_both = spec is not None and spec.type is tuple and spec.num_children == 2 and spec.child(1).type is dict
+    return has_both or not isinstance(graph.graph._codegen, _PyTreeCodeGen)
 
 
 def _flat(graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
