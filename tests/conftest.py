@@ -45,9 +45,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             reason = inside.why(item.nodeid, where)
             if reason is not None:
-                item.add_marker(
-                    pytest.mark.skip(reason=reason)
-                )  # it runs without --inside; why not here: tests/inside.py
+                skip = pytest.mark.skip(reason=reason)  # it runs without --inside; why not here: tests/inside.py
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

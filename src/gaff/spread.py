@@ -42,6 +42,8 @@ def part_of(whole: Tensor, tensor: Any) -> Tensor:
     """``whole``, or what is broadcast to it, spread as ``tensor`` is: every process has it. No communication."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if whole.requires_grad:
+        raise PlanError("a constant that is trained meets a tensor that is spread over processes: expected a DTensor")
     if any(place.is_partial() for place in tensor.placements):
         raise PlanError("a constant meets a tensor whose parts are still to be summed: expected one that is settled")
     whole = whole.expand(tensor.shape) if whole.shape != tensor.shape else whole
@@ -251,7 +253,7 @@ def agree(ranks: tuple[int, ...], request: str) -> None:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         store.delete_key(keys[own])
         _ASKED[name] -= 1
-        if not isinstance(error, (RuntimeError, torch.distributed.DistStoreError)):
+        if not isinstance(error, RuntimeError):  # Ctrl-C
             raise
         raise PlanError(
             f"rank {own} asks for {request!r}, and rank{'s' * (len(missing) > 1)} "

@@ -133,3 +133,18 @@ def test_gradients_add_up_also_after_an_exception(runs):
     for one in found:
         same_all(one["accumulate"]["accumulated"], alone["accumulate"]["accumulated"])
         same_all(one["accumulate"]["captured"], one["accumulate"]["bare"])  # whatever torch leaves after it
+
+
+def test_a_constant_takes_its_part_and_one_that_is_trained_is_refused():
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    from gaff.edits.event import like
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        value = distribute_tensor(torch.zeros(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert torch.equal(like(torch.tensor([1, 2]), value).full_tensor(), torch.tensor([[1.0, 2.0]] * 3))
+        with pytest.raises(gaff.PlanError, match="a constant that is trained meets a tensor that is spread"):
+            like(torch.ones(3, 2, requires_grad=True), value)
+    finally:
+        torch.distributed.destroy_process_group()
