@@ -107,6 +107,7 @@ class EditStream:
         if not (self.switch.is_on and self.switch.strength):
             self._passed += 1
             return
+        _need_mixable(old, self.switch.strength, self.site)
         hits = self.hits = self.hits + 1
         if hits <= _MEASURED_FIRST or not hits & (hits - 1):
             self.measured.add(old, new)
@@ -290,9 +291,13 @@ def _versions(constants: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(compat.version_of(constant) for constant in constants)
 
 
-def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
-    if not (value.is_floating_point() or value.is_complex()):
+def _need_mixable(value: Tensor, strength: float, site: Site) -> None:
+    if strength != 1.0 and not (value.is_floating_point() or value.is_complex()):
         raise PlanError(f"{site}: strength {strength} of an edit of {value.dtype}: expected 0 or 1, it cannot be mixed")
+
+
+def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
+    _need_mixable(value, strength, site)
     if value.layout != torch.strided:
         return value * (1 - strength) + new * strength
     if foreign.is_small_float(value):

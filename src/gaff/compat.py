@@ -116,8 +116,7 @@ def enclosing_functions() -> list[Any]:
 def _is_forward_of(node: Any, code: CodeType) -> bool:
     function = getattr(type(node), "_forward_cls", None)
     forward = inspect.unwrap(function.forward) if function is not None else None
-    is_compiled = type(node).__name__.startswith("CompiledFunction")
-    return not is_compiled and getattr(forward, "__code__", None) is code
+    return not type(node).__name__.startswith("CompiledFunction") and getattr(forward, "__code__", None) is code
 
 
 def recomputing_function() -> Any:

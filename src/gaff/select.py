@@ -222,7 +222,7 @@ def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
         found = [
             Found(_site(pattern, path), module, chain)
             for path, module, chain in _match(unwrap(model), pattern.names, "", ())
-            if path and (pattern.cls is None or has_class(module, pattern.cls)) and _has_values(module)
+            if path and has_class(module, pattern.cls) and _has_values(module)
         ]
     if not found:
         raise SiteError(_no_match(model, pattern))

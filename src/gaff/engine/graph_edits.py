@@ -44,7 +44,6 @@ class TracedEdit(Receiver):
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         if self.constants != _versions(self.stream.edit):
             raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
-        self._refuse_mixture(values[0])
         if compat.backward_task() == -1:
             self.stream.told(*values, what)
             self.repeats.update(found.frame for found in compat.checkpoints())
@@ -55,13 +54,6 @@ class TracedEdit(Receiver):
         tell([old.detach(), new.detach()], self.token, self.ticket, new_place(), remark)
         return new
 
-    def _refuse_mixture(self, old: Tensor) -> None:
-        strength = self.switch.strength if self.switch.is_on else 0.0
-        if strength not in (0.0, 1.0) and not _is_mixable(old):
-            raise PlanError(
-                f"{self.site}: strength {strength} of an edit of {old.dtype}: expected 0 or 1, it cannot be mixed"
-            )
-
     def _mix(self, old: Tensor) -> Tensor:
         if self.is_cut and not self.switch.is_on:
             return old.clone()
@@ -71,7 +63,7 @@ class TracedEdit(Receiver):
         if self.is_cut and self.switch.is_plain:
             return new
         gate = self.switch.gate[0].to(old.device)
-        if not _is_mixable(old):
+        if not (old.is_floating_point() or old.is_complex()):  # refused where it is told
             return torch.where(gate == 0, old, new)
         return torch.where(gate == 0, old, torch.where(gate == 1, new, torch.lerp(old, new, gate.to(old.dtype))))
 
@@ -89,7 +81,6 @@ class TracedGradientEdit(TracedEdit):
         """A frame has run whose gradient is to come: its ticket has been noted."""
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
-        self._refuse_mixture(gradients[0])
         self.stream.told(*gradients, "")
 
     def _hook(self, tensor: Tensor) -> None:
@@ -105,10 +96,6 @@ class TracedGradientEdit(TracedEdit):
             return new
 
         tensor.register_hook(arrived)
-
-
-def _is_mixable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _remark(output: Any, tensor: Tensor, args: Any) -> str:

@@ -63,6 +63,7 @@ class Desk:
         self._judge = Judge(settings.rules, self._alarm)
         self._writer = Writer(self._job_failed)
         self._pulses: list[Pulse] = []
+        self._is_spread = False  # several processes train together, or did until now
         self._began = perf_counter()
         self._flushed = self._began
         self._lined = self._began
@@ -134,6 +135,7 @@ class Desk:
         self, step: int, seconds: float, known: Losses, skipped: int, samples: int, alone: tuple[float, float]
     ) -> None:
         """Every step: what costs next to nothing."""
+        self._is_spread = self._is_spread or (torch.distributed.is_available() and torch.distributed.is_initialized())
         values = known.values()
         if values or seconds:
             self._pulses.append(Pulse(step, seconds, known.lr, values, known.scale, skipped, samples, alone))
@@ -255,7 +257,7 @@ class Desk:
         if any(one.scale is not None for one in pulses):
             columns["scale"] = [nothing if one.scale is None else losses.read(one.scale) for one in pulses]
             columns["skipped"] = [float(one.skipped) for one in pulses]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self._is_spread:
             columns["to_forward"] = [one.alone[0] for one in pulses]
             columns["to_backward"] = [one.alone[1] for one in pulses]
         self._latest.update((name, values[-1]) for name, values in columns.items() if not math.isnan(values[-1]))
