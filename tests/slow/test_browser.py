@@ -53,10 +53,23 @@ class Tab:
         self.page.goto(url)
         self.page.wait_for_selector("main *")
 
+    def until(self, holds, arg=None):
+        """Wait until a function of JavaScript says yes (the page forbids that text is evaluated as it waits)."""
+        assert "=>" in holds
+        self.page.wait_for_function(holds, arg=arg, timeout=30000)
+
     def go(self, hash):
         self.page.evaluate("hash => { location.hash = hash }", hash)
-        self.page.wait_for_function("() => document.getElementById('page').dataset.shown === location.hash")
-        self.page.wait_for_timeout(30)
+        self.drawn(hash.partition("?")[0])
+
+    def drawn(self, within, without=None):
+        """Wait until a page is drawn whose address has this in it, and that not."""
+        self.until(
+            """([within, without]) => document.getElementById('page').dataset.shown === location.hash
+               && location.hash.includes(within) && !(without && location.hash.includes(without))""",
+            [within, without],
+        )
+        self.page.wait_for_timeout(30)  # sizes are observed after it
 
     def text(self, selector="main"):
         return self.page.inner_text(selector)
@@ -161,18 +174,14 @@ def test_filters_choices_clicks_and_links(browser, pages):
     tab = Tab(browser, pages["training"])
     tab.go("#/map")
     tab.page.select_option("select[aria-label=number]", "max")
-    tab.page.wait_for_timeout(150)
-    assert "stat=max" in tab.page.url
+    tab.drawn("stat=max")
     tab.page.fill("input.filter", "conv")
-    tab.page.wait_for_timeout(400)
-    assert "filter=conv" in tab.page.url
+    tab.drawn("filter=conv")
     assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "filter sites"  # typing goes on
     tab.page.click("canvas.map", position={"x": 200, "y": 5})
-    tab.page.wait_for_timeout(200)
-    assert "#/site?site=conv" in tab.page.url
+    tab.drawn("#/site?site=conv")
     tab.page.go_back()
-    tab.page.wait_for_timeout(200)
-    assert "#/map" in tab.page.url
+    tab.drawn("#/map")
     tab.page.reload()
     tab.page.wait_for_selector("canvas.map")
     assert tab.page.input_value("input.filter") == "conv"
@@ -181,63 +190,55 @@ def test_filters_choices_clicks_and_links(browser, pages):
     tab.page.mouse.down()
     tab.page.mouse.move(box["x"] + 500, box["y"] + 5)
     tab.page.mouse.up()
-    tab.page.wait_for_timeout(200)
-    assert "from=" in tab.page.url
+    tab.drawn("from=")
     tab.page.click(".controls button")
-    tab.page.wait_for_timeout(200)
-    assert "from=" not in tab.page.url
+    tab.drawn("#/map", without="from=")
     tab.check(allowed=("file://",))
 
 
 def test_keys(browser, pages):
     tab = Tab(browser, pages["training"])
     press = tab.page.keyboard.press
-
-    def here():
-        tab.page.wait_for_timeout(150)
-        return tab.page.url.partition("#/")[2]
-
     press("4")
-    assert here() == "map"
+    tab.drawn("#/map")
     press("j")
-    first = here()
+    tab.drawn("#/site?")
+    first = tab.page.url
     press("j")
-    assert first != here()
+    tab.until("first => location.href !== first", first)
     press("k")
-    assert here() == first
+    tab.until("first => location.href === first", first)
     press("]")
-    assert "run=1" in here()
+    tab.drawn("run=1")
     press("[")
-    assert "run=1" not in here()
-    before = tab.page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ground')")
+    tab.drawn("#/", without="run=1")
+    ground = "getComputedStyle(document.documentElement).getPropertyValue('--ground')"
+    before = tab.page.evaluate(ground)
     press("t")
-    tab.page.wait_for_timeout(100)
-    assert before != tab.page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ground')")
+    tab.until(f"before => {ground} !== before", before)
     press("?")
-    assert tab.page.is_visible("#help")
+    tab.until("() => document.getElementById('help')")
     press("Escape")
-    assert not tab.page.is_visible("#help")
+    tab.until("() => !document.getElementById('help')")
     press("2")
-    tab.page.wait_for_function("location.hash.startsWith('#/tree')")
-    tab.page.wait_for_timeout(500)  # drawn anew while somebody types, it would lose what is typed
+    tab.drawn("#/tree")
     press("/")
-    assert tab.page.evaluate("document.activeElement.tagName") == "INPUT"
+    tab.until("() => document.activeElement.tagName === 'INPUT'")
     tab.page.keyboard.type("3")
-    assert here().startswith("tree")  # typed, not gone to
+    tab.until("() => document.activeElement.value === '3'")
+    tab.drawn("#/tree")  # typed, not gone to
     tab.check(allowed=("file://",))
 
 
 def test_pictures_are_drawn(browser, pages):
     tab = Tab(browser, pages["trace"])
     tab.go("#/pictures")
-    tab.page.wait_for_timeout(600)
-    drawn = tab.page.evaluate(
-        """() => [...document.querySelectorAll('canvas.picture')].slice(0, 6).map((canvas) => {
+    tab.until(
+        """() => { const drawn = [...document.querySelectorAll('canvas.picture')].slice(0, 6).map((canvas) => {
              const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-             return new Set(data).size > 8; })"""
+             return new Set(data).size > 8; });
+           return drawn.length > 0 && drawn.every(Boolean); }"""
     )
-    assert drawn
-    assert all(drawn)
     tab.check(allowed=("file://",))
 
 
@@ -278,7 +279,7 @@ def test_hostile_records_are_shown_and_nothing_of_them_runs(browser, folder):
         assert "cannot be drawn" not in tab.text(), view
     for name in names:
         tab.page.evaluate("site => { location.hash = '#/site?' + new URLSearchParams({ site }) }", name)
-        tab.page.wait_for_timeout(60)
+        tab.drawn("#/site")
     tab.go("#/%E0%A4%A?run=-1&x=%")
     assert dialogs == []
     tab.check(allowed=("file://",))
@@ -331,17 +332,13 @@ def test_a_live_page_follows_the_run_to_its_end_and_connects_again(browser, scri
     server, url = serve(tmp_path / "run")
     try:
         tab = Tab(browser, url)
-        tab.page.wait_for_function(
-            "() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)", timeout=30000
-        )
+        tab.until("() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)")
         first = tab.text()
-        tab.page.wait_for_function(
-            "text => document.querySelector('main').innerText !== text", arg=first, timeout=30000
-        )
+        tab.until("text => document.querySelector('main').innerText !== text", first)
         assert tab.text("#live") == "live"
         out, _ = watched.communicate(timeout=60)
         assert out == "done\n"
-        tab.page.wait_for_function("() => document.getElementById('live').innerText === 'ended'", timeout=30000)
+        tab.until("() => document.getElementById('live').innerText === 'ended'")
         assert "in 1500 steps" in tab.text()
         tab.go("#/map?from=100&to=300")
         assert "steps 100 to 300" in tab.text()
@@ -356,15 +353,13 @@ def test_gaff_watch_live_serves_beside_the_command(browser, script, tmp_path):
     watched = start(script, tmp_path / "run", 800, "--live", "--quiet")
     url = watched.stderr.readline().split()[-1]
     tab = Tab(browser, url)
-    tab.page.wait_for_function(
-        "() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)", timeout=30000
-    )
+    tab.until("() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)")
     out = watched.stdout.read()
     assert watched.wait(timeout=60) == 0
     watched.stderr.close()
     watched.stdout.close()
     assert out == "done\n"
-    tab.page.wait_for_function("() => document.getElementById('live').innerText === 'ended'", timeout=30000)
+    tab.until("() => document.getElementById('live').innerText === 'ended'")
     tab.check(allowed=(url.partition("?")[0],))
     port = url.split(":")[2].split("/")[0]
     for process in Path("/proc").glob("[0-9]*/cmdline"):  # it would wait ten minutes for somebody to look
@@ -414,9 +409,7 @@ def test_a_hundred_kills_lose_nothing_that_was_written_while_a_page_looks_on(bro
             record = gaff.load(folder)
             if record.steps < told[-1] + 1 or len(record.series("fc1", "mean")) < told[-1] + 1:
                 lost.append((kill, told[-1], record.steps))
-        tab.page.wait_for_function(
-            "() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)", timeout=30000
-        )
+        tab.until("() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)")
         tab.check(allowed=(url.partition("?")[0],))
     finally:
         server.kill()
