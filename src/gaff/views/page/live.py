@@ -29,7 +29,7 @@ from gaff.views.page.training import run_of
 
 HOST = "127.0.0.1"
 _LOOK_S = 1.0  # how often the files are asked whether they have grown
-_SHARE = 0.05  # of the time that reading them again may take
+_SHARE = 0.05  # of a core that reading them again may take
 _BEAT_S = 10.0  # between signs of life to viewers
 _MOST_VIEWERS = 512
 _KEPT = 8  # documents: of the latest versions, and of what was zoomed into
@@ -172,9 +172,9 @@ class Server(ThreadingHTTPServer):
         seen = time.monotonic()
         try:
             while idle_s is None or time.monotonic() - seen < idle_s:
-                began = time.monotonic()
+                began = time.thread_time()  # not the time that goes by: beside a training we wait for a core
                 is_new = board.look()
-                spent = time.monotonic() - began
+                spent = time.thread_time() - began
                 if board.viewers or is_new:
                     seen = time.monotonic()
                 time.sleep(max(_LOOK_S, spent / _SHARE - spent))
