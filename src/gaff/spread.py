@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from gaff.errors import PlanError
+
+CONVERSIONS = ("_FromTorchTensor", "_ToTorchTensor", "Redistribute")  # autograd Functions of DTensor
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -142,6 +144,17 @@ def any_process(flag: bool, meshes: Iterable[Any]) -> bool:
         for dim in range(mesh.ndim):
             flag = any_of(flag, mesh.get_group(dim), mesh.device_type)
     return flag
+
+
+def best_of(value: Any, meshes: Iterable[Any], rating: Callable[[Any], Any]) -> Any:
+    """The value of the process of ``meshes`` that ``rating`` calls lowest, of equal ones the first. All must ask."""
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            values = [value] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(values, value, group=group)
+            value = min(values, key=rating)
+    return value
 
 
 def any_of(flag: bool, group: Any, device: Any) -> bool:

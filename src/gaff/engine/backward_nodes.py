@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,20 @@ class NodeWatch:
     def find(self, tensor: Tensor) -> Seen | None:
         """The node that made ``tensor``, if it is watched."""
         return self._seen.get(tensor.grad_fn) if tensor.grad_fn is not None else None
+
+    def owners_behind(self, tensor: Tensor, is_owner: Callable[[Any], bool]) -> Iterator[Any]:
+        """The nearest owners behind ``tensor`` of which ``is_owner`` holds, past whatever nodes lie between."""
+        waiting = [tensor.grad_fn]
+        known = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            seen = self._seen.get(node) if node is not None else None
+            if seen is not None and is_owner(seen.owner):
+                yield seen.owner
+            elif node is not None:
+                onward = [one for one, _ in node.next_functions if one not in known]
+                known.update(onward)
+                waiting += onward
 
     def close(self) -> None:
         self.is_open = False

@@ -230,15 +230,17 @@ class Guard:
         is_fine = not parameters or _are_finite([compat.norms_of([plain(one) for one in parameters], 2.0)[1]])
         if not self._any(not is_fine) or self.reports:
             return
+        report = Report(False)
         for path, parameter in self._model.named_parameters():
             if has_nonfinite(parameter):
                 cause = UPDATED if self.steps else "it was so before the guard was opened"
                 site = str(Site(path, port="param"))
-                self._tell(Report(True, site, direction="update" if self.steps else "before", cause=cause,
-                                  output=range_of(parameter, "value")))  # fmt: skip
-                return
-        if self._meshes:
-            self._tell(Report(True, STEP, direction="update", cause=ELSEWHERE))
+                report = Report(True, site, direction="update" if self.steps else "before", cause=cause,
+                                output=range_of(parameter, "value"))  # fmt: skip
+                break
+        report = self._first_of_all(report)
+        if report:
+            self._tell(report)
 
     def _explain(self, error: Exception) -> None:
         """The code inside raised something of its own; say so if what the model did before was not finite."""
@@ -273,8 +275,9 @@ class Guard:
         outputs = [one for one, value in hits.items() if not one.path and value.isnan().item()]
         if not report and outputs:
             report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
-        if self._any(bool(report)):
-            self._tell(report or Report(True, STEP, direction="forward", cause=ELSEWHERE))
+        report = self._first_of_all(report)
+        if report:
+            self._tell(report)
             return
         for one in hits:
             one.has_meant = True
@@ -282,11 +285,21 @@ class Guard:
 
     def _first_report(self, batches: list[Batch]) -> Report:
         report = Report(False)
-        for batch in sorted(batches, key=_is_overflow):  # those that a GradScaler made overflow say least
-            report = self._examine(batch)
-            if self._any(bool(report)):
+        last = {id(batch): self._any(_is_overflow(batch)) for batch in batches}
+        for batch in sorted(batches, key=lambda one: last[id(one)]):  # those that a GradScaler made overflow say least
+            report = self._first_of_all(self._examine(batch))
+            if report:
                 break
         return report
+
+    def _first_of_all(self, report: Report) -> Report:
+        """Of the processes that run a batch together: where it began first. The same on all."""
+        if not self._meshes:
+            return report
+        if report and report.rank is None:
+            report = replace(report, rank=torch.distributed.get_rank())
+        first: Report = spread.best_of(report, self._meshes, _rating)
+        return first
 
     def _tell(self, report: Report) -> None:
         if report.direction == "before" and report.site.endswith(":param") and self.steps > 1:
@@ -319,6 +332,11 @@ class Guard:
 def _alone(model: nn.Module) -> nn.Module:
     """Without DistributedDataParallel: the other processes do not run this batch again."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _rating(report: Report) -> tuple[bool, int]:
+    """Where something was found, the earliest."""
+    return not report, report.position
 
 
 def _is_overflow(batch: Batch) -> bool:

@@ -41,6 +41,7 @@ class Made:
     cause: str
     output: Range
     inputs: tuple[Range, ...] = ()
+    position: int = -1  # how many ops ran before
     is_meant: bool = False  # put in by a constant, such as a mask's -inf
     is_scaling: bool = False  # by a GradScaler, which skips what overflows
     number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were made

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gaff import spread
 from gaff.address import STATE_PORTS, Site, fits_op, parse
 from gaff.engine.opcalls import OpCall
 from gaff.engine.session import Session
@@ -41,12 +42,13 @@ from gaff.health.marks import (
     shown,
     users_place,
 )
+from gaff.health.now import Now, before
 from gaff.health.ranges import can_hold, has_nonfinite, range_of
 from gaff.health.report import BEFORE, Range, Report
 from gaff.health.trail import Trail
 from gaff.select import Found, is_container, iter_modules, join, need_module, resolve
 from gaff.tools.op_log import Producers, code_at, place_text
-from gaff.values import iter_deep, iter_tensors
+from gaff.values import iter_deep, iter_tensors, map_tensors
 
 
 class Step(nn.Module):
@@ -84,10 +86,9 @@ class Examination:
         self._open: list[tuple[OpCall, list[tuple[Tensor, Made | None]], list[Range] | None]] = []
         self._trail = Trail()
         self._sinks: list[Made] = []
-        self._ops = 0
         self._before: deque[str] = deque(maxlen=BEFORE)  # the last ops that ran
         self._chains: dict[int, tuple[str, ...]] = {}  # those before something that is not finite was made
-        self._inside = [""]  # paths of the modules that run now
+        self._now = Now()
         self._last: Made | None = None  # of the last op outside the model
         self._bad_gradients: set[int] = set()  # of parameters, before the step
         self.notes: list[str] = []
@@ -134,7 +135,7 @@ class Examination:
         bad = [made for made in self._marks if not made.is_meant]
         if bad and hasattr(error, "add_note"):
             first = min(bad, key=lambda made: made.number)
-            error.add_note(f"gaff: before this was raised, {self._tell(first, self._ops)}")
+            error.add_note(f"gaff: before this was raised, {self._tell(first, self._now.ops)}")
 
     def _look_after(self, around: nn.Module, report: Report) -> Report:
         """Parameters that are bad now: a gradient that was so before and was added to, or the optimizer's own doing."""
@@ -155,6 +156,7 @@ class Examination:
             if id(module) in seen or is_container(module):
                 continue
             seen.add(id(module))
+            self._now.modules[path] = module
             found = Found(Site(path), module, chain)
             yield OpTap(found, self._enter, self._leave, is_again=True)
             if path:
@@ -165,6 +167,7 @@ class Examination:
         for path, module, _ in iter_modules(around):
             for port, owned in (("param", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in owned.items():
+                    self._now.is_spread |= tensor is not None and spread.is_spread(tensor)
                     if tensor is not None and has_nonfinite(tensor):
                         site = Site(join(path, name), port=port)
                         self._note_before(tensor, site, is_meant=port == "buffer" and is_mask(tensor))
@@ -172,10 +175,7 @@ class Examination:
                         self._bad_gradients.add(id(tensor))
 
     def _note_before(self, tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:
-        output = range_of(tensor, "value")
-        kind = {"param": "the parameter", "buffer": "the buffer", "grad": "the gradient"}.get(site.port, "the input")
-        cause = f"{kind} held {output.kinds} before the step; what made it lies before this"
-        made = Made(site, "before", None, cause, output, is_meant=is_meant)
+        made = before(tensor, site, is_meant=is_meant)
         self._marks.put(tensor, made)
         return made
 
@@ -187,26 +187,16 @@ class Examination:
             return None
         made = None
         if has_nonfinite(tensor):
-            made = self._marks.of_base(tensor)
-            if made is None and tensor.grad_fn is not None:
-                made = self._note_unseen(tensor, site)
-            made = made or self._note_before(tensor, site, is_meant=is_mask(tensor))
+            made = self._marks.of_base(tensor) or self._now.made_of(tensor, self._trail.nodes, site)
         self._marks.put(tensor, made)
         return made
-
-    def _note_unseen(self, tensor: Tensor, site: Site) -> Made:
-        """Made by something that is no op of a module: a custom Function, somebody's hook."""
-        name = tensor.grad_fn.name().rpartition("::")[2] if tensor.grad_fn is not None else ""
-        cause = f"it came from {name.removesuffix('Backward')}, a custom autograd Function, or an op in somebody's hook"
-        path = site.path or self._inside[-1]
-        return Made(Site(path, name.removesuffix("Backward")), "forward", None, cause, range_of(tensor, "output"))
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
         if self._is_asleep:
             return
         given = [tensor for _, tensor in iter_tensors((args, kwargs))]
-        self._trail.nodes.follow(given, Ran(Site(self._inside[-1]), None, ()))
-        self._inside.append(path)
+        self._trail.nodes.follow(given, Ran(Site(self._now.inside[-1]), None, ()))
+        self._now.inside.append(path)
         for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs}):
             self._look(tensor, Site("model" if self._model is not None else "", port="input", key=key))
 
@@ -214,7 +204,7 @@ class Examination:
         def returned(output: Any, run: Any, call: int) -> None:
             tensors = [tensor for _, tensor in iter_tensors(output)] if not self._is_asleep else []
             self._trail.nodes.follow(tensors, Ran(Site(path), None, ()))
-            while len(self._inside) > 1 and self._inside.pop() != path:
+            while len(self._now.inside) > 1 and self._now.inside.pop() != path:
                 pass
             for tensor in tensors:
                 made = self._look(tensor, Site(path))
@@ -245,7 +235,7 @@ class Examination:
         while self._open[-1][0] is not call:
             self._open.pop()
         _, marks, ranges = self._open.pop()
-        self._ops += 1
+        self._now.ops += 1
         tensors = [tensor for _, tensor in iter_tensors(output)]
         ran = self._ran_here(call, tuple(ranges or ()))
         for tensor in tensors:
@@ -259,6 +249,7 @@ class Examination:
                 self._marks.put(tensor._base, made)
         shapes = ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors[:2])
         self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))
+        self._now.latest = ran.made
         if not call.site.path:
             self._last = ran.made if ran.made is None or not ran.made.is_meant else None
         self._producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
@@ -285,17 +276,17 @@ class Examination:
         if not came and not is_meant and not output.nan and not output.positive_inf and adds_masks(op, marks):
             is_meant = True
         given = ranges if ranges is not None else [self._range(one, number) for number, (one, _) in enumerate(marks)]
+        place, position = users_place(call.place), self._now.ops - 1
         unseen = [one for one, (_, made) in zip(given, marks, strict=True) if made is None and not one.is_finite]
         if unseen:
-            cause = (
-                f"{unseen[0].name} held {unseen[0].kinds} that no op put there: it was written to past torch, by .data "
-            )
-            return Made(call.site, "forward", users_place(call.place), f"{cause}or NumPy", output, tuple(given))
-        case = Case(op, call.func, call.args, call.kwargs, tuple(given), output)
+            what = f"{unseen[0].name} held {unseen[0].kinds} that no op put there"
+            cause = f"{what}: it was written to past torch, by .data or NumPy"
+            return Made(call.site, "forward", place, cause, output, tuple(given), position)
+        args, kwargs = map_tensors((call.args, call.kwargs), spread.local_of)  # other processes are not here now
+        case = Case(op, call.func, args, kwargs, tuple(given), output)
         is_constant = is_meant and op not in UNINITIALISED
         cause = "it was put in by a constant" if is_constant else cause_of(case)
-        place = users_place(call.place)
-        return Made(call.site, "forward", place, cause, output, tuple(given), is_meant, is_scaling(call))
+        return Made(call.site, "forward", place, cause, output, tuple(given), position, is_meant, is_scaling(call))
 
     def _range(self, tensor: Tensor, number: int) -> Range:
         producer = self._producers.of(tensor)
@@ -327,7 +318,7 @@ class Examination:
                 self._sinks.append(made)  # a loss
 
     def _report(self) -> Report:
-        ops = self._ops + self._trail.ops
+        ops = self._now.ops + self._trail.ops
         self._sinks += self._trail.lost
         origin = self._trail.origin()
         if origin is not None:  # then a returned gradient is no input
@@ -363,6 +354,7 @@ class Examination:
             notes=tuple(self.notes),
             ops=ops,
             before=self._chains.get(made.number, ()),
+            position=ops if made.direction == "update" else made.position,
         )
 
 

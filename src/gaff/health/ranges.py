@@ -52,6 +52,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 def range_of(tensor: Tensor, name: str) -> Range:
     """Everything that a report tells of a tensor. Waits for the device."""
+    if spread.is_spread(tensor):
+        name, tensor = f"{name}, this process's part of {shape_text(tensor)}", spread.local_of(tensor)
     shape, dtype = shape_text(tensor), str(tensor.dtype).removeprefix("torch.")
     if not can_hold(tensor):
         return Range(name, shape, dtype, 0 if tensor.is_nested else tensor.numel(), None, None)

@@ -73,6 +73,8 @@ class Report:
     notes: tuple[str, ...] = ()
     ops: int = 0  # looked at, forward and backward
     before: tuple[str, ...] = ()  # of one made in a forward pass: the twenty ops that ran before, the last one last
+    rank: int | None = None  # of the process that found it, where several have looked together
+    position: int = 0  # how many ops ran before, forward and backward; the same on processes that share a model
 
     def __bool__(self) -> bool:
         return self.found
@@ -82,6 +84,7 @@ class Report:
             return "\n".join([f"no NaN or inf in {self.ops} ops", *(f"note: {note}" for note in self.notes)])
         what = "inf" if self.output is not None and not self.output.nan else "NaN"
         lines = [f"{what} {_BEGAN[self.direction]} {self.site}" + (f", {self.line}" if self.line else "")]
+        lines[0] += f", on rank {self.rank}" if self.rank is not None else ""
         lines += [f"    {self.code}"] if self.code else []
         lines.append(f"  cause: {self.cause}")
         if self.output is not None:

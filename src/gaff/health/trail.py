@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gaff import spread
 from gaff.address import Site
 from gaff.compat import backward_task
 from gaff.engine.backward_nodes import Gradients, NodeWatch, Seen
@@ -57,7 +58,8 @@ class Trail:
                 name = "gradient that came"
                 before = range_of(came, name) if came is not None else Range(name, "", "", 0, None, None)
                 ranges = before, range_of(handed, "gradient handed on")
-            is_scale = self.scale is not None and self._fits_unscaled(seen, incoming)
+            is_here = not any(one is not None and spread.is_spread(one) for one in incoming)
+            is_scale = self.scale is not None and is_here and self._fits_unscaled(seen, incoming)
         if backward_task() != self._task:  # a backward pass begins, at a loss
             self._task = backward_task()
             made = seen.owner.made
@@ -105,6 +107,7 @@ class Trail:
 
     def tell(self, origin: Passed, producers: Producers, notes: list[str], ops: int) -> Report:
         """The report of a gradient that began to be bad at ``origin``."""
+        position = ops - self.ops + self._passed.index(origin)
         ran = origin.seen.owner
         name = origin.seen.name
         feeding = self._count_feeding(origin)
@@ -112,7 +115,7 @@ class Trail:
         where = shown(str(Site(ran.site.path, op, ran.site.op_index)))
         if origin.cause is None and not feeding:
             cause = f"the gradient that backward began with, at {where}, is not finite: it was made outside the model"
-            return Report(True, STEP, "", STEP, "backward", cause=cause, notes=tuple(notes), ops=ops)
+            return Report(True, STEP, "", STEP, "backward", cause=cause, notes=tuple(notes), ops=ops, position=position)
         if origin.cause is None:  # what was given to it was finite piece by piece
             came = handed = None
             cause = f"the gradients that meet at {name} overflow when they are added up"
@@ -138,6 +141,7 @@ class Trail:
             passed=tuple(dict.fromkeys(shown(leaf) for leaf in leaves if leaf)),
             notes=tuple(notes),
             ops=ops,
+            position=position,
         )
 
 
