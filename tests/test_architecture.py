@@ -149,6 +149,7 @@ def test_the_core_is_small():
     # docs/decisions/0014
     in_graphs = (
         "engine/compiled.py",
+        "engine/stance.py",
         "engine/graph_edits.py",
         "engine/structure.py",
         "engine/tracing.py",
@@ -161,12 +162,12 @@ def test_the_core_is_small():
     apart = (*ready_made, *files, *ops, *for_tools, *for_watching, *in_graphs, *elsewhere, *exported)
     assert total(lambda name: not name.startswith(outside) and name not in apart) <= 5000
     assert total(lambda name: name in ops) <= 655
-    assert total(lambda name: name in in_graphs) <= 900
+    assert total(lambda name: name in in_graphs) <= 950
     assert total(lambda name: name in elsewhere) <= 450
     assert total(lambda name: name in exported) <= 450
     assert total(lambda name: name in (*ready_made, *files)) <= 870
     assert total(lambda name: name.startswith("tools/") or name in for_tools) <= 3050
-    assert total(lambda name: name.startswith("health/") and name not in rules) <= 1420
+    assert total(lambda name: name.startswith("health/") and name not in rules) <= 1425
     assert total(lambda name: name in rules) <= 800
     assert total(lambda name: (name not in in_graphs and name.startswith("watching/")) or name in for_watching) <= 2900
     assert total(lambda name: name.startswith(("record/", "statistics/"))) <= 1350

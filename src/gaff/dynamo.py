@@ -89,3 +89,12 @@ def compile_counts() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
+
+
+def mark_reduced(tensor: Any) -> None:
+    """A graph has told a number in place of a tensor."""
+    tensor.is_reduced_by_gaff = True
+
+
+def is_reduced(tensor: Any) -> bool:
+    return hasattr(tensor, "is_reduced_by_gaff")

@@ -124,6 +124,11 @@ def norm(*dim: int) -> Reduce:
     return Reduce("norm", dim or None)
 
 
+def in_graph(reduce: Any) -> Any:
+    """``reduce`` itself where compiled code may do it: one number of the whole, which no shape is too small for."""
+    return reduce if type(reduce) is Reduce and reduce.dim is None and reduce.name in ("norm", "mean", "sum") else None
+
+
 def is_pure(reduce: Any) -> bool:
     """Whether ``reduce`` is one of the values above, which never write into what they are given."""
     return isinstance(reduce, tuple(_KINDS.values()))

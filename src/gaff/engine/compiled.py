@@ -15,7 +15,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
 from types import MethodType
@@ -50,15 +50,16 @@ def _define() -> None:
 def _ops() -> Any:
     library = torch.library.Library("gaff", "FRAGMENT")
     tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-    library.define(
-        "tell_(Tensor[] values, Tensor(a!) token, Tensor ticket, int place, str what, int[] pairs) -> ()", tags=tags
-    )
-    library.define("arrive(Tensor[] gradients, Tensor ticket, int place, int number) -> ()", tags=tags)
-    library.impl("tell_", torch.compiler.disable(_tell), "CompositeExplicitAutograd")
-    library.impl("arrive", torch.compiler.disable(_arrive), "CompositeExplicitAutograd")
-    torch.library.register_fake("gaff::tell_", lambda values, token, ticket, place, what, pairs: None, lib=library)
-    torch.library.register_fake("gaff::arrive", lambda gradients, ticket, place, number: None, lib=library)
-    dynamo.keep_in_graphs(torch.ops.gaff.arrive.default)
+    for ending, more in (("", ()), ("_any", (torch.Tag.flexible_layout,))):  # whether any strides will do
+        tell_, arrive = f"tell{ending}_", f"arrive{ending}"
+        told = "(Tensor[] values, Tensor(a!) token, Tensor ticket, int place, str what, int[] pairs) -> ()"
+        library.define(tell_ + told, tags=(*tags, *more))
+        library.define(f"{arrive}(Tensor[] gradients, Tensor ticket, int place, int number) -> ()", tags=(*tags, *more))
+        library.impl(tell_, torch.compiler.disable(_tell), "CompositeExplicitAutograd")
+        library.impl(arrive, torch.compiler.disable(_arrive), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"gaff::{tell_}", lambda *given: None, lib=library)
+        torch.library.register_fake(f"gaff::{arrive}", lambda *given: None, lib=library)
+        dynamo.keep_in_graphs(getattr(torch.ops.gaff, arrive).default)
     dynamo.leave_uncompiled(Entry.__call__, Exit.__call__, Leave.__call__, Look.__call__, structure_of, _hook)
     return library
 
@@ -69,14 +70,17 @@ def new_place() -> int:
     return next(_PLACES)
 
 
-def tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str) -> None:
-    """Traced: let whoever has the ticket hear of ``values``.
+def tell(
+    values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str, *, is_flexible: bool = False
+) -> None:
+    """Traced: let whoever has the ticket hear of ``values``; with ``is_flexible`` in whatever strides they have now.
 
     Complex ones go as pairs of numbers: Inductor takes no operation that writes (to the token) among complex tensors.
     """
     pairs = [number for number, value in enumerate(values) if value.is_complex()]
     plain = [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in values]
-    torch.ops.gaff.tell_(plain, token, ticket, place, what, pairs)
+    op = torch.ops.gaff.tell_any_ if is_flexible else torch.ops.gaff.tell_
+    op(plain, token, ticket, place, what, pairs)
 
 
 def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str, pairs: list[int]) -> None:
@@ -88,20 +92,23 @@ def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what:
         receiver.lives.setdefault(number, []).append(compat.storage_life(ticket))
         receiver.tellers.setdefault(number, set()).add(threading.get_ident())
         receiver.renew(number)
+        _mark(values, receiver)
         receiver.told((number, place, threading.get_ident()), values, what)
 
 
 def _arrive(gradients: list[Tensor], ticket: Tensor, place: int, number: int) -> None:
     receiver = _RECEIVERS.get(int(ticket))
     if receiver is not None:
+        _mark(gradients, receiver)
         receiver.arrived((int(ticket), place, threading.get_ident()), number, gradients)
 
 
 class Inside:
     """What the taps of one session in compiled code share."""
 
-    def __init__(self, *, has_marks: bool) -> None:
+    def __init__(self, *, has_marks: bool, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
         _define()
+        self.reduce = reduce  # what everybody who listens wants of a tensor, told in its place
         self.token = torch.zeros(1, dtype=torch.int64)
         self.has_marks = has_marks  # somebody asks which backward pass comes by
         self.receivers: list[Receiver] = []
@@ -118,6 +125,7 @@ class Receiver(ABC):
 
     def __init__(self, inside: Inside) -> None:
         self.token = inside.token
+        self.reduce = inside.reduce
         self.waiting: dict[Call, list[Tensor]] = {}  # calls whose gradients may arrive, and what stands for the tensors
         self._numbers: deque[int] = deque()
         self.lives: dict[int, list[Any]] = {}  # of tickets: whether a graph still holds what stands for them
@@ -131,6 +139,10 @@ class Receiver(ABC):
         """A frame with this ticket is running: the next one gets another."""
         if number == self._latest:
             self.ticket = self._new_ticket()
+
+    def parts(self, values: list[Tensor]) -> list[Tensor]:
+        """Traced: what is told of tensors."""
+        return [part_of(one.detach(), self.reduce) for one in values]
 
     @abstractmethod
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
@@ -218,7 +230,7 @@ class Entry(HookInside):
         if self.taps or self.is_bound:
             values: list[Tensor] = []
             what = structure_of((args, kwargs), values)
-            given = [one.detach() for one in values] if self.taps else []
+            given = self.parts(values) if self.taps else []
             tell(given, self.token, self.ticket, new_place(), what)
         for edit in self.edits:
             args, kwargs = edit.change_arguments(args, kwargs)
@@ -261,10 +273,10 @@ class Exit(HookInside):
             what = structure_of(output, values)
             ticket = self.ticket.clone() if self.arms else self.ticket  # as it is now: torch may set hooks later
             place = new_place()
-            given = [one.detach() for one in values] if self.taps else []
+            given = self.parts(values) if self.taps else []
             tell(given, self.token, ticket, place, what)
             if self.arms:
-                _hook(values, ticket, place)
+                _hook(values, ticket, place, self.reduce)
         return None if output is before else output
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
@@ -369,9 +381,9 @@ class Look(Receiver):
         values: list[Tensor] = []
         what = structure_of((output, args if self.has_args else ()), values)
         ticket, place = self.ticket.clone(), new_place()
-        tell([one.detach() for one in values], self.token, ticket, place, what)
+        tell(self.parts(values), self.token, ticket, place, what, is_flexible=True)
         if torch.is_grad_enabled():
-            _hook(own, ticket, place)  # the first of the values
+            _hook(own, ticket, place, is_flexible=True)  # the first of the values
         return None if output is before else output
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
@@ -453,18 +465,30 @@ def is_view(value: Any) -> bool:
     return isinstance(value, Tensor) and value._base is not None
 
 
-def _hook(values: list[Tensor], ticket: Tensor, place: int) -> None:
+def _hook(values: list[Tensor], ticket: Tensor, place: int, reduce: Any = None, *, is_flexible: bool = False) -> None:
     """Traced: let the gradient of each tensor be told."""
     for number, value in enumerate(values):
         if value.requires_grad and not is_view(value):
-            value.register_hook(_arrival(ticket, place, number))
+            value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
 
 
-def _arrival(ticket: Tensor, place: int, number: int) -> Any:
+def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:
     def arrived(gradient: Tensor) -> None:
-        torch.ops.gaff.arrive([gradient.detach()], ticket, place, number)
+        op = torch.ops.gaff.arrive_any if is_flexible else torch.ops.gaff.arrive
+        op([part_of(gradient.detach(), reduce)], ticket, place, number)
 
     return arrived
+
+
+def part_of(tensor: Tensor, reduce: Any) -> Tensor:
+    """Traced: ``reduce(tensor)``, so that the compiler need not write the tensor down; of numbers only."""
+    return reduce(tensor) if reduce is not None and (tensor.is_floating_point() or tensor.is_complex()) else tensor
+
+
+def _mark(values: Iterable[Tensor], receiver: Receiver) -> None:
+    for value in values if receiver.reduce is not None else ():
+        if value.is_floating_point() or value.is_complex():
+            dynamo.mark_reduced(value)
 
 
 def _refuse_export() -> None:

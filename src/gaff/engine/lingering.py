@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gaff import compat
 from gaff.engine.modules import Node
-from gaff.engine.surroundings import forced_eager
+from gaff.engine.stance import forced_eager
 from gaff.errors import ExactnessError
 
 

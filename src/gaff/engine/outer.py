@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -92,6 +93,42 @@ class Calls:
                 else:
                     del one.kind.__call__
         self._followed.clear()
+
+
+class Outermost:
+    """``begin(args, kwargs)`` before and ``end(output)`` after each outermost call of ``model``, while open.
+
+    On the thread that opens it; what is called inside compiled code is never outermost.
+    """
+
+    def __init__(
+        self, model: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], None], end: Callable[[Any], None]
+    ) -> None:
+        self._model = model
+        self._begin = begin
+        self._end = end
+        self._is_running = False
+        self._thread = 0
+        self._calls = Calls(self._around)
+
+    def __enter__(self) -> None:
+        self._thread = get_ident()
+        self._calls.follow(type(self._model))
+
+    def __exit__(self, *exc: object) -> None:
+        self._calls.close()
+
+    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
+        if module is not self._model or self._is_running or get_ident() != self._thread:
+            return call(module, *args, **kwargs)
+        self._is_running = True
+        try:
+            self._begin(args, kwargs)
+            output = call(module, *args, **kwargs)
+            self._end(output)
+            return output
+        finally:
+            self._is_running = False
 
 
 class ModuleHooks:

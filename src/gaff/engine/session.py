@@ -20,6 +20,7 @@ from gaff.engine.modules import Node
 from gaff.engine.ops import Listener, Scope, Want, drop, forget
 from gaff.engine.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.skips import SkipChange
+from gaff.engine.stance import keep_eager
 from gaff.engine.standing import original_of
 from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
 from gaff.engine.steps import StepCount
@@ -97,7 +98,7 @@ class Session:
                 self._inside = tracing.meet(opening, self._model, self._taps, self.notes, reason, has_marks=has_marks)
                 self._is_forced = self._inside is None
             elif self._around is not None:
-                surroundings.keep_eager(opening, self.clock.at_end, self.notes)
+                keep_eager(opening, self.clock.at_end, self.notes)
             edits = [tap.found for tap in self._taps if isinstance(tap, EditTap)]
             edited = [found.module for found in edits if found.site.port == "output" and found.site.op is None]
             run_as(trees, opening, self.notes, edited)

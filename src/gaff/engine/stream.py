@@ -14,6 +14,7 @@ from gaff.engine.replay import Passage
 class Stream(Protocol):
     """Receives the events of one site; what a stream does not define does nothing.
 
+    ``in_graph``, where it has that: the function of a tensor that compiled code may tell in its place.
     Called inside hooks: must not write into a value, must not read the device."""
 
     def add(self, value: Any, run: Run, call: int) -> Any:

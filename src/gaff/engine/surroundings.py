@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 from gaff import spread
 from gaff.compat import memory_of
-from gaff.dynamo import has_asked_to_compile, has_compiled, is_loaded, stance
+from gaff.dynamo import has_asked_to_compile, has_compiled, stance
+from gaff.engine.stance import forced_eager
 from gaff.errors import PlanError
 
-EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
 _PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 _KINDS = {"OptimizedModule": "compiled", "FullyShardedDataParallel": "sharded", "DataParallel": "replicated"}
 _OWN = "own"  # a class of the user's, which may keep tensors as plain attributes
@@ -26,7 +25,7 @@ SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the 
 
 def runs_compiled(around: Surroundings) -> bool:
     """Whether compiled code may run when the model is called: not where the user has it run eagerly."""
-    if not (around.is_compiled or has_compiled()):
+    if not (around.is_compiled or has_compiled() or has_asked_to_compile()):
         return False
     return forced_eager.is_held or stance() != "force_eager"
 
@@ -109,49 +108,6 @@ def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
         raise PlanError(f"{at} is not initialised yet (lazy): run the model once first")
     if kind == "replicated" and len(getattr(module, "device_ids", ())) > 1:
         raise PlanError(f"{at} runs replicas on several devices: not supported yet; give the module inside it")
-
-
-class _Stance:
-    """Process-wide ``force_eager``, held as long as any session needs it; sessions may close in any order."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._stance: AbstractContextManager[Any] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        return self._holders > 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._holders += 1
-            if self._holders == 1:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0 and self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
-
-
-forced_eager = _Stance()
-
-
-def keep_eager(opening: ExitStack, at_end: list[Callable[[Any, Any], None]], notes: list[str]) -> None:
-    """What is compiled while the session is open, as ``generate`` does, runs eagerly; told once somebody has asked."""
-    if not is_loaded():
-        return
-    opening.enter_context(forced_eager)
-
-    def tell(run: Any, output: Any) -> None:
-        if has_asked_to_compile() and EAGER not in notes:
-            notes.append(EAGER)
-
-    at_end.append(tell)
 
 
 def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:

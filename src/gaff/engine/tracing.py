@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gaff import dynamo
+from gaff import dynamo, spread
 from gaff.edits.traced import cuts, traced
 from gaff.engine.compiled import (
     Entry,
@@ -23,7 +23,7 @@ from gaff.engine.compiled import (
 from gaff.engine.graph_edits import TracedEdit, TracedGradientEdit
 from gaff.engine.modules import Node, _before, _before_edit, _leave
 from gaff.engine.outer import is_compiled
-from gaff.engine.surroundings import EAGER, forced_eager
+from gaff.engine.stance import EAGER, forced_eager
 from gaff.engine.taps import CallTap, EditTap, Tap
 from gaff.errors import ExactnessError
 from gaff.receipt import counted
@@ -122,8 +122,19 @@ def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
     return ""
 
 
+def _reduction(model: nn.Module, taps: Sequence[Any]) -> Any:
+    """What all taps want in the place of a tensor; None where one wants the tensor, or they do not agree."""
+    wanted = [_in_graph(tap) for tap in taps]
+    is_one = wanted and all(one == wanted[0] for one in wanted)
+    return wanted[0] if is_one and not spread.ranks_of(model.parameters()) else None
+
+
+def _in_graph(tap: Any) -> Any:
+    return getattr(tap.stream, "in_graph", None) if isinstance(tap, Tap) else None
+
+
 def _kind_of(tap: Any, start: str) -> str:
-    kind = type(tap.stream.edit).__name__ if isinstance(tap, EditTap) else ""
+    kind = type(tap.stream.edit).__name__ if isinstance(tap, EditTap) else f"{_in_graph(tap)}"
     site = tap.found.site
     return f"{site.path.removeprefix(start)}:{site.port} {kind}"
 
@@ -134,7 +145,7 @@ class Traced(AbstractContextManager["Traced"]):
     def __init__(self, model: nn.Module, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
         self._root = unwrap(model)
         self._is_inside = is_compiled(model)  # else a compiled function calls it, or parts of it
-        self._inside = Inside(has_marks=has_marks)
+        self._inside = Inside(has_marks=has_marks, reduce=_reduction(model, taps))
         self._notes = notes
         self._edits = [tap for tap in taps if isinstance(tap, EditTap) and tap.found.site.port != "grad"]
         self._made: list[TracedEdit] = []

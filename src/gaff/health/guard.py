@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from gaff import compat, spread
 from gaff.address import Site
+from gaff.dynamo import is_reduced
 from gaff.engine.backward_nodes import keep_gradient
-from gaff.engine.outer import is_compiled
+from gaff.engine.outer import Outermost, is_compiled
 from gaff.engine.session import Session
 from gaff.engine.steps import StepWatch
 from gaff.engine.stream import Stream
@@ -59,6 +60,7 @@ class Probe(Stream):
     """Adds up what one module returns. ``has_meant``: infinite values there are meant, only NaN is looked for."""
 
     has_meant = False
+    in_graph = staticmethod(lambda tensor: probe(plain(tensor)))
 
     def __init__(self, guard: Guard, path: str) -> None:
         self.path = path
@@ -75,7 +77,9 @@ class Probe(Stream):
                 self._add(tensor, batch)
 
     def _add(self, tensor: Tensor, batch: Batch) -> None:
-        if tensor is not self._guard.latest and can_hold(tensor):
+        if is_reduced(tensor):
+            batch.sums.append((self, _is_nan(tensor) if self.has_meant else tensor.clone()))
+        elif tensor is not self._guard.latest and can_hold(tensor):
             if not self._guard.is_traced:  # compiled code uses a tensor again for other values
                 self._guard.latest = tensor  # a container often returns what its last module did
             had_grad = compat.is_grad_enabled()
@@ -108,15 +112,18 @@ class Guard:
         self._replicas = spread.replicas_of(model)
         self._failure = ""  # why a batch could not be run again
         taps: list[Tap | CallTap] = []
+        has_graphs = is_compiled(model)
         Examination(model, self._allow)  # tells a slip in ``allow`` now
         seen: set[int] = set()
         for path, module, chain in iter_modules(model):
             if id(module) not in seen and not is_container(module):
                 seen.add(id(module))
                 taps.append(Tap(Found(Site(path), module, chain), Probe(self, path), is_exact=False))
-        taps.append(CallTap(Found(Site(), unwrap(model)), self._begin, self._end))  # last: after the root's own probe
-        # where the model itself is compiled its outermost call is not, and tells the true arguments
-        self._session = Session(model, taps, threads="own", is_traceable=is_compiled(model))
+        # compiled code tells no true arguments, but what calls it has them
+        self._outermost = Outermost(model, self._begin, self._end) if has_graphs else None
+        if not has_graphs:
+            taps.append(CallTap(Found(Site(), unwrap(model)), self._begin, self._end))  # after the root's own probe
+        self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
         self._watch = StepWatch(lambda: list(model.parameters()), self._before_step, self._forget)
         self._closing = ExitStack()
 
@@ -131,6 +138,8 @@ class Guard:
             opening.callback(self._session.close)
             self._session.open()
             opening.enter_context(self._watch)
+            if self._outermost is not None:
+                opening.enter_context(self._outermost)
             self._closing = opening.pop_all()
         _OPEN.append(self)
         return self
@@ -153,8 +162,8 @@ class Guard:
         told = f"{counted(self.steps, 'step')} looked at, {counted(len(self.reports), 'report')}"
         return f"<gaff guard of {type(self._model).__name__}: {told}>"
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
-        if _State.is_examining or len(run.frames) > 1:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None, call: int = 0) -> None:
+        if _State.is_examining or (run is not None and len(run.frames) > 1):
             return
         self._unstepped += 1
         if len(self._batches) == _KEPT:
@@ -164,9 +173,9 @@ class Guard:
         self.current = Batch.of(args, kwargs)
         self._batches.append(self.current)
 
-    def _end(self, output: Any, run: Any, call: int) -> None:
+    def _end(self, output: Any, run: Any = None, call: int = 0) -> None:
         batch = self.current
-        if _State.is_examining or batch is None or len(run.frames) > 1:
+        if _State.is_examining or batch is None or (run is not None and len(run.frames) > 1):
             return
         self.current = self.latest = None
         if not batch.has_grad:

@@ -15,6 +15,7 @@ from gaff import compat
 from gaff.address import GRADIENT_PORTS, Key, Site, nearest, parse_site
 from gaff.compat import is_grad_enabled, memory_of, set_grad_enabled
 from gaff.errors import GaffError, PlanError, SiteError
+from gaff.keep import in_graph
 from gaff.plan import Options
 from gaff.receipt import ReceiptRow, merge_reasons
 from gaff.sinks.exact import Keeper, Kept, Moment, Refused, own, read, size_of
@@ -44,6 +45,7 @@ class Stream:
         self._ledger = ledger
         self._last = last
         self._lazy = compat.lazy_clone() if keeper.is_plain else None
+        self.in_graph = in_graph(keeper.reduce)
 
     def add(self, value: Any, run: Any, call: int) -> None:
         if self.is_replaced:

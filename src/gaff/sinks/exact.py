@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gaff import compat, spread
 from gaff.address import Site
+from gaff.dynamo import is_reduced
 from gaff.errors import ExactnessError
-from gaff.keep import is_pure
+from gaff.keep import Reduce, is_pure
 from gaff.plan import Options
 from gaff.values import Opaque, iter_tensors, map_tensors, size_bytes
 
@@ -111,6 +112,7 @@ class Keeper:
         self.is_loose = self._graph or options.reference
         self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
         self._is_bare = False  # no copy-on-write, not even for a moment
+        self._is_number = type(reduce) is Reduce and not (self._dtype or self._device or self._graph)
         self.is_plain = not (self.reduce or self._dtype or self._device or self._graph or self._clone)
 
     def copy_all(self) -> None:
@@ -124,6 +126,9 @@ class Keeper:
 
     def keep(self, value: Any, run: Any) -> Any:
         """``value``: a tensor or a nested value. Never synchronises with a device."""
+        number = self._number(value) if self._is_number and type(value) is Tensor else None
+        if number is not None:
+            return number
         checks: list[Callable[[Site], None]] = []
 
         def keep_tensor(tensor: Tensor) -> Tensor:
@@ -132,11 +137,20 @@ class Keeper:
         kept = map_tensors(value, keep_tensor, lambda other: Opaque(type(other).__name__))
         return Kept(kept, checks) if checks else kept
 
+    def _number(self, tensor: Tensor) -> Tensor | None:
+        """What the keeper is for, in memory of its own, the short way; None where that is not certain."""
+        if is_reduced(tensor):
+            return tensor.clone()
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            return None
+        found: Tensor = self.reduce(tensor.detach())  # type: ignore[misc]
+        return found if found.numel() < tensor.numel() else None
+
     def _keep_tensor(
         self, tensor: Tensor, checks: list[Callable[[Site], None]], is_foreign: Callable[[Tensor], bool]
     ) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
-            if self.reduce is not None:
+            if self.reduce is not None and not is_reduced(tensor):
                 exact = self._safe(tensor, is_foreign)
                 part = spread.settled(self.reduce(exact))
                 is_part = shares_memory(part, exact)
