@@ -429,3 +429,13 @@ def test_sites_that_are_kept_differently_are_told_whole():
         compiled(x)
     assert torch.allclose(got["0"], net[0](x).norm(dim=-1))
     assert torch.equal(whole["1"], net[1](net[0](x)))
+
+
+def test_a_guard_says_that_it_makes_the_model_run_eagerly():
+    net = model()
+    compiled = torch.compile(net, backend="aot_eager")
+    for given, is_traced in ((net, False), (compiled, True)):
+        with gaff.guard(given) as guard:
+            compiled(torch.randn(2, 4)).sum().backward()
+            assert guard.is_traced == is_traced
+        assert any("guard what torch.compile returned" in note for note in guard.notes) != is_traced

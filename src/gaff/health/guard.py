@@ -137,6 +137,9 @@ class Guard:
         with ExitStack() as opening:
             opening.callback(self._session.close)
             self._session.open()
+            self.notes += self._session.notes
+            if self.notes and self._outermost is None:
+                self.notes.append("guard what torch.compile returned, not the module inside it, and it stays compiled")
             opening.enter_context(self._watch)
             if self._outermost is not None:
                 opening.enter_context(self._outermost)
