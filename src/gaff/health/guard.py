@@ -273,7 +273,8 @@ class Guard:
         self._failure = ""
         report = self._first_report(batches)
         if has_gradients and (not report or report.site == STEP):  # another guarded model may have made it
-            others = (other._first_report(list(other._batches)) for other in _OPEN if other is not self)
+            # all of them: several processes may have to look together
+            others = [other._first_report(list(other._batches)) for other in _OPEN if other is not self]
             report = next((one for one in others if one and one.site != STEP), report)
         if not report and has_gradients:
             tried = (
