@@ -309,7 +309,7 @@ class Guard:
         """Of the processes that run a batch together: where it began first. The same on all."""
         if not self._meshes:
             return report
-        if report and report.rank is None:
+        if report and report.rank is None and report.site != STEP:  # which all tell
             report = replace(report, rank=torch.distributed.get_rank())
         first: Report = spread.best_of(report, self._meshes, _rating)
         return first
