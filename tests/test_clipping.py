@@ -697,3 +697,25 @@ def test_steps_count_again_after_a_skipped_one_and_the_end_of_the_limits():
                 for handle in handles:
                     handle.remove()
     assert steps == [0, 1, 1, 2]
+
+
+class Ignores(torch.autograd.Function):
+    """Hands None to what it was given second."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * weight.detach().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_a_parameter_that_gets_no_gradient_is_left_alone_in_backward():
+    kept, ignored = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([kept, ignored], lr=0.1)
+    clipping = gaff.clip_gradients(optimizer, value=0.5, when="backward")
+    (Ignores.apply(kept, ignored) * 10).sum().backward()
+    clipping.remove()
+    assert kept.grad.tolist() == [0.5] * 3
+    assert ignored.grad is None

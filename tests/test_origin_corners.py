@@ -305,3 +305,85 @@ def test_nothing_stays_on_what_the_model_returned(x):
 def test_a_slip_in_allow_is_told():
     with pytest.raises(SiteError, match="no module 'nonsense'"):
         gaff.guard(Apply(lambda x: x), allow=["nonsense/foo#7"])
+
+
+class Spoil(torch.autograd.Function):
+    """NaN, out of torch's sight."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.detach().numpy() * float("nan"))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Heal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.detach().numpy() * 0 + 1).nan_to_num()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Around(nn.Module):
+    def __init__(self, func):
+        super().__init__()
+        self.a, self.b, self.func = nn.Linear(4, 4), nn.Linear(4, 4), func
+
+    def forward(self, x):
+        return self.b(self.func(self.a(x)))
+
+
+CUSTOM = {
+    "alone": Spoil.apply,
+    "after something healed": lambda h: Spoil.apply(Heal.apply(torch.log(-h.abs()))),
+    "given the good one of two outputs": lambda h: Spoil.apply(torch.stack([torch.log(-h.abs()), h]).unbind(0)[1]),
+}
+
+
+@pytest.mark.parametrize("func", CUSTOM.values(), ids=CUSTOM)
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_what_no_op_made_is_blamed_on_no_op(func, has_grad):
+    torch.manual_seed(0)
+    model, x = Around(func), torch.randn(3, 4)
+    with torch.set_grad_enabled(has_grad):
+        report = gaff.find_nonfinite(lambda: model(x), model=model)
+    assert report
+    assert "log" not in report.site
+    assert report.direction == "forward"
+    assert "custom" in report.cause
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_of_two_that_meet_the_one_that_ran_first_is_told(has_grad):
+    def func(h):
+        first, second = torch.log(-h.abs()), torch.sqrt(-h.abs())
+        return second + first
+
+    model, x = Around(func), torch.ones(3, 4)
+    with torch.set_grad_enabled(has_grad):
+        assert gaff.find_nonfinite(lambda: model(x), model=model).site == "/log#0"
+
+
+def test_a_bad_tensor_from_outside_is_no_op_of_the_step():
+    model, target = nn.Linear(4, 4), torch.full((3, 4), float("nan"))
+    report = gaff.find_nonfinite(lambda: (model(torch.ones(3, 4)) - target).sum().backward(), model=model)
+    assert report.direction == "before"
+
+
+def test_what_a_custom_function_hands_on_is_told_where_it_began():
+    class Passes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    model = Around(lambda h: Passes.apply(torch.log(-h.abs())))
+    assert gaff.find_nonfinite(lambda: model(torch.ones(3, 4)), model=model).site == "/log#0"

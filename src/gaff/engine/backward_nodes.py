@@ -65,19 +65,20 @@ class NodeWatch:
         """The node that made ``tensor``, if it is watched."""
         return self._seen.get(tensor.grad_fn) if tensor.grad_fn is not None else None
 
-    def owners_behind(self, tensor: Tensor, is_owner: Callable[[Any], bool]) -> Iterator[Any]:
-        """The nearest owners behind ``tensor`` of which ``is_owner`` holds, past whatever nodes lie between."""
-        waiting = [tensor.grad_fn]
+    def owners_behind(self, tensor: Tensor, passing: Iterable[str]) -> Iterator[tuple[Any, tuple[Node, int]]]:
+        """Whose outputs what made ``tensor`` was given, and which: past nodes of the names ``passing``, if need be."""
+        names = {f"{name}Backward" for name in passing}
+        waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
         known = set(waiting)
         while waiting:
-            node = waiting.pop()
-            seen = self._seen.get(node) if node is not None else None
-            if seen is not None and is_owner(seen.owner):
-                yield seen.owner
-            elif node is not None:
-                onward = [one for one, _ in node.next_functions if one not in known]
-                known.update(onward)
-                waiting += onward
+            for node, number in waiting.pop().next_functions:
+                if node is None:
+                    continue
+                if node.name().rpartition("::")[2] in names and node not in known:
+                    known.add(node)
+                    waiting.append(node)
+                elif node in self._seen:
+                    yield self._seen[node].owner, (node, number)
 
     def close(self) -> None:
         self.is_open = False
@@ -95,8 +96,9 @@ class NodeWatch:
 def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
     """Call ``keep`` with every gradient that arrives at ``tensor``, as long as its graph lives; returns the handle."""
 
-    def arrived(gradient: Tensor) -> None:
-        keep(gradient)
+    def arrived(gradient: Tensor | None) -> None:
+        if gradient is not None:  # a custom Function hands None to what it does not need
+            keep(gradient)
 
     return tensor.register_hook(arrived)
 

@@ -34,6 +34,7 @@ from gaff.errors import PlanError
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
+_REDUCIBLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _FEW = 64  # tickets of a receiver above which those are looked for that no graph holds any more
 _LOCK = threading.Lock()
 
@@ -481,13 +482,16 @@ def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: 
 
 
 def part_of(tensor: Tensor, reduce: Any) -> Tensor:
-    """Traced: ``reduce(tensor)``, so that the compiler need not write the tensor down; of numbers only."""
-    return reduce(tensor) if reduce is not None and (tensor.is_floating_point() or tensor.is_complex()) else tensor
+    """Traced: ``reduce(tensor)``, so that the compiler need not write the tensor down.
+
+    Not of half precision: Inductor would leave out the rounding, and what it overflows, too.
+    """
+    return reduce(tensor) if reduce is not None and tensor.dtype in _REDUCIBLE else tensor
 
 
 def _mark(values: Iterable[Tensor], receiver: Receiver) -> None:
     for value in values if receiver.reduce is not None else ():
-        if value.is_floating_point() or value.is_complex():
+        if value.dtype in _REDUCIBLE:
             dynamo.mark_reduced(value)
 
 

@@ -8,7 +8,7 @@ once in a process, whoever asks, and is as it was when the last one has gone; tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
 from types import MethodType
@@ -96,15 +96,18 @@ class Calls:
 
 
 class Outermost:
-    """``begin(args, kwargs)`` before and ``end(output)`` after each outermost call of ``model``, while open.
+    """``begin(args, kwargs)`` before and ``end(output)`` after each outermost call of one of ``models``, while open.
 
     On the thread that opens it; what is called inside compiled code is never outermost.
     """
 
     def __init__(
-        self, model: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], None], end: Callable[[Any], None]
+        self,
+        models: Iterable[nn.Module],
+        begin: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        end: Callable[[Any], None],
     ) -> None:
-        self._model = model
+        self._models = list(models)
         self._begin = begin
         self._end = end
         self._is_running = False
@@ -113,13 +116,15 @@ class Outermost:
 
     def __enter__(self) -> None:
         self._thread = get_ident()
-        self._calls.follow(type(self._model))
+        for model in self._models:
+            self._calls.follow(type(model))
 
     def __exit__(self, *exc: object) -> None:
         self._calls.close()
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
-        if module is not self._model or self._is_running or get_ident() != self._thread:
+        is_one = any(module is model for model in self._models)
+        if not is_one or self._is_running or get_ident() != self._thread:
             return call(module, *args, **kwargs)
         self._is_running = True
         try:

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -200,8 +201,12 @@ class BackwardGuard:
             known = self._handles.get(id(parameter))
             if parameter.requires_grad and (known is None or known[0]() is not parameter):
                 weak = ref(parameter)
-                handle = parameter.register_hook(lambda gradient, weak=weak: self._change(weak(), gradient))
+                handle = parameter.register_hook(partial(self._arrived, weak))
                 self._handles[id(parameter)] = weak, handle
+
+    def _arrived(self, parameter: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:
+        """A custom Function hands None to what it does not need."""
+        return None if gradient is None else self._change(parameter(), gradient)  # type: ignore[arg-type]
 
     def close(self) -> None:
         for _, handle in self._handles.values():

@@ -34,6 +34,7 @@ from gaff.receipt import counted
 from gaff.select import Found, is_container, iter_modules, need_module, unwrap
 from gaff.values import iter_tensors
 
+_MOST_SUMS = 4096  # of runs without a step
 _KEPT = 16  # runs of one step whose inputs are kept, for gradients that come from several micro-batches
 
 
@@ -46,6 +47,10 @@ _UNSEEN_OUTPUT = (
 )
 
 
+_UNSEEN_CALL = (
+    "the model was called inside compiled code, which tells no arguments to run it again with; call what torch.compile "
+    "returned of the model itself, or repeat the step without compiling"
+)
 ELSEWHERE = "another process tells where"
 _OPEN: list[Guard] = []
 
@@ -60,14 +65,14 @@ class Probe(Stream):
     """Adds up what one module returns. ``has_meant``: infinite values there are meant, only NaN is looked for."""
 
     has_meant = False
-    in_graph = staticmethod(lambda tensor: probe(plain(tensor)))
+    in_graph = staticmethod(lambda tensor: plain(tensor).abs().amax() if tensor.numel() else probe(tensor))
 
     def __init__(self, guard: Guard, path: str) -> None:
         self.path = path
         self._guard = guard
 
     def add(self, value: Any, run: Any, call: int) -> None:
-        batch = self._guard.current
+        batch = self._guard.current or self._guard.unseen()
         if batch is None:
             return
         if type(value) is Tensor:
@@ -120,7 +125,7 @@ class Guard:
                 seen.add(id(module))
                 taps.append(Tap(Found(Site(path), module, chain), Probe(self, path), is_exact=False))
         # compiled code tells no true arguments, but what calls it has them
-        self._outermost = Outermost(model, self._begin, self._end) if has_graphs else None
+        self._outermost = Outermost((model, unwrap(model)), self._begin, self._end) if has_graphs else None
         if not has_graphs:
             taps.append(CallTap(Found(Site(), unwrap(model)), self._begin, self._end))  # after the root's own probe
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
@@ -222,6 +227,16 @@ class Guard:
             return False
         return spread.any_of(is_bad, self._replicas, next(self._model.parameters()).device)
 
+    def unseen(self) -> Batch | None:
+        """Of a run of which compiled code tells, and no call from outside."""
+        if _State.is_examining or not self.is_traced:
+            return None
+        if len(self._batches) and len(self._batches[-1].sums) > _MOST_SUMS:
+            self._check_forward()
+        if not self._batches or not self._batches[-1].is_unseen:
+            self._batches.append(replace(Batch.of((), {}), is_unseen=True))
+        return self._batches[-1]
+
     def _any(self, flag: bool) -> bool:
         return spread.any_process(flag, self._meshes) if self._meshes else flag
 
@@ -276,15 +291,12 @@ class Guard:
             # all of them: several processes may have to look together
             others = [other._first_report(list(other._batches)) for other in _OPEN if other is not self]
             report = next((one for one in others if one and one.site != STEP), report)
-        if not report and has_gradients:
-            tried = (
-                f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
-            )
-            report = Report(True, STEP, direction="backward", cause=f"{_UNSEEN_GRADIENT} (run again: {tried})")
         if not report and hits and self._failure:  # then nobody knows whether it was meant
             first = next(iter(hits)).path
             cause = f"what it returned is not finite, and where that began cannot be told: {self._failure}"
             report = Report(True, first or ":output", module=first, direction="forward", cause=cause)
+        if not report and has_gradients:
+            report = Report(True, STEP, direction="backward", cause=_why_not_shown(batches))
         outputs = [one for one, value in hits.items() if not one.path and value.isnan().item()]
         if not report and outputs:
             report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
@@ -324,6 +336,9 @@ class Guard:
             warnings.warn(f"gaff: {report}", stacklevel=2)
 
     def _examine(self, batch: Batch) -> Report:
+        if batch.is_unseen:
+            self._failure = _UNSEEN_CALL
+            return Report(False)
         _State.is_examining = True
         try:
             report, failure = run_again(_alone(self._model), batch, self._allow)
@@ -345,6 +360,14 @@ class Guard:
 def _alone(model: nn.Module) -> nn.Module:
     """Without DistributedDataParallel: the other processes do not run this batch again."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _why_not_shown(batches: list[Batch]) -> str:
+    """Of a gradient that is not finite, and no batch tells why."""
+    if any(batch.is_unseen for batch in batches):
+        return f"a gradient is not finite, and where that began cannot be told: {_UNSEEN_CALL}"
+    tried = f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
+    return f"{_UNSEEN_GRADIENT} (run again: {tried})"
 
 
 def _rating(report: Report) -> tuple[bool, int]:

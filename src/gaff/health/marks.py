@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,7 @@ class Ran:
     place: tuple[str, int] | None
     given: tuple[Range, ...]  # of ops with steep derivatives
     made: Made | None = None
+    bad: dict[tuple[Any, int], Made] = field(default_factory=dict)  # by autograd node and number of an output
 
 
 def shown(name: str) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from gaff import spread
 from gaff.address import Site
 from gaff.engine.backward_nodes import NodeWatch
-from gaff.health.marks import Made, has_nan, is_mask
+from gaff.health.marks import Made, has_nan, has_positive, is_mask
 from gaff.health.ranges import range_of
 from gaff.select import join
 
@@ -25,8 +25,8 @@ class Now:
     def made_of(self, tensor: Tensor, nodes: NodeWatch, site: Site) -> Made:
         """Whose a tensor is that is not finite. ``site``: what it is where it was met."""
         made = self._held(tensor) or self._handed_on(tensor, nodes)
-        if made is None and (tensor.grad_fn is not None or (self.is_spread and self.ops)):
-            made = self._made_here(tensor, site.path)
+        if made is None and (tensor.grad_fn is not None or (self.ops and (self.is_spread or self.inside[-1]))):
+            made = self._made_here(tensor, site)
         return made or before(tensor, site, is_meant=is_mask(tensor))
 
     def _held(self, tensor: Tensor) -> Made | None:
@@ -39,20 +39,28 @@ class Now:
 
     def _handed_on(self, tensor: Tensor, nodes: NodeWatch) -> Made | None:
         """Something that is no op of a module was given what was bad already."""
-        found = (one.made for one in nodes.owners_behind(tensor, lambda ran: ran.site.op) if one.made)
-        made = next(found, None)
+        found = (ran.bad.get(which) for ran, which in nodes.owners_behind(tensor, spread.CONVERSIONS))
+        made = next((one for one in found if one is not None), None)
         if made is None and self.is_spread and tensor.grad_fn is None:
             made = self.latest  # what came between is moving between processes
-        return None if made is None or (made.is_meant and has_nan(tensor)) else made
+        if made is None or not made.is_meant:
+            return made
+        is_new = has_nan(tensor) or (has_positive(tensor) and not made.output.positive_inf)
+        return None if is_new else made
 
-    def _made_here(self, tensor: Tensor, path: str) -> Made:
+    def _made_here(self, tensor: Tensor, site: Site) -> Made:
         """A custom Function, somebody's hook, or another process has made it."""
-        name = tensor.grad_fn.name().rpartition("::")[2].removesuffix("Backward") if tensor.grad_fn is not None else ""
+        name = tensor.grad_fn.name().rpartition("::")[2] if tensor.grad_fn is not None else ""
+        name = name.rstrip("0123456789").removesuffix("Backward")
         cause = f"it came from {name}, a custom autograd Function, or an op in somebody's hook"
         if self.is_spread and (not name or name in spread.CONVERSIONS):
             name, cause = "", "another process made it: what this one had here was finite"
-        site = Site(path or self.inside[-1], name or None)
-        return Made(site, "forward", None, cause, range_of(tensor, "output"), position=self.ops)
+        elif not name:
+            cause = "no op of a module made it: it was there before, or came from NumPy, a custom Function or a hook"
+        where = Site(site.path or self.inside[-1], name or None)
+        where = site if site.path and site.port == "input" and not name else where
+        is_meant = not name and is_mask(tensor)
+        return Made(where, "forward", None, cause, range_of(tensor, "output"), position=self.ops, is_meant=is_meant)
 
 
 def before(tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:

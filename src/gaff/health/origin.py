@@ -198,7 +198,7 @@ class Examination:
         self._trail.nodes.follow(given, Ran(Site(self._now.inside[-1]), None, ()))
         self._now.inside.append(path)
         for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs}):
-            self._look(tensor, Site("model" if self._model is not None else "", port="input", key=key))
+            self._look(tensor, Site(path, port="input", key=key))
 
     def _returned(self, path: str) -> Callable[[Any, Any, int], None]:
         def returned(output: Any, run: Any, call: int) -> None:
@@ -244,6 +244,8 @@ class Examination:
                 made = self._judge(call, tensor, marks, ranges)
                 self._chains.setdefault(made.number, tuple(self._before))
             ran.made = ran.made or made
+            if made is not None and tensor.grad_fn is not None:
+                ran.bad[tensor.grad_fn, tensor.output_nr] = made
             self._marks.put(tensor, made)
             if made is not None and tensor._base is not None:
                 self._marks.put(tensor._base, made)
@@ -265,7 +267,7 @@ class Examination:
         came = [made for _, made in marks if made is not None]
         real = [made for made in came if not made.is_meant]
         if real:
-            return real[0]
+            return min(real, key=lambda made: made.number)
         output = range_of(tensor, "output")
         op = call.site.op or ""
         is_meant = self._is_allowed(call.site) or op in UNINITIALISED or is_deliberate(call) or is_scaling(call)

@@ -35,6 +35,7 @@ class Batch:
     sums: list[tuple[Any, Tensor]] = field(default_factory=list)  # one number a module output, with who asked
     gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # of the outputs, by position
     handles: list[Any] = field(default_factory=list)  # of the hooks that bring them
+    is_unseen: bool = False  # of what the run was given nothing is known
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
