@@ -246,4 +246,4 @@ def rank_main(rank, world, kind, store, out, finished):
         found[name] = run(spread(kind, world), data, rank)
     torch.save(found, f"{out}/{rank}.pt")
     finished.wait()  # gloo aborts a process whose peer goes away while it still talks
-    dist.destroy_process_group()
+    os._exit(0)  # and now and then one that ends

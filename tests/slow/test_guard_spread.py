@@ -13,9 +13,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def reports(request, tmp_path_factory):
     """By fault: the report of each rank."""
     out = tmp_path_factory.mktemp(request.param)
-    arguments = (request.param, str(out / "store"), str(out))
-    torch.multiprocessing.spawn(guard_runs.rank_main, arguments, nprocs=SPREADS[request.param])
-    found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(SPREADS[request.param])]
+    world = SPREADS[request.param]
+    finished = torch.multiprocessing.get_context("spawn").Barrier(world)
+    arguments = (request.param, str(out / "store"), str(out), finished)
+    torch.multiprocessing.spawn(guard_runs.rank_main, arguments, nprocs=world)
+    found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
     return {fault: [one[fault] for one in found] for fault in FAULTS}
 
 
