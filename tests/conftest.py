@@ -40,13 +40,11 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    """With ``--inside`` those tests are left out that mean something else there; tests/inside.py has each reason."""
     where = config.getoption("--inside")
-    if where is not None:
-        for item in items:
-            reason = inside.why(item.nodeid, where)
-            if reason is not None:
-                skip = pytest.mark.skip(reason=reason)  # it runs without --inside; why not here: tests/inside.py
-                item.add_marker(skip)
+    others = [item for item in items if where is not None and inside.why(item.nodeid, where) is not None]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(autouse=True)
