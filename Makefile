@@ -78,7 +78,7 @@ docs: $(VENV)/.ready  ## the documentation as a site, into site/
 $(VENV)/.ready: $(SETUP)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev]"
-	$(RUN) -m gaff.statistics.kernel || true  # without a compiler plain torch counts the same
+	$(RUN) -m gaff.training.statistics.kernel || true  # without a compiler plain torch counts the same
 	touch $@
 
 $(PEERS)/.ready: $(SETUP)

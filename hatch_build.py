@@ -20,13 +20,13 @@ class KernelHook(BuildHookInterface):  # type: ignore[misc]
         if version != "standard" or not os.environ.get("GAFF_PACK_KERNEL"):
             return
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from gaff.statistics import kernel
+        from gaff.training.statistics import kernel
 
         compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
         machine = "-march=x86-64-v3" if platform.machine().lower() in ("x86_64", "amd64") else ""
         target = Path(self.root) / "build" / "libobserve.so"
         target.parent.mkdir(exist_ok=True)
         kernel.compile_to(target, compiler, machine)
-        build_data["force_include"][str(target)] = "gaff/statistics/libobserve.so"
+        build_data["force_include"][str(target)] = "gaff/training/statistics/libobserve.so"
         build_data["pure_python"] = False
         build_data["infer_tag"] = True

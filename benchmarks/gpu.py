@@ -42,7 +42,7 @@ def step_of(watch, *, mode=None, is_compiled=False):
         optimizer.zero_grad()
         run(x).float().square().mean().backward()
         optimizer.step()
-        if isinstance(opened, gaff.capturing.Capture):
+        if isinstance(opened, gaff.sessions.capture.Capture):
             opened.clear()
 
     return step

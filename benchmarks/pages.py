@@ -176,7 +176,7 @@ def pages():
 
 def recorder():
     """The row that the flight recorder writes for each step."""
-    from gaff.record.ring import STATE, Flight, RingWriter
+    from gaff.record.flight import STATE, Flight, RingWriter
 
     with tempfile.TemporaryDirectory() as name:
         ring = RingWriter(Path(name) / "rank0.ring")

@@ -12,8 +12,8 @@ from torch import nn
 
 import gaff
 from benchmarks.harness import measure, peer, table
-from gaff.statistics import kernel, plain
-from gaff.statistics.rows import EMPTY
+from gaff.record.statistics import EMPTY
+from gaff.training.statistics import kernel, plain
 
 
 def usual(x):
@@ -25,7 +25,7 @@ def usual(x):
 def kernels():
     """One tensor, and many small ones; the floor is one reading of memory."""
     compiled = kernel.load()
-    assert compiled is not None, "python -m gaff.statistics.kernel builds it"
+    assert compiled is not None, "python -m gaff.training.statistics.kernel builds it"
     row = torch.tensor(EMPTY, dtype=torch.float64)
     sizes = (("16 KB", 1 << 12, 200, 50), ("1 MB", 1 << 18, 100, 5), ("64 MB", 1 << 24, 15, 1))
     for name, elements, rounds, repeats in sizes:

@@ -9,8 +9,8 @@ import importlib
 import torch
 import torch.distributed as dist
 
-import gaff.capturing
-import gaff.editing
+import gaff.sessions.capture
+import gaff.sessions.edit
 
 IN_GRAPH = (
     "a checkpoint inside compiled code keeps its edits in the graph: nothing stays on modules, nothing is released"
@@ -214,7 +214,7 @@ def _whole(value):
 
 
 def _before_sessions(monkeypatch, change):
-    for kind in (gaff.capturing.Capture, gaff.editing.Editing):
+    for kind in (gaff.sessions.capture.Capture, gaff.sessions.edit.Editing):
 
         def init(self, model, *args, own=kind.__init__, **kwargs):
             if isinstance(model, torch.nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gaff
-import gaff.spread
+import gaff.compat.distributed
 
 WIDTH, ROWS = 8, 4  # rows of each rank
 SITES = ("blocks.1", "blocks.1:input", "blocks.1:grad_output", "blocks.1:grad_input", "blocks.1.fc.weight:grad",
@@ -131,7 +131,7 @@ def run_edit(model, data, rank):
 
 
 def run_take(model, data, rank):
-    if not gaff.spread.can_stop(model):  # FSDP2 of torch 2.10
+    if not gaff.compat.distributed.can_stop(model):  # FSDP2 of torch 2.10
         with contextlib.suppress(gaff.PlanError):  # as it must be
             gaff.take(model, "blocks.1")
             raise AssertionError("a forward was stopped that cannot be")
@@ -196,7 +196,9 @@ def run_accumulate(model, data, rank):
                 model.reset_iter_state()
             after.append(step(model, data))
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    assert not any("post_backward" in vars(group) for state in states for group in gaff.spread.groups_of(state))
+    assert not any(
+        "post_backward" in vars(group) for state in states for group in gaff.compat.distributed.groups_of(state)
+    )
     return {"accumulated": gradients, "bare": after[0], "captured": after[1]}
 
 
@@ -206,7 +208,7 @@ def _fail(gradient):
 
 def run_divergent(model, data, rank):
     """Rank 0 alone asks for an edit: it is refused, and the others go on."""
-    gaff.spread.PATIENCE_S = 1.0
+    gaff.compat.distributed.PATIENCE_S = 1.0
     told = ""
     if rank == 0:
         try:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gaff import Site, SiteError
-from gaff.address import ANY_DEPTH, PORTS, Name, Pattern, nearest, parse, parse_site
+from gaff.address.grammar import ANY_DEPTH, PORTS, Name, Pattern, nearest, parse, parse_site
 
 plain = st.text("abcXYZ019_-", min_size=1, max_size=6)
 odd = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1, max_size=6)

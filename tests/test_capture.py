@@ -125,8 +125,8 @@ def test_shared_memory_counts_once():
 
 
 def test_the_default_budget_is_looked_up_only_when_it_matters(model, x, monkeypatch):
-    monkeypatch.setattr("gaff.sinks.ledger._LOOK_FIRST_AT", 1000)
-    monkeypatch.setattr("gaff.sinks.ledger._free_bytes", lambda device: 4000)
+    monkeypatch.setattr("gaff.sessions.budget._LOOK_FIRST_AT", 1000)
+    monkeypatch.setattr("gaff.sessions.budget._free_bytes", lambda device: 4000)
     with pytest.raises(gaff.PlanError, match="over its budget of"):
         with gaff.capture(model, "conv"):
             for _ in range(9):

@@ -217,7 +217,7 @@ def test_an_exported_program(capsys, tmp_path):
 def test_help_and_import_do_not_load_torch():
     code = "import sys, gaff, gaff.cli\ntry:\n    gaff.cli.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    code = "import sys; from gaff.tools.record import Trace; from gaff import Site, errors; assert 'torch' not in sys.modules"
+    code = "import sys; from gaff.inspection.trace import Trace; from gaff import Site, errors; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gaff.cli import main
 from gaff.errors import RecordError
-from gaff.views.watch_text import box, sparkline, to_ascii
+from gaff.views.run_text import box, sparkline, to_ascii
 
 
 def refused(capsys, *arguments):

@@ -9,8 +9,8 @@ from torch import nn
 
 import gaff
 from gaff.cli import main
-from gaff.parting.pairs import pair_up
-from gaff.tools.sketching import digest, sketch
+from gaff.inspection.diff.pairs import pair_up
+from gaff.inspection.sketches import digest, sketch
 
 
 class Block(nn.Module):

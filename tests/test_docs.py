@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import gaff
-from gaff.address import PORTS
-from gaff.health import rules, rules_steps, rules_values  # noqa: F401
+from gaff.address.grammar import PORTS
+from gaff.training.rules import registry, steps, values  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -19,7 +19,7 @@ EXAMPLES = [page for page in PAGES if "```python" in page.read_text(encoding="ut
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
 def test_examples_run(page, monkeypatch):
-    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))  # an example declares one
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))  # an example declares one
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     names = {}
     for block in blocks:
@@ -56,7 +56,7 @@ def test_every_public_name_port_error_and_command_is_documented():
 
 def test_every_rule_is_documented_as_it_is():
     text = " ".join((ROOT / "docs" / "rules.md").read_text(encoding="utf-8").split()).lower()
-    ours = [one for one in rules.RULES.values() if (one.check.__module__ or "").startswith("gaff.")]
+    ours = [one for one in registry.RULES.values() if (one.check.__module__ or "").startswith("gaff.")]
     assert len(ours) > 25
     for one in ours:
         assert f"## `{one.name}`" in text, one.name
@@ -90,14 +90,14 @@ def test_every_option_of_watch_is_explained():
 
 
 def test_every_option_of_capture_is_explained():
-    from gaff.plan import Options
+    from gaff.sessions.request import Options
 
     for option in Options.__dataclass_fields__:
         assert f"``{option}``" in gaff.capture.__doc__ + gaff.edit.__doc__, option
 
 
 def test_every_edit_and_every_limit_of_clipping_is_documented():
-    from gaff.tools.clipping import Limits
+    from gaff.training.clipping_limits import Limits
 
     for name in gaff.edits.__all__:
         assert f"`{name}" in ALL_TEXT or name in ("Edit", "Event"), name

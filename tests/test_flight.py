@@ -17,8 +17,8 @@ from torch import nn
 import gaff
 from gaff.cli import main
 from gaff.errors import RecordError
-from gaff.record.ring import ROWS, STATE, Flight, RingWriter, read_ring
-from gaff.watching.kept import kept_of, read_kept
+from gaff.record.flight import ROWS, STATE, Flight, RingWriter, read_ring
+from gaff.training.watch.saved_batches import kept_of, read_kept
 
 NAN = math.nan
 
@@ -395,14 +395,14 @@ def test_modes_buffers_and_odd_keys_are_kept(tmp_path):
 
 
 def test_a_checksum_copies_no_more_than_it_needs(monkeypatch):
-    from gaff.watching import facts
+    from gaff.training.watch import step_facts
 
     wide = torch.randn(64, 3, 50, 50).to(memory_format=torch.channels_last)
-    assert facts.fingerprint((wide,), {}, 4096) == facts.fingerprint((wide.contiguous(),), {}, 4096)
+    assert step_facts.fingerprint((wide,), {}, 4096) == step_facts.fingerprint((wide.contiguous(),), {}, 4096)
     sizes = []
     real = torch.Tensor.reshape
     monkeypatch.setattr(torch.Tensor, "reshape", lambda self, *shape: sizes.append(self.numel()) or real(self, *shape))
-    facts.fingerprint((wide, torch.ones(1).expand(1000, 1000)), {}, 4096)
+    step_facts.fingerprint((wide, torch.ones(1).expand(1000, 1000)), {}, 4096)
     assert max(sizes) <= 8192
 
 
@@ -518,7 +518,7 @@ def test_a_model_that_writes_into_what_another_made_can_be_examined(tmp_path):
 
 
 def test_what_is_expanded_is_not_written_out(tmp_path):
-    from gaff.health.rerun import _Own
+    from gaff.inspection.nonfinite.rerun import _Own
 
     wide = torch.ones(1, 3).expand(10**7, 3)
     own = _Own()

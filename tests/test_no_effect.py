@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gaff
-from gaff.values import iter_tensors
+from gaff.address.nested import iter_tensors
 from zoo import ZOO, loss_of
 
 EVERYTHING = [

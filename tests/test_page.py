@@ -31,7 +31,7 @@ from gaff.record.run import load
 from gaff.views.page.chunks import Chunks, from_log16, to_log16
 from gaff.views.page.document import asset
 from gaff.views.page.live import Board, Server
-from gaff.views.page.training import document
+from gaff.views.page.run import document
 from made_records import HOSTILE, MadeRun, make
 
 NAN = math.nan

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import gaff
 from gaff.cli import main
-from gaff.tools.picturing import attention_of
-from gaff.tools.record import Trace
+from gaff.inspection.pictures import attention_of
+from gaff.inspection.trace import Trace
 
 
 class Net(nn.Module):

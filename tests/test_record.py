@@ -264,9 +264,9 @@ def test_a_run_of_1000_sites_and_2000_looks_is_within_100_mb(tmp_path):
     import torch
 
     from gaff.record.sample import Sample
-    from gaff.statistics import kernel, plain
-    from gaff.statistics.rows import EMPTY
-    from gaff.watching.recorder import Recorder
+    from gaff.record.statistics import EMPTY
+    from gaff.training.statistics import kernel, plain
+    from gaff.training.watch.recorder import Recorder
 
     ops = kernel.load() or plain
     keys = [

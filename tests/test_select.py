@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gaff
-from gaff.select import iter_modules, resolve
+from gaff.address.resolve import iter_modules, resolve
 from zoo import Net, Shared, Tied
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import gaff
 import settings
-from gaff.dynamo import traces_gradient_hooks
+from gaff.compat.compiler import traces_gradient_hooks
 from spread_runs import WIDTH, build
 
 pytestmark = pytest.mark.filterwarnings(

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gaff.statistics import kernel, plain
-from gaff.statistics.rows import (
+from gaff.record.statistics import (
     COUNT,
     EMPTY,
     M2,
@@ -21,6 +20,7 @@ from gaff.statistics.rows import (
     merge,
     stride_of,
 )
+from gaff.training.statistics import kernel, plain
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 EXACT = [at for at in range(WIDTH) if at not in (MEAN, M2)]

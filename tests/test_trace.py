@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gaff
-from gaff.tools.record import Trace
+from gaff.inspection.trace import Trace
 from gaff.views import trace_text
 from zoo import Checkpointed, Net, Shared, Tied
 

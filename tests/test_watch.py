@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gaff
+from gaff.address.nested import iter_tensors
 from gaff.errors import PlanError, RecordError, SiteError
-from gaff.values import iter_tensors
-from gaff.watching.pace import Pace
-from gaff.watching.window import Window
+from gaff.training.watch.pace import Pace
+from gaff.training.watch.sampled_step import Window
 from zoo import ZOO, loss_of
 
 
@@ -484,7 +484,7 @@ def test_a_spike_names_the_batch_and_the_sample():
 
 
 def test_a_rule_of_ones_own():
-    from gaff.health.rules import RULES, Hit, rule
+    from gaff.training.rules.registry import RULES, Hit, rule
 
     @rule("wide", severity="warning", means="a layer is wide", cause="c", remedy="r", least=2)
     def wide(sample, past):
@@ -546,7 +546,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(tmp_path):
 def test_what_comes_when_no_thread_can_be_started_is_done_at_once(monkeypatch):
     import threading
 
-    from gaff.watching.writer import Writer
+    from gaff.training.watch.worker import Writer
 
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")

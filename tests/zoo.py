@@ -282,6 +282,6 @@ ZOO = [
 
 def loss_of(output):
     """A scalar that depends on every floating tensor of an output."""
-    from gaff.values import iter_tensors
+    from gaff.address.nested import iter_tensors
 
     return sum(tensor.float().pow(2).mean() for _, tensor in iter_tensors(output) if tensor.is_floating_point())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from gaff.version import __version__ as __version__
 
 _HOMES = {
     "capture": "gaff.api",
@@ -22,11 +22,11 @@ _HOMES = {
     "take": "gaff.api",
     "trace": "gaff.api",
     "watch": "gaff.api",
-    "diff": "gaff.parting.diff",
+    "diff": "gaff.inspection.diff.compare",
     "load": "gaff.record.run",
-    "maybe": "gaff.plan",
-    "Plan": "gaff.plan",
-    "Site": "gaff.address",
+    "maybe": "gaff.sessions.request",
+    "Plan": "gaff.sessions.plan",
+    "Site": "gaff.address.grammar",
     "GaffError": "gaff.errors",
     # reachable by their short names, too; their place is gaff.errors
     "SiteError": "gaff.errors",
@@ -63,7 +63,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gaff import edits, errors, keep
-    from gaff.address import Site
+    from gaff.address.grammar import Site
     from gaff.api import (
         anatomy,
         capture,
@@ -78,9 +78,10 @@ if TYPE_CHECKING:
         watch,
     )
     from gaff.errors import GaffError
-    from gaff.parting.diff import diff
-    from gaff.plan import Plan, maybe
+    from gaff.inspection.diff.compare import diff
     from gaff.record.run import load
+    from gaff.sessions.plan import Plan
+    from gaff.sessions.request import maybe
 
 
 def __getattr__(name: str) -> Any:

@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from gaff.capturing import Capture
-from gaff.editing import Editing
-from gaff.editing import edit as make_edit
 from gaff.errors import PlanError
-from gaff.plan import Options, Plan
+from gaff.sessions.capture import Capture
+from gaff.sessions.edit import Editing
+from gaff.sessions.edit import edit as make_edit
+from gaff.sessions.plan import Plan
+from gaff.sessions.request import Options
 
 if TYPE_CHECKING:  # tools are loaded when they are called
-    from gaff.health.guard import Guard
-    from gaff.health.report import Report
-    from gaff.tools.anatomy import Anatomy
-    from gaff.tools.clipping import Clipping
-    from gaff.tools.listing import Sites
-    from gaff.tools.record import Trace
-    from gaff.tools.sampling import SampleNorms
-    from gaff.tools.taking import Take
-    from gaff.tools.tracing import Backward
-    from gaff.watching.handle import Watch
+    from gaff.inspection.anatomy import Anatomy
+    from gaff.inspection.nonfinite.report import Report
+    from gaff.inspection.sites import Sites
+    from gaff.inspection.trace import Trace
+    from gaff.inspection.tracer import Backward
+    from gaff.sessions.take import Take
+    from gaff.training.clipping import Clipping
+    from gaff.training.guard import Guard
+    from gaff.training.sample_norms import SampleNorms
+    from gaff.training.watch.handle import Watch
 
 
 def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
@@ -93,7 +94,8 @@ def clip_gradients(
 
     Raises PlanError for limits that do not go together, before anything is installed.
     """
-    from gaff.tools.clipping import Clipping, Limits
+    from gaff.training.clipping import Clipping
+    from gaff.training.clipping_limits import Limits
 
     unknown = [name for name in limits if name not in Limits.__dataclass_fields__]
     if unknown:
@@ -138,7 +140,7 @@ def anatomy(module: nn.Module, /, *inputs: Any, **keywords: Any) -> Anatomy:
 
     Backward starts from the sum of the outputs' floating elements. Raises PlanError where there is no graph.
     """
-    from gaff.tools.anatomy import explain
+    from gaff.inspection.anatomy import explain
 
     return explain(module, inputs, keywords)
 
@@ -158,7 +160,7 @@ def find_nonfinite(step: Callable[[], Any], *, model: nn.Module | None = None, a
     Returns a ``Report``, which is False where nothing is wrong: an infinite value that is put in by a constant and
     masked again, or overflow under a GradScaler that skips the step, is no finding. Waits for the device at every op.
     """
-    from gaff.health.origin import find_nonfinite as find
+    from gaff.inspection.nonfinite.examination import find_nonfinite as find
 
     return find(step, model, allow)
 
@@ -177,7 +179,7 @@ def guard(model: nn.Module, *, action: str = "raise", allow: Sequence[str] = ())
 
     A step that a GradScaler skips is no alarm. ``reports`` holds what was found.
     """
-    from gaff.health.guard import Guard as MakeGuard
+    from gaff.training.guard import Guard as MakeGuard
 
     return MakeGuard(model, action, allow)
 
@@ -198,7 +200,7 @@ def sample_norms(model: nn.Module, /, *patterns: Any, reduction: str = "mean") -
         PlanError: before anything runs, for layers without a rule. ExactnessError: on reading, where examples cannot
             be told apart (batch norm in training, flattened batches, position embeddings that are shared).
     """
-    from gaff.tools.sampling import sample_norms as make_sample_norms
+    from gaff.training.sample_norms import sample_norms as make_sample_norms
 
     return make_sample_norms(model, patterns, reduction)
 
@@ -214,7 +216,7 @@ def take(model: nn.Module, /, *patterns: Any, **options: Any) -> Take:
     Raises:
         SiteError, PlanError: before anything runs. NeverFiredError: from a call in which a pattern stayed silent.
     """
-    from gaff.tools.taking import take as make_take
+    from gaff.sessions.take import take as make_take
 
     return make_take(model, patterns, options)
 
@@ -244,7 +246,7 @@ def trace(
     Times are of this watched run, statistics included; on a GPU every call is waited for. Statistics are of the
     first output tensor. Raises PlanError for what cannot be traced; errors of the model pass through.
     """
-    from gaff.tools.tracing import trace_run
+    from gaff.inspection.tracer import trace_run
 
     return trace_run(model, args, kwargs, backward, has_flops=flops, has_ops=ops, has_pictures=pictures)
 
@@ -261,7 +263,7 @@ def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> 
 
     Raises SiteError for a pattern that matches nothing, PlanError for ``ops`` without an input.
     """
-    from gaff.tools.listing import list_sites
+    from gaff.inspection.sites import list_sites
 
     return list_sites(model, what, inputs, ops=ops)
 
@@ -300,7 +302,7 @@ def watch(  # noqa: PLR0913  # what to watch, where to keep it, and how often
     of others are not seen. Raises SiteError for a filter that names nothing, PlanError for what cannot be done,
     RecordError where ``out`` holds a run already.
     """
-    from gaff.watching.handle import make_watch, settings_of
+    from gaff.training.watch.handle import make_watch, settings_of
 
     settings = settings_of(out, only, skip, every, budget, tell)
     settings["keep_batch"] = keep_batch

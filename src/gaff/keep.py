@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff import foreign
+from gaff.compat import libraries
 from gaff.errors import PlanError
 
 Index = int | slice | tuple[int, ...]
@@ -77,8 +77,8 @@ class Reduce:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         dim: Any = tuple(range(tensor.dim())) if self.dim is None else self.dim
-        tensor = foreign.dequantized(tensor)
-        if foreign.is_small_float(tensor):
+        tensor = libraries.dequantized(tensor)
+        if libraries.is_small_float(tensor):
             tensor = tensor.float()
         result: Tensor = _REDUCTIONS[self.name](tensor, dim=dim)
         return result

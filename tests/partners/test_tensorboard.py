@@ -13,7 +13,7 @@ from gaff.cli import export
 from gaff.errors import PlanError
 from gaff.integrations.rows import numbers
 from gaff.integrations.tensorboard import TensorBoard, bins_of
-from gaff.statistics.rows import lower_edge
+from gaff.record.statistics import lower_edge
 from made_records import CORE, EXTRAS, HOSTILE, SITES, MadeRun, make, series_of
 
 ALL = (*CORE, *EXTRAS, "rms", "norm", "nonfinite", "magnitudes")

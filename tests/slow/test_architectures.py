@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gaff
-from gaff.values import children, iter_tensors
+from gaff.address.nested import children, iter_tensors
 from zoo import loss_of
 
 transformers = pytest.importorskip("transformers")

@@ -42,7 +42,7 @@ class Conv(nn.Module):
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile", "blocks"])
 def test_a_guard_over_compiled_code_runs_the_batch_that_went_wrong(how, fault, monkeypatch):
     """Inductor uses the memory of a batch in another layout again: what is run again is what the caller gave."""
-    from gaff.health import guard as guards
+    from gaff.training import guard as guards
 
     net, x = nn.Sequential(Conv(), Conv()), torch.randn(8, 16, 32, 32)
     compiled = torch.compile(net) if how == "torch.compile" else net
@@ -52,7 +52,7 @@ def test_a_guard_over_compiled_code_runs_the_batch_that_went_wrong(how, fault, m
     monkeypatch.setattr(
         guards, "run_again", lambda model, batch, allow: ran.append(batch) or again(model, batch, allow)
     )
-    from gaff.health.rerun import run_again as again
+    from gaff.inspection.nonfinite.rerun import run_again as again
 
     call = type(compiled).__call__
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -103,7 +103,7 @@ class Head(nn.Module):
 @pytest.mark.parametrize("reduce", [gaff.keep.norm(), gaff.keep.mean()])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_what_is_reduced_is_reduced_in_the_graph(reduce, backend, monkeypatch):
-    from gaff.engine import compiled as inside
+    from gaff.engine.compiled import hooks as inside
 
     told = []
     for name in ("told", "arrived"):

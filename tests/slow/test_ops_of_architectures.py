@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gaff
-from gaff.values import iter_tensors
+from gaff.address.nested import iter_tensors
 from reference import Reference
 from slow.test_architectures import CASES, build
 from zoo import ZOO
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def gaffs(model, run):
     """What gaff sees: module path -> list of values, in the order in which they came."""
     order = []
-    from gaff.sinks.capture import Stream
+    from gaff.sessions.kept_site import Stream
 
     add = Stream.add
 

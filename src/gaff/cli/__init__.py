@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from gaff import __version__
 from gaff.errors import GaffError
+from gaff.version import __version__
 
 _MODEL_HELP = (
     "file.py:name, package.module:name (a module, or what builds one), torchvision:NAME, timm:NAME, "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model
-from gaff.tools.anatomy import explain, explain_inside
+from gaff.inspection.anatomy import explain, explain_inside
 
 
 def run(options: Namespace) -> int:

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address import print_key
+from gaff.address.grammar import print_key
+from gaff.address.nested import iter_tensors
 from gaff.api import edit
 from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model, load_name
 from gaff.cli.take import save_tensors
 from gaff.cli.trace import mean_of_first, terminal_width
 from gaff.errors import NeverFiredError, PlanError
-from gaff.plan import Plan
-from gaff.receipt import Receipt
-from gaff.text import table
-from gaff.tools.trace_sink import shape_text
-from gaff.tools.untouched import untouched
-from gaff.values import iter_tensors
+from gaff.inspection.call_log import shape_text
+from gaff.inspection.untouched import untouched
+from gaff.sessions.plan import Plan
+from gaff.sessions.receipt import Receipt
+from gaff.views.text import table
 
 
 def run(options: Namespace) -> int:

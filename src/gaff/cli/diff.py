@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from gaff.cli.report import need_numpy
-from gaff.parting.diff import diff
-from gaff.text import printable
+from gaff.inspection.diff.compare import diff
+from gaff.views.text import printable
 
 
 def run(options: Namespace) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff import foreign
+from gaff.address.nested import map_tensors
 from gaff.cli.models import Loaded, load_name
+from gaff.compat import libraries
 from gaff.errors import PlanError
-from gaff.values import map_tensors
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _MAKERS = ("randn", "zeros", "ones", "randint")
@@ -34,7 +34,7 @@ def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
         more_args, more_kwargs = _load(spec, loaded)
         args += more_args
         kwargs.update(more_kwargs)
-    device = foreign.device_of(loaded.model)
+    device = libraries.device_of(loaded.model)
     moved: Call = map_tensors((tuple(args), kwargs), lambda tensor: tensor.to(device))
     return moved
 

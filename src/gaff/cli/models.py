@@ -125,6 +125,6 @@ def _need(name: str) -> Any:
 
 
 def _alike(name: str, names: list[str]) -> list[str]:
-    from gaff.address import nearest
+    from gaff.address.grammar import nearest
 
     return nearest(name, names, 5) or names[:5]

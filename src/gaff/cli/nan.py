@@ -19,13 +19,13 @@ from gaff.api import find_nonfinite, guard
 from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model, load_name
 from gaff.cli.trace import mean_of_first
-from gaff.engine.roots import RootWatch
+from gaff.engine.process.models import RootWatch
 from gaff.errors import NonFiniteError, PlanError
-from gaff.health.guard import Guard
-from gaff.health.marks import STEP
-from gaff.health.origin import Examination
-from gaff.health.report import Report
-from gaff.receipt import counted
+from gaff.inspection.nonfinite.examination import Examination
+from gaff.inspection.nonfinite.provenance import STEP
+from gaff.inspection.nonfinite.report import Report
+from gaff.sessions.receipt import counted
+from gaff.training.guard import Guard
 
 
 def run(options: Namespace) -> int:

@@ -15,11 +15,11 @@ from gaff.api import trace
 from gaff.cli.models import load_model
 from gaff.cli.report import need_numpy
 from gaff.errors import PlanError, RecordError
-from gaff.health.report import Report
-from gaff.health.rerun import replayed, run_again
+from gaff.inspection.nonfinite.report import Report
+from gaff.inspection.nonfinite.rerun import replayed, run_again
+from gaff.inspection.trace import Trace
 from gaff.record.run import load
-from gaff.tools.record import Trace
-from gaff.watching.kept import Kept, kept_of, read_kept
+from gaff.training.watch.saved_batches import Kept, kept_of, read_kept
 
 
 def run(options: Namespace) -> int:
@@ -71,7 +71,7 @@ def _trace(model: nn.Module, kept: Kept, *, has_pictures: bool) -> Trace:
 
 def _ones(output: Any) -> Tensor:
     """A loss whose gradient is one at every floating output."""
-    from gaff.values import iter_tensors
+    from gaff.address.nested import iter_tensors
 
     known = [tensor for _, tensor in iter_tensors(output) if tensor.requires_grad]
     if not known:

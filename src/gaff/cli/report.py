@@ -13,8 +13,8 @@ from typing import Any
 
 from gaff.errors import PlanError, RecordError
 from gaff.record.run import Record, load
-from gaff.text import printable
-from gaff.views import watch_text
+from gaff.views import run_text
+from gaff.views.text import printable
 
 
 def run(options: Namespace) -> int:
@@ -27,7 +27,7 @@ def run(options: Namespace) -> int:
         if options.json:
             print(json.dumps(to_json(record), indent=1))
         else:
-            print(printable(watch_text.report(record, plain=options.plain, most=10**6 if options.all else None)))
+            print(printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None)))
     return 0
 
 
@@ -39,7 +39,7 @@ def need_numpy(what: str) -> None:
 
 def _html(records: list[Record], options: Namespace) -> int:
     need_numpy("--html")
-    from gaff.views.page.training import document
+    from gaff.views.page.run import document
 
     for record in records:
         if options.rank not in record.ranks:
@@ -77,7 +77,7 @@ def to_json(record: Record) -> dict[str, Any]:
     """Everything that a program may want of a run; NaN is written as null."""
     return {
         "run": str(record.path),
-        "verdict": watch_text.verdict(record),
+        "verdict": run_text.verdict(record),
         "steps": record.steps,
         "ranks": record.ranks,
         "complete": record.is_complete,

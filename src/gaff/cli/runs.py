@@ -10,8 +10,8 @@ from typing import Any
 
 from gaff.errors import RecordError
 from gaff.record.run import ENDING, Record
-from gaff.text import printable, table
-from gaff.views import watch_text
+from gaff.views import run_text
+from gaff.views.text import printable, table
 
 
 def run(options: Namespace) -> int:
@@ -42,7 +42,7 @@ def _told(path: Path) -> dict[str, Any]:
             "steps": record.steps,
             "findings": sum(not one.is_over for one in record.findings),
             "ended": "yes" if record.is_complete else "no",
-            "verdict": watch_text.verdict(record),
+            "verdict": run_text.verdict(record),
         }
     except Exception as error:  # noqa: BLE001  # whatever is wrong with one, the others are told
         return {"run": str(path), "began": "", "steps": "", "findings": "", "ended": "", "verdict": str(error)}

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff import __version__
-from gaff.address import print_key
+from gaff.address.grammar import print_key
+from gaff.address.nested import iter_tensors
 from gaff.api import take
 from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model
 from gaff.cli.trace import terminal_width
 from gaff.errors import PlanError
-from gaff.text import bytes_text, table
-from gaff.tools.trace_sink import shape_text
-from gaff.values import iter_tensors
+from gaff.inspection.call_log import shape_text
+from gaff.version import __version__
+from gaff.views.text import bytes_text, table
 
 
 def run(options: Namespace) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from gaff.address.nested import iter_tensors
 from gaff.api import trace
 from gaff.cli.inputs import load_inputs, need_input
 from gaff.cli.models import load_model, load_name
 from gaff.cli.report import need_numpy
 from gaff.errors import PlanError
-from gaff.values import iter_tensors
 
 
 def run(options: Namespace) -> int:

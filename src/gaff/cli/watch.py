@@ -16,13 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gaff import __version__
 from gaff.cli.processes import Processes
 from gaff.cli.report import need_numpy
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.record.run import ENDING, HEAD, VERSION, load
-from gaff.views import watch_text
-from gaff.watching.launched import VARIABLE
+from gaff.training.watch.launched import VARIABLE
+from gaff.version import __version__
+from gaff.views import run_text
 
 _IDLE_S = 600
 _GLANCE_S = 0.02  # torchrun takes notice of an ended process within a tenth of a second
@@ -82,10 +82,10 @@ def _check(options: Namespace) -> None:
     if options.every is not None and options.every < 1:
         raise PlanError(f"--every {options.every}: expected a number of steps, 1 or more")
     if options.rules_off:
-        from gaff.health import rules, rules_steps, rules_values  # noqa: F401
+        from gaff.training.rules import registry, steps, values  # noqa: F401
 
-        rules.select(options.rules_off)
-    from gaff.address import parse
+        registry.select(options.rules_off)
+    from gaff.address.grammar import parse
 
     for pattern in (*options.only, *options.skip):
         parse(pattern)
@@ -93,7 +93,7 @@ def _check(options: Namespace) -> None:
 
 def _build_kernel(options: Namespace) -> None:
     """Once a machine: a few seconds that make every look cheaper. Without a compiler plain torch counts."""
-    from gaff.statistics import kernel
+    from gaff.training.statistics import kernel
 
     if os.environ.get("GAFF_NO_KERNEL") or kernel.path_of_build().is_file() or kernel.PACKED.is_file():
         return
@@ -106,7 +106,7 @@ def _build_kernel(options: Namespace) -> None:
 
 
 def _environment(options: Namespace, out: Path) -> dict[str, str]:
-    inject = str(Path(__file__).parent.parent / "watching" / "inject")
+    inject = str(Path(__file__).parent.parent / "training" / "watch" / "inject")
     known = os.environ.get("PYTHONPATH", "")
     settings = {
         "out": str(out.resolve()),
@@ -175,5 +175,5 @@ def _tell(out: Path, options: Namespace) -> None:
         sys.stderr.write(f"gaff: nothing was watched: the command trained no torch model; {out} holds no record\n")
         return
     if not options.quiet:
-        text = watch_text.report(record, plain=options.plain, brief=True)
+        text = run_text.report(record, plain=options.plain, brief=True)
         sys.stderr.write(f"{text}\ngaff report {out} tells more of each finding\n")

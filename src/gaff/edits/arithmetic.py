@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff import compat
+from gaff.compat import memory, modes
 from gaff.edits.event import Event, generator, like, remember
 from gaff.errors import PlanError
 
@@ -97,7 +97,7 @@ class Clip:
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         total = torch.linalg.vector_norm(
-            tensor, dim=self._dims(tensor), keepdim=self.per != "tensor", dtype=_wide(tensor)
+            tensor, dim=self._dims(tensor), keepdim=self.per != "tensor", dtype=wide(tensor)
         )
         factor = (self.norm / (total + 1e-6)).clamp(max=1.0)
         return tensor * torch.where(total.isfinite(), factor, 1.0).to(tensor.dtype)
@@ -144,16 +144,16 @@ class Project:
                 f"directions of width {basis.shape[1]} given, dimension {self.dim} of {tuple(tensor.shape)} has another"
             )
         moved = tensor.movedim(self.dim, -1)
-        with compat.without_autocast(tensor.device):  # in the precision of what passes
+        with modes.without_autocast(tensor.device):  # in the precision of what passes
             inside = ((moved @ basis.T) @ basis).movedim(-1, self.dim)
         return inside if self.keep else tensor - inside
 
     def _basis(self, tensor: Tensor) -> Tensor:
         given = torch.atleast_2d(self.directions)
         if given.requires_grad:
-            return like(_orthonormal(given), tensor)
-        key = (tensor.device, tensor.dtype, compat.version_of(self.directions))
-        return remember(self._known, key, lambda: like(_orthonormal(given), tensor))
+            return like(orthonormal(given), tensor)
+        key = (tensor.device, tensor.dtype, memory.version_of(self.directions))
+        return remember(self._known, key, lambda: like(orthonormal(given), tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +225,7 @@ class _Round(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _orthonormal(directions: Tensor) -> Tensor:
+def orthonormal(directions: Tensor) -> Tensor:
     """Rows that span what ``directions`` span, by singular values; dependent directions count once."""
     _, values, rows = torch.linalg.svd(directions.to(torch.float64), full_matrices=False)
     kept = values > values.max() * max(directions.shape) * torch.finfo(directions.dtype).eps
@@ -233,7 +233,7 @@ def _orthonormal(directions: Tensor) -> Tensor:
     return basis.to(directions.dtype) if directions.is_floating_point() else basis
 
 
-def _wide(tensor: Tensor) -> torch.dtype | None:
+def wide(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gaff import compat, spread
-from gaff.address import Site
+from gaff.address.grammar import Site
+from gaff.compat import distributed, memory, modes
 from gaff.errors import PlanError
 
 
@@ -92,15 +92,15 @@ def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) 
 
     Of a tensor that is spread over processes ``value`` is the whole, or broadcast to it: this process takes its part.
     """
-    if spread.is_spread(tensor) and not spread.is_spread(value):
-        return spread.part_of(like(value, spread.local_of(tensor)), tensor)
+    if distributed.is_spread(tensor) and not distributed.is_spread(value):
+        return distributed.part_of(like(value, distributed.local_of(tensor)), tensor)
     if value.device == tensor.device and value.dtype == tensor.dtype:
         return value
     if not torch.can_cast(value.dtype, tensor.dtype):
         raise PlanError(f"a constant of {value.dtype} would lose something as {tensor.dtype}, which passes")
     if known is None or value.requires_grad:
         return value.to(tensor.device, tensor.dtype)
-    key = (tensor.device, tensor.dtype, compat.version_of(value))
+    key = (tensor.device, tensor.dtype, memory.version_of(value))
     return remember(known, key, lambda: value.to(tensor.device, tensor.dtype))
 
 
@@ -108,6 +108,6 @@ def remember(known: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> 
     """What ``make`` gives, made once for a key, as an ordinary tensor that no mode and no checkpoint has seen."""
     if key not in known:
         known.clear()
-        with torch.inference_mode(False), torch.no_grad(), compat.outside_modes():
+        with torch.inference_mode(False), torch.no_grad(), modes.outside_modes():
             known[key] = make()
     return known[key]

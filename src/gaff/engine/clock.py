@@ -20,9 +20,9 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from gaff import compat, spread
+from gaff.address.nested import iter_deep
+from gaff.compat import autograd, checkpoints, distributed, memory, modes
 from gaff.errors import PlanError
-from gaff.values import iter_deep
 
 
 class Frame:
@@ -87,16 +87,18 @@ class Run:
 
 
 class Clock:
-    """Opens and closes the runs of one session. ``memory``: addresses of the model's parameters and buffers."""
+    """Opens and closes the runs of one session. ``addresses``: of the model's parameters and buffers."""
 
-    def __init__(self, memory: AbstractSet[int], threads: str) -> None:
+    def __init__(self, addresses: AbstractSet[int], threads: str) -> None:
         self.open: dict[int, Run] = {}  # by thread
         self.closed = False
         self.step = 0
-        self.latest = Run(-1, 0, 0, {}, memory)  # the run begun last; number -1 stands for a forward before the session
+        self.latest = Run(
+            -1, 0, 0, {}, addresses
+        )  # the run begun last; number -1 stands for a forward before the session
         self.at_begin: list[Callable[[Run], None]] = []
         self.at_end: list[Callable[[Run, Any], None]] = []
-        self._memory = memory
+        self._addresses = addresses
         self._size = 0
         self._owner = None if threads == "all" else get_ident()
         self._numbers = itertools.count()
@@ -113,11 +115,11 @@ class Clock:
             return None
         if torch._C._get_tracing_state() or torch.compiler.is_exporting():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
-        run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._memory)
+        run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._addresses)
         self.latest = run
-        run.first_node = compat.next_sequence()
+        run.first_node = autograd.next_sequence()
         if not torch.is_grad_enabled():
-            run.had_grad, run.functions = False, compat.enclosing_functions()
+            run.had_grad, run.functions = False, checkpoints.enclosing_functions()
         for callback in self.at_begin:
             callback(run)
         return run
@@ -126,7 +128,7 @@ class Clock:
         """``output`` is what the outermost call returned; None also after an exception."""
         for callback in self.at_end:
             callback(run, output)
-        self._spans.append((run.thread, run.first_node, compat.next_sequence()))
+        self._spans.append((run.thread, run.first_node, autograd.next_sequence()))
         run.once.clear()
         run.functions = []
         run.arguments = {}
@@ -187,7 +189,7 @@ class Clock:
 
     def replay_frames(self) -> list[Frame]:
         """Calls in progress of the recomputation on this thread."""
-        task = compat.backward_task()
+        task = autograd.backward_task()
         found = self._replays.get(get_ident())
         if found is None or found[0] != task:
             found = self._replays[get_ident()] = (task, [])
@@ -195,8 +197,8 @@ class Clock:
 
     def made(self, node: Any) -> bool:
         """Whether an autograd node was made by the forward of one of this session's runs, as far as they are known."""
-        number, thread = compat.sequence_of(node), get_ident()
-        is_any = compat.is_autograd_thread()
+        number, thread = autograd.sequence_of(node), get_ident()
+        is_any = autograd.is_autograd_thread()
         spans = [*self._spans, *((run.thread, run.first_node, number + 1) for run in self.open.values())]
         return any(first <= number < last and (is_any or owner == thread) for owner, first, last in spans)
 
@@ -205,12 +207,12 @@ class Clock:
 
     def is_own_backward(self) -> bool:
         """Whether a backward pass on this thread may be this session's; devices have threads of autograd's own."""
-        return self.is_own_thread() or compat.is_autograd_thread()
+        return self.is_own_thread() or autograd.is_autograd_thread()
 
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:
         """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""
-        memory = compat.memory_of(spread.local_of(tensor))
-        return memory in run.model or (memory in run.arguments and run.arguments[memory]())
+        address = memory.memory_of(distributed.local_of(tensor))
+        return address in run.model or (address in run.arguments and run.arguments[address]())
 
     def close(self) -> None:
         self.closed = True
@@ -222,7 +224,7 @@ class Clock:
 
 def _calling_frame(frame: FrameType | None) -> FrameType | None:
     """The call that torch makes of a module, at ``frame`` or around it."""
-    codes = compat.call_frames().codes
+    codes = modes.call_frames().codes
     found = frame
     while found is not None and found.f_code not in codes:
         found = found.f_back
@@ -242,10 +244,10 @@ def is_running(frame: FrameType | None) -> bool:
 def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], bool]]:
     """Addresses of the memory of a call's tensors, also in attributes of objects; each with whether it still lives."""
     found: dict[int, Callable[[], bool]] = {}
-    if compat.transform_level() is None:
+    if autograd.transform_level() is None:
         alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         for tensor in args if alone else iter_deep((args, kwargs)):
             with suppress(RuntimeError):  # sparse and the like have none
-                local = spread.local_of(tensor)
-                found[compat.memory_of(local)] = compat.storage_life(local)
+                local = distributed.local_of(tensor)
+                found[memory.memory_of(local)] = memory.storage_life(local)
     return found

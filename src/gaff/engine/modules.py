@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff import compat, spread
-from gaff.compat import backward_task, has_saved_hooks, is_grad_enabled, saved_hooks, transform_level
+from gaff.compat import autograd, checkpoints, distributed
+from gaff.compat.autograd import backward_task, is_grad_enabled, transform_level
+from gaff.compat.checkpoints import has_saved_hooks, saved_hooks
 from gaff.engine.clock import Clock, Frame, Run
-from gaff.engine.replay import Match, Passage, Replay
-from gaff.engine.standin import StandIn
-from gaff.engine.stream import EntryArm, EntryChange, EntryTap, ExitArm, ExitChange, ExitTap
+from gaff.engine.forwards import StandIn
+from gaff.engine.recomputation import Match, Passage, Replay
+from gaff.engine.streams import EntryArm, EntryChange, EntryTap, ExitArm, ExitChange, ExitTap
 from gaff.errors import PlanError
 
 MISSING: Any = object()
@@ -125,16 +126,16 @@ class Node:
             if around is not None:
                 handles.append(StandIn(module, around))
         if self.has_entry:
-            before: Callable[..., Any] = _before_edit if self.entry_changes else _before
-            handles.append(module.register_forward_pre_hook(make(before, self), with_kwargs=True))
+            entered: Callable[..., Any] = before_edit if self.entry_changes else before
+            handles.append(module.register_forward_pre_hook(make(entered, self), with_kwargs=True))
             # an edited parameter stands in before hooks that use it, as those of weight_norm and pruning do
             _order(
                 module._forward_pre_hooks,
-                lambda hook: hook.func is _before_edit and hook.args[0].has_swaps,
+                lambda hook: hook.func is before_edit and hook.args[0].has_swaps,
                 is_last=False,
             )
-            _order(module._forward_pre_hooks, lambda hook: hook.func is _before, is_last=True)
-            spread.fsdp_first(module)
+            _order(module._forward_pre_hooks, lambda hook: hook.func is before, is_last=True)
+            distributed.fsdp_first(module)
             # ops are looked at in a run, which the hooks of nodes begin
             _order(module._forward_pre_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
         if len(self.exit_changes) == 1:
@@ -144,7 +145,7 @@ class Node:
             handles.append(module.register_forward_hook(make(after, self), with_kwargs=True))
             _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
         if self.has_entry:
-            handles.append(module.register_forward_hook(make(_leave, self), with_kwargs=True, always_call=always))
+            handles.append(module.register_forward_hook(make(leave, self), with_kwargs=True, always_call=always))
         if self.scope is not None:
             self.scope.install(handles)
             # first of all: a function mode that somebody else's hook takes away must find itself on top
@@ -168,7 +169,7 @@ def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> N
 # away: a call on another thread at that moment comes without keywords. It is outside the session, and ignored.
 
 
-def _before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+def before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     if node.clock.closed or kwargs is None:
         return
     if backward_task() != -1:
@@ -258,7 +259,7 @@ def arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: i
             arm.give_up(run, call)
 
 
-def _leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+def leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
     if backward_task() == -1:
         node.clock.leave(node, output)
         return
@@ -295,7 +296,7 @@ def arm_after_again(node: Node, output: Any, given: tuple[Any, Any]) -> None:
             arm(output, given, found.passage.run, found.passage.call)
 
 
-def _before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+def before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     if kwargs is None:
         return None
     if backward_task() != -1:
@@ -419,10 +420,10 @@ def find_match(node: Node, module: nn.Module, replay: Replay) -> Match | None:
 
 def _is_of_others(node: Node) -> bool:
     """Whether what recomputes here belongs to a forward that this session did not see."""
-    if any(found.is_again for found in compat.checkpoints()):
+    if any(found.is_again for found in checkpoints.enclosing()):
         return True
-    current = compat.current_node()
-    return current is not None and compat.is_python_node(current) and not node.clock.made(current)
+    current = autograd.current_node()
+    return current is not None and autograd.is_python_node(current) and not node.clock.made(current)
 
 
 def _refuse_transform(module: nn.Module) -> None:

@@ -9,26 +9,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address import GRADIENT_PORTS, Site
+from gaff.address.grammar import GRADIENT_PORTS, Site
+from gaff.address.nested import iter_tensors
+from gaff.address.resolve import Found, is_container, iter_modules, unwrap
 from gaff.engine import surroundings
-from gaff.engine.armed import Gradients
 from gaff.engine.clock import Clock, Run
-from gaff.engine.connecting import connect, connect_edit
-from gaff.engine.graph_trees import WHY_EAGER, is_untold, run_as, trees_of
-from gaff.engine.lingering import Lingering, Release, remove_all
+from gaff.engine.exported import WHY_EAGER, is_untold, run_as, trees_of
+from gaff.engine.force_eager import keep_eager
+from gaff.engine.gradients.leaves import LeafGradient
+from gaff.engine.gradients.pending import Gradients
+from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
+from gaff.engine.leftovers import Lingering, Release, remove_all
 from gaff.engine.modules import Node
-from gaff.engine.ops import Listener, Scope, Want, drop, forget
-from gaff.engine.sharded import Shards, SwapUnit, SwapUnitEnd
+from gaff.engine.ops.mode import Listener, Scope, Want, drop, forget
+from gaff.engine.parameters.edits import Swap
+from gaff.engine.parameters.substitutes import original_of
+from gaff.engine.parameters.values import StateValue, called_above, owners_of
+from gaff.engine.process.optimizer import StepCount
 from gaff.engine.skips import SkipChange
-from gaff.engine.stance import keep_eager
-from gaff.engine.standing import original_of
-from gaff.engine.state import LeafGradient, StateValue, called_above, owners_of
-from gaff.engine.steps import StepCount
-from gaff.engine.swaps import Swap
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
+from gaff.engine.wiring import connect, connect_edit
 from gaff.errors import ExactnessError, GaffError, PlanError
-from gaff.select import Found, is_container, iter_modules, unwrap
-from gaff.values import iter_tensors
 
 
 class Session:
@@ -90,12 +91,12 @@ class Session:
             for swap in self._swaps:
                 opening.callback(swap.restore)
             if self._model is not None and self._around is not None and surroundings.runs_compiled(self._around):
-                from gaff.engine import tracing  # imports what only processes that compile need
+                from gaff.engine.compiled import session  # imports what only processes that compile need
 
                 reason = "" if self._is_traceable else "what it looks at is not in graphs"
                 reason = WHY_EAGER if trees else reason
                 has_marks = self._has_arms or bool(self._leaves) or self._has_edits
-                self._inside = tracing.meet(opening, self._model, self._taps, self.notes, reason, has_marks=has_marks)
+                self._inside = session.meet(opening, self._model, self._taps, self.notes, reason, has_marks=has_marks)
                 self._is_forced = self._inside is None
             elif self._around is not None:
                 keep_eager(opening, self.clock.at_end, self.notes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any
 
-from gaff.compat import backward_task
+from gaff.compat.autograd import backward_task
 from gaff.engine.clock import Frame
 from gaff.engine.modules import Node
-from gaff.engine.replay import Passage
-from gaff.engine.stream import EditStream, EntryChange
+from gaff.engine.recomputation import Passage
+from gaff.engine.streams import EditStream, EntryChange
 
 
 class SkipChange(EntryChange):

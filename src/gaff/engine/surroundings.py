@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff import spread
-from gaff.compat import memory_of
-from gaff.dynamo import has_asked_to_compile, has_compiled, stance
-from gaff.engine.stance import forced_eager
+from gaff.compat import distributed
+from gaff.compat.compiler import has_asked_to_compile, has_compiled, stance
+from gaff.compat.memory import memory_of
+from gaff.engine.force_eager import forced_eager
 from gaff.errors import PlanError
 
 _PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
@@ -85,7 +85,7 @@ def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
     for tensor in tensors:
         if tensor is not None:
             with suppress(RuntimeError, ValueError):  # sparse and the like have none
-                yield memory_of(spread.local_of(tensor))
+                yield memory_of(distributed.local_of(tensor))
 
 
 def _kind(module: nn.Module) -> str:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gaff.engine.opcalls import OpCall
-from gaff.engine.stream import EditStream, EntryTap, ExitTap, Stream
-from gaff.select import Found
+from gaff.address.resolve import Found
+from gaff.engine.ops.calls import OpCall
+from gaff.engine.streams import EditStream, EntryTap, ExitTap, Stream
 
 
 class Tap(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from gaff.errors import PlanError
 from gaff.integrations.rows import Cursor, Row, looks, rows_of, steps
 from gaff.record.run import Record
-from gaff.views.watch_text import body_of
+from gaff.views.run_text import body_of
 
 # What is sent where nobody chooses: all thirteen numbers of a thousand sites are more than a dashboard can show.
 STATS = ("mean", "std", "rms", "zeros", "nonfinite", "update_ratio")

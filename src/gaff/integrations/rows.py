@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gaff.address import nearest
+from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.log import MATRIX, SERIES, LogReader
 from gaff.record.matrix import Table, number_of, unpack, unpack_series

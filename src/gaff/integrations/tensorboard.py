@@ -13,7 +13,7 @@ from gaff.errors import PlanError
 from gaff.integrations.partners import STATS, Sender, as_text, need, tag
 from gaff.integrations.rows import MAGNITUDES, Look, Row, looks, rows_of, steps
 from gaff.record.run import Record
-from gaff.statistics.rows import BUCKETS, lower_edge
+from gaff.record.statistics import BUCKETS, lower_edge
 
 _LAST_EDGE = 128  # of float32
 _EDGES = [*(lower_edge(bucket) for bucket in range(BUCKETS)), _LAST_EDGE]

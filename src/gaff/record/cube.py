@@ -17,7 +17,7 @@ from gaff.errors import RecordError
 from gaff.record.matrix import Layout, number_of, phase_of, raw
 from gaff.record.run import Part
 from gaff.record.sample import Key
-from gaff.statistics.rows import BUCKETS
+from gaff.record.statistics import BUCKETS
 
 _TYPES = {"f": "<f4", "d": "<f8"}
 _DERIVED = ("rms", "nonfinite")

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from gaff.errors import RecordError
-from gaff.statistics.rows import BUCKETS
+from gaff.record.statistics import BUCKETS
 
 PHASES = ("train", "eval")
 _START = struct.Struct("<IB3x")

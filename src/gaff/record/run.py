@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gaff.address import nearest
+from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.finding import SEVERITIES, Finding
+from gaff.record.flight import ENDING as RING
+from gaff.record.flight import Flight, read_ring
 from gaff.record.log import EVENT, LAYOUT, MAGIC, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
 from gaff.record.ranks import divergence, lost, slow, together
-from gaff.record.ring import ENDING as RING
-from gaff.record.ring import Flight, read_ring
 
 VERSION = 1
 HEAD = "run.json"

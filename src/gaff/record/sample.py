@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gaff.address import Site, parse_site
-from gaff.statistics.rows import Numbers
+from gaff.address.grammar import Site, parse_site
+from gaff.record.statistics import Numbers
 
 Key = tuple[str, str]  # the model's name and the address in it
 

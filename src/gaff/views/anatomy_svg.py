@@ -6,7 +6,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gaff.tools.anatomy import Anatomy, Edge
+    from gaff.inspection.anatomy import Anatomy
+    from gaff.record.node_rows import Edge
 
 _WIDE, _HIGH, _GAP, _DROP = 230, 46, 24, 56  # a box, and what is between boxes
 

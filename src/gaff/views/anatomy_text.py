@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gaff.text import table
+from gaff.views.text import table
 
 if TYPE_CHECKING:
-    from gaff.tools.anatomy import Anatomy, Edge, NodeRow
+    from gaff.inspection.anatomy import Anatomy
+    from gaff.record.node_rows import Edge, NodeRow
 
 _HEAD = ("", "node", "op", "line", "gradients that come", "gradients that it hands on")
 

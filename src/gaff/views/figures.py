@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gaff.address import nearest
+from gaff.address.grammar import nearest
 from gaff.errors import PlanError, RecordError
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import port_of
 
 if TYPE_CHECKING:
-    from gaff.tools.record import Trace
+    from gaff.inspection.trace import Trace
 
 _ALL = 1 << 30  # columns: every look
 _MOST_NAMES = 40  # of sites that are written beside a map

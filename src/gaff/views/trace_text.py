@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from gaff.text import bytes_text, count_text, fold, table
+from gaff.views.text import bytes_text, count_text, fold, table
 
 if TYPE_CHECKING:
-    from gaff.tools.record import CallRow, Gradient, Trace
+    from gaff.inspection.trace import Trace
+    from gaff.record.trace_rows import CallRow, Gradient
 
 _HEAD = ("site", "class", "input", "output", "params", "time", "flops", "memory", "mean", "std", "min", "max")
 _GRADIENT_HEAD = ("grad out", "grad in")

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from gaff import __version__
 from gaff.errors import RecordError
 from gaff.record.cube import Cache
 from gaff.record.run import ENDING, Record
+from gaff.version import __version__
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document, page
-from gaff.views.page.training import run_of
+from gaff.views.page.run import run_of
 
 HOST = "127.0.0.1"
 _LOOK_S = 1.0  # how often the files are asked whether they have grown

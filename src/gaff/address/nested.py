@@ -1,0 +1,262 @@
+"""Nested values: what a module takes and returns, walked and rebuilt by key.
+
+Containers are tuples, lists, dicts, named tuples, dataclasses and Hugging Face's ModelOutput (a dict and a
+dataclass at once). Everything else is a leaf. The root of a value has the key ``()``.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gaff.address.grammar import Key, print_key
+from gaff.compat import distributed
+from gaff.errors import PlanError
+
+_PLAIN_LEAVES = (int, float, complex, str, bytes, bool, type(None), enum.Enum, range, slice, torch.Size,
+                 torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
+
+
+_DEEPEST = 64
+_ENDLESS = f"a value is nested deeper than {_DEEPEST} levels, or contains itself: address the tensors inside by key"
+
+
+class Opaque:
+    """Stands in a captured structure for an object whose inside gaff does not follow (a cache, a custom class).
+
+    Address what is inside by key, such as ``:output[past_key_values][layers][0][keys]``: keys also read
+    attributes.
+    """
+
+    __slots__ = ("type_name",)
+
+    def __init__(self, type_name: str) -> None:
+        self.type_name = type_name
+
+    def __repr__(self) -> str:
+        return f"<not captured: {self.type_name}>"
+
+
+def children(value: Any) -> list[tuple[int | str, Any]] | None:
+    """What is directly inside a container, with its keys; None for a leaf."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return [(key if isinstance(key, int) else str(key), child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return list(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    return None
+
+
+def iter_tensors(value: Any, key: Key = ()) -> Iterator[tuple[Key, Tensor]]:
+    """Every tensor in ``value`` with the key that leads to it, in order. Raises PlanError for endless nesting."""
+    if isinstance(value, Tensor):
+        yield key, value
+        return
+    if len(key) > _DEEPEST:
+        raise PlanError(_ENDLESS)
+    for name, child in children(value) or ():
+        yield from iter_tensors(child, (*key, name))
+
+
+def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in ``value``, also in attributes of unknown objects (caches, batches), ``depth`` levels down."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN_LEAVES, type, torch.nn.Module)):
+        return
+    seen.add(id(value))
+    inside = children(value)
+    if inside is None:
+        inside = list(getattr(value, "__dict__", {}).items())
+    for _, child in inside:
+        yield from iter_deep(child, depth - 1, seen)
+
+
+def dig(value: Any, key: Key) -> Any:
+    """What ``key`` leads to. Raises KeyError with the keys that were there."""
+    for depth, part in enumerate(key):
+        found = _step(value, part)
+        if found is _MISSING:
+            at = print_key(key[:depth]) or "the value"
+            raise KeyError(f"{at} has no {print_key((part,))}: {_what_is_there(value)}")
+        value = found
+    return value
+
+
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Any], opaque: Callable[[Any], Any] | None = None, depth: int = 0
+) -> Any:
+    """A copy of ``value`` with every tensor replaced by ``change(tensor)``; containers are new, of the same type.
+
+    Leaves that cannot change (numbers, strings, None ...) are kept; other objects go through ``opaque``.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    inside = children(value)
+    if inside is None:
+        return value if opaque is None or isinstance(value, _PLAIN_LEAVES) else opaque(value)
+    if depth > _DEEPEST:
+        raise PlanError(_ENDLESS)
+    parts = [map_tensors(child, change, opaque, depth + 1) for _, child in inside]
+    try:
+        return _rebuild(value, parts)
+    except TypeError:  # a container that cannot be made anew, such as a read-only mapping
+        if opaque is None:
+            raise
+        return opaque(value)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Tensor] | None:
+    """The first tensor among a call's arguments, positional before keyword, with its key."""
+    for number, arg in enumerate(args):
+        for key, tensor in iter_tensors(arg, (number,)):
+            return key, tensor
+    for name, arg in kwargs.items():
+        for key, tensor in iter_tensors(arg, (name,)):
+            return key, tensor
+    return None
+
+
+def dig_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key) -> Any:
+    """What ``key`` leads to among a call's arguments: ``[1]`` a position, ``[mask]`` a keyword."""
+    head = key[0]
+    if isinstance(head, int) and -len(args) <= head < len(args):
+        return dig(args[head], key[1:])
+    if isinstance(head, str) and head in kwargs:
+        return dig(kwargs[head], key[1:])
+    there = [f"[{number}]" for number in range(len(args))] + [print_key((name,)) for name in kwargs]
+    raise KeyError(f"the call has no argument {print_key((head,))}: it was given {', '.join(there) or 'none'}")
+
+
+def put(value: Any, key: Key, new: Tensor) -> Any:
+    """A copy of ``value`` with ``new`` at ``key``; only the containers on the way are made anew.
+
+    Raises PlanError where one of them cannot be, such as an object whose attribute the tensor is.
+    """
+    if not key:
+        return new
+    inside = children(value)
+    if inside is not None:
+        names = [name for name, _ in inside]
+        head: Any = key[0]
+        if isinstance(head, int) and isinstance(value, (tuple, list)) and -len(names) <= head < len(names):
+            head = names[head]  # of a named tuple: the field
+        elif isinstance(head, str) and head not in names:  # a key that is no text, or a field of torch.return_types
+            fields_ = getattr(type(value), "__match_args__", ()) if isinstance(value, tuple) else ()
+            head = fields_.index(head) if head in fields_ else next((name for name in names if str(name) == head), head)
+        if head in names:
+            at = names.index(head)
+            parts = [child for _, child in inside]
+            parts[at] = put(parts[at], key[1:], new)
+            try:
+                return _rebuild(value, parts)
+            except TypeError:
+                pass  # a container that cannot be made anew
+    raise PlanError(f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it elsewhere")
+
+
+def put_argument(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key, new: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with ``new`` at ``key``; see ``put``."""
+    head = key[0]
+    if isinstance(head, int):
+        return tuple(put(arg, key[1:], new) if at == head % len(args) else arg for at, arg in enumerate(args)), dict(
+            kwargs
+        )
+    return args, {name: put(arg, key[1:], new) if name == head else arg for name, arg in kwargs.items()}
+
+
+def size_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one as if it were dense."""
+    tensor = distributed.local_of(tensor)  # of what is spread over processes: this one's part
+    if is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return sum(size_bytes(part) for part in inner if isinstance(part, Tensor))
+    is_plain = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.nbytes if is_plain else tensor.numel() * tensor.element_size()
+
+
+def describe(value: Any) -> str:
+    """A short text of what a value is: ``2x3 float32``, ``tuple of 2``, ``DynamicCache``."""
+    if isinstance(value, Tensor):
+        return f"{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
+    inside = children(value)
+    return type(value).__name__ if inside is None else f"{type(value).__name__} of {len(inside)}"
+
+
+_MISSING: Any = object()
+
+
+def _step(value: Any, part: int | str) -> Any:
+    if isinstance(value, Tensor):  # a key never indexes into a tensor; slices are options of a capture
+        return _MISSING
+    if isinstance(value, Mapping):
+        if part in value:
+            return value[part]
+        named = {str(key): child for key, child in value.items()}
+        if part in named:
+            return named[str(part)]
+    elif isinstance(part, int) and isinstance(value, (tuple, list)):
+        return value[part] if -len(value) <= part < len(value) else _MISSING
+    return getattr(value, part, _MISSING) if isinstance(part, str) and part.isidentifier() else _MISSING
+
+
+def _what_is_there(value: Any) -> str:
+    inside = children(value)
+    if isinstance(value, Opaque):
+        return f"a {value.type_name} is not kept whole: ask for what is inside by its own address, with this key"
+    if inside is None:
+        return f"it is a {describe(value)}" + (", keys do not index into tensors" if isinstance(value, Tensor) else "")
+    keys = ", ".join(print_key((name,)) for name, _ in inside[:12])
+    return f"it is a {type(value).__name__} with {keys or 'nothing in it'}" + (", ..." if len(inside) > 12 else "")
+
+
+def _rebuild(value: Any, parts: list[Any]) -> Any:
+    if isinstance(value, tuple):
+        if hasattr(value, "_make"):
+            return value._make(parts)
+        if type(value) is tuple:
+            return tuple(parts)
+        made = type(value)(parts)
+        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return made
+    if type(value) is list:
+        return parts
+    if type(value) is dict:
+        return dict(zip(value, parts, strict=True))
+    new: Any
+    if isinstance(value, list):
+        new = _refilled(copy.copy(value), parts)
+    elif isinstance(value, Mapping):
+        new = copy.copy(value)
+        for key, part in zip(value, parts, strict=True):
+            new[key] = part
+    else:  # a dataclass, frozen or with slots as it may be
+        new = object.__new__(type(value))
+        getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        for field, part in zip(fields(value), parts, strict=True):
+            object.__setattr__(new, field.name, part)
+    return new
+
+
+def _refilled(made: list[Any], parts: list[Any]) -> list[Any]:
+    try:
+        made[:] = parts
+    except TypeError:  # fx's immutable_list
+        return type(made)(parts)
+    return made

@@ -1,0 +1,1 @@
+"""What is private to torch and other libraries, or differs between their versions: each fact stands here once."""

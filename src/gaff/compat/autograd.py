@@ -1,0 +1,81 @@
+"""The one seam to private torch functions: each is named here once, and proven before it is trusted.
+
+Everything else in gaff calls torch's public interface. What is missing or means something else in a torch
+version switches to the safe alternative described beside it, never to a guess.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+# Number of the backward pass that this thread is executing, or -1: in a forward hook it means "recomputation".
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+# Number that the next autograd node of this thread will get; a node's own is ``Node._sequence_nr()``.
+next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# The autograd node that this thread is executing, inside a backward pass.
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
+# Level of the innermost torch.func transform (grad, vmap ...) on this thread, or None.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+# Grad mode of this thread, without the cost of a context manager.
+is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def sequence_of(node: Node) -> int:
+    """Creation number of an autograd node within its thread; leaves' accumulators have a huge one."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor stands for many, inside a transform or a batched backward pass, and means nothing outside."""
+    return transform_level() is not None or _is_batched(tensor)
+
+
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+class _Life:
+    """Lives as long as the autograd nodes in whose metadata it lies."""
+
+
+def graph_life(tensors: Iterable[Tensor]) -> weakref.ref[Any]:
+    """A reference that lives as long as the graph behind any of ``tensors``, without holding it."""
+    life = _Life()
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.metadata[_Life] = life  # type: ignore[index]
+    return weakref.ref(life)
+
+
+def is_autograd_thread() -> bool:
+    """Whether this thread is none of Python's, but one of those on which autograd runs the backward of a device."""
+    here = threading.get_ident()
+    return not any(one.ident == here and type(one).__name__ != "_DummyThread" for one in threading.enumerate())
+
+
+def is_python_node(node: Node) -> bool:
+    """Whether an autograd node is a custom Function's, such as that of a reentrant checkpoint."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
+    """The autograd node that receives the gradient of ``tensor``, and the position in its inputs.
+
+    ``tensor`` must require grad. Touches ``grad_fn`` first: torch 2.13 can crash on a stale view otherwise.
+    """
+    _ = tensor.grad_fn
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass of this thread has finished; dropped by torch if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,153 @@
+"""Activation checkpoints around the current call, of both kinds: torch tells of them nowhere, their frames do."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def enclosing_functions() -> list[Any]:
+    """The autograd nodes of custom Functions (reentrant checkpoints, say) whose forward this thread runs, inner first.
+
+    Only Functions in the classic style, with ``ctx`` as first argument of ``forward``, have a node by then. Those that
+    torch makes of compiled code do not count.
+    """
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction) and _is_forward_of(first, code):
+                found.append(first)
+        frame = frame.f_back
+    return found
+
+
+def _is_forward_of(node: Any, code: CodeType) -> bool:
+    function = getattr(type(node), "_forward_cls", None)
+    forward = inspect.unwrap(function.forward) if function is not None else None
+    return not type(node).__name__.startswith("CompiledFunction") and getattr(forward, "__code__", None) is code
+
+
+def recomputing_function() -> Any:
+    """The node of the reentrant checkpoint (or other custom Function) inside whose backward this code runs, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction):
+                return first
+        frame = frame.f_back
+    return None
+
+
+def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Let the checkpoint of ``region`` (its frame, or its node) recompute by ``wrap`` of what it would call.
+
+    Returns whether there was something to wrap: a custom Function that is no checkpoint has nothing.
+    """
+    names = [name for name in ("recompute_fn", "run_function") if hasattr(region, name)]
+    for name in names:
+        setattr(region, name, wrap(getattr(region, name)))
+    return bool(names)
+
+
+class Checkpoint(NamedTuple):
+    """One non-reentrant checkpoint in progress on this thread. ``pass_`` is another object for each recomputation."""
+
+    frame: Any  # weakly referable; dies with the graph of its region
+    is_again: bool  # it recomputes
+    pass_: Any
+
+
+# The hooks for saved tensors on top on this thread, or None; its argument: also while something is traced.
+saved_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+_chains: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # pack hook -> what lies below and with it
+
+
+def has_saved_hooks() -> bool:
+    """Whether anything, such as a checkpoint, changes how tensors are saved for backward on this thread."""
+    return saved_hooks(True) is not None
+
+
+def enclosing() -> list[Checkpoint]:
+    """The non-reentrant checkpoints around the current call, innermost first; ``sees_checkpoints`` proves it.
+
+    torch tells neither in forward nor in recomputation which checkpoint is at work, but both put their own hooks for
+    saved tensors in place, and these hold the one frame object of that checkpoint.
+    """
+    top = saved_hooks(True)
+    if top is None:
+        return []
+    chain = _chains.get(top[0])
+    if chain is None:
+        chain = tuple(found for pack in _all_pack_hooks() if (found := _checkpoint_of(pack)) is not None)
+        if _checkpoint_of(top[0]) is not None:  # such a hook is put in place once; what lies below it stays
+            _chains[top[0]] = chain
+    return [Checkpoint(frame, is_again, pack) for reference, is_again, weak in chain
+            if (frame := reference()) is not None and (pack := weak()) is not None]  # fmt: skip
+
+
+def _all_pack_hooks() -> list[Any]:
+    autograd: Any = torch._C._autograd
+    taken = []
+    found = []
+    try:
+        while (top := saved_hooks(True)) is not None:
+            found.append(top[0])
+            if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+                break  # torch would not let us put them back
+            autograd._pop_saved_tensors_default_hooks()
+            taken.append(top)
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return found
+
+
+def _checkpoint_of(pack: Any) -> tuple[weakref.ref[Any], bool, weakref.ref[Any]] | None:
+    """The frame that a checkpoint's own pack hook closes over: itself in forward, weakly in a recomputation."""
+    waiting = [pack]
+    for depth, function in enumerate(waiting):
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                inside = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            if type(inside).__name__ == "_CheckpointFrame":
+                return weakref.ref(inside), False, weakref.ref(pack)
+            if isinstance(inside, weakref.ref) and type(inside()).__name__ == "_CheckpointFrame":
+                return inside, True, weakref.ref(pack)
+            if depth < 4 and hasattr(inside, "__closure__"):
+                waiting.append(inside)
+    return None
+
+
+@cache
+def sees_checkpoints() -> bool:
+    """Whether ``enclosing`` tells the truth in this version of torch: tried once, on a checkpoint of its own."""
+    seen: list[list[Checkpoint]] = []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append(enclosing())
+        return x.sin().sin()
+
+    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with plain, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        checkpoint(region, x, use_reentrant=False, preserve_rng_state=False).backward()
+    chains = [chain[0] for chain in seen if chain]
+    seen.clear()  # or what is around this call would live until a collector comes
+    return len(chains) == 2 and chains[0].frame is chains[1].frame and chains[1].is_again and not chains[0].is_again

@@ -1,0 +1,53 @@
+"""Norms, scaling and clamping of many tensors at once, with the bits of ``torch.nn.utils``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gaff.compat import distributed
+
+
+def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor] | None, Tensor]:
+    """The norm of each tensor and of all together, bit by bit as ``torch.nn.utils.get_total_norm``.
+
+    Those of single tensors are None where they lie on several devices or in several types. Nothing is synchronised.
+    """
+    if any(distributed.is_spread(one) for one in tensors):
+        return distributed.norms_of(tensors, kind)
+    first = tensors[0]
+    if any(one.dtype != first.dtype or one.device != first.device for one in tensors):
+        return None, torch.nn.utils.get_total_norm(tensors, kind)
+    try:
+        norms = list(torch._foreach_norm(tensors, kind))
+    except RuntimeError:  # no such kernel for this device or type
+        norms = [torch.linalg.vector_norm(one, kind) for one in tensors]
+    return norms, torch.linalg.vector_norm(torch.stack(norms), kind)
+
+
+def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply all in place, as ``torch.nn.utils.clip_grads_with_norm_``; not where the factor is known to be 1."""
+    if factor.is_cpu and factor.item() == 1.0:
+        return
+    for group in _by_kind([distributed.local_of(one) for one in tensors]):
+        torch._foreach_mul_(group, factor.to(group[0].device))
+
+
+def scale_each(tensors: list[Tensor], factors: list[Tensor]) -> None:
+    """Multiply each in place by its own factor."""
+    for tensor, factor in zip(tensors, factors, strict=True):
+        distributed.local_of(tensor).mul_(factor.to(tensor.dtype))
+
+
+def clamp_all(tensors: list[Tensor], limit: float) -> None:
+    """Clamp all in place, as ``torch.nn.utils.clip_grad_value_``."""
+    for group in _by_kind([distributed.local_of(one) for one in tensors]):
+        torch._foreach_clamp_min_(group, -limit)
+        torch._foreach_clamp_max_(group, limit)
+
+
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())

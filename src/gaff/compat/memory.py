@@ -1,0 +1,70 @@
+"""The memory behind a tensor: its address, how often it was written to, and copy-on-write copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gaff.compat import distributed
+
+# Address of the memory behind a tensor: equal for all views of it, and (unlike ``data_ptr``) without making a
+# copy-on-write copy real. Raises where there is no such memory (sparse, nested).
+memory_of: Callable[[Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
+
+
+def storage_life(tensor: Tensor) -> Callable[[], bool]:
+    """Tells whether the memory of ``tensor`` is still held by anybody, without holding it."""
+    weak = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not weak.expired()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to in place; -1 where torch does not count (inference mode)."""
+    if distributed.is_spread(tensor):  # both count: operations on the whole, and those on the local part alone
+        return -1 if tensor.is_inference() else tensor._version + distributed.local_of(tensor)._version
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version counter of ``tensor``, and so tells of writes without holding memory."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
+@cache
+def lazy_clone() -> Callable[[Tensor], Tensor] | None:
+    """``torch._lazy_clone`` if it does what gaff needs, else None.
+
+    It makes a copy-on-write copy: both tensors share memory until one of them is written to in place. Proven on
+    first use, for a tensor, a view of it and its base; without it gaff falls back to references whose version
+    counter is checked on reading.
+    """
+    found: Callable[[Tensor], Tensor] | None = getattr(torch, "_lazy_clone", None)
+    return found if found is not None and _is_copy_on_write(found) else None
+
+
+def _is_copy_on_write(function: Callable[[Tensor], Tensor]) -> bool:
+    state: Any = torch.is_inference_mode_enabled()
+    if state:  # version counters and views behave otherwise there; prove it in ordinary mode
+        with torch.inference_mode(False):
+            return _is_copy_on_write(function)
+    with torch.no_grad():
+        base = torch.arange(4, dtype=torch.float32, device="cpu") + 0
+        view = base[1:3]
+        kept_base, kept_view = function(base), function(view)
+        is_shared = memory_of(kept_base) == memory_of(base) == memory_of(view)
+        view.add_(10)
+        base.add_(100)
+        return (
+            is_shared
+            and kept_base.tolist() == [0, 1, 2, 3]
+            and kept_view.tolist() == [1, 2]
+            and base.tolist() == [100, 111, 112, 103]
+            and view.tolist() == [111, 112]
+        )

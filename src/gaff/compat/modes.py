@@ -1,0 +1,72 @@
+"""Function and dispatch modes, autocast, and how torch's own call of a module looks on the Python stack."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Operations on ``device`` keep the precision of what they are given."""
+    is_on = torch.is_autocast_enabled(device.type) if torch.amp.is_autocast_available(device.type) else False
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Runs what is inside unseen by dispatch modes, such as that of a selective checkpoint, which counts operations."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+# The stack of function modes of this thread: the lowest pushed first.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+
+def remove_mode(mode: Any) -> None:
+    """Take ``mode`` from the stack wherever it is; what lies above it stays."""
+    above = []
+    while torch._C._len_torch_function_stack():
+        top = pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        push_mode(other)
+
+
+def has_mode(mode: Any) -> bool:
+    """Whether ``mode`` is somewhere on the stack."""
+    return any(torch._C._get_function_stack_at(at) is mode for at in range(torch._C._len_torch_function_stack()))
+
+
+class CallFrames(NamedTuple):
+    """How a module's call looks on the Python stack.
+
+    ``codes``: of torch's functions below a forward. ``position``: the instruction of the one with hooks at which it
+    runs the forward, and not a hook; None where that cannot be told.
+    """
+
+    codes: frozenset[CodeType]
+    position: int | None
+
+
+@cache
+def call_frames() -> CallFrames:
+    """Read from the code of torch itself: calling a module to see it would call other people's global hooks."""
+    outer = torch.nn.Module._call_impl.__code__
+    inner = next((one for one in outer.co_consts if isinstance(one, CodeType) and one.co_name == "inner"), outer)
+    is_next = False
+    found = []
+    for instruction in dis.get_instructions(inner):
+        is_next = is_next or instruction.argval == "forward_call"
+        if is_next and instruction.opname.startswith("CALL"):
+            found.append(instruction.offset)
+            is_next = False
+    return CallFrames(frozenset((outer, inner)), found[0] if len(found) == 1 and inner is not outer else None)

@@ -1,0 +1,183 @@
+"""Edits as compiled code can hold them: functions of the tensor alone, with their numbers in tensors.
+
+A number in a tensor is an input of the graph: another one needs no other graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Project, Reverse, Scale, Stop, orthonormal, wide
+from gaff.edits.event import Call, Edit, Event, like
+from gaff.edits.places import At, Chain
+from gaff.edits.sources import Ablate, Patch, Replace
+from gaff.errors import PlanError
+
+Change = Callable[[Tensor], Tensor]
+_ANY_EVENT = Event()
+
+
+def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
+    """``edit`` as a function that torch can trace; None for one that asks when or where it acts, or draws numbers.
+
+    Nor for one that rounds to a narrow type: Inductor leaves out conversions to it and back.
+    """
+    if isinstance(edit, Chain):
+        parts = [traced(part, is_gradient=is_gradient) for part in edit.edits]
+        return None if None in parts else _chain(tuple(part for part in parts if part is not None))
+    if isinstance(edit, At):
+        inner = traced(edit.edit, is_gradient=is_gradient)
+        if inner is None:
+            return None
+        part = replace(edit, edit=Call(inner))
+        return lambda tensor: part.change(tensor, _ANY_EVENT)
+    if isinstance(edit, Call):
+        function = edit.function
+        return lambda tensor: function(tensor.clone())  # which may write into it: graphs do not tell
+    if isinstance(edit, (Reverse, Stop)) and is_gradient:
+        return _scale(Scale(-float(edit.factor))) if isinstance(edit, Reverse) else torch.zeros_like
+    if isinstance(edit, (Reverse, Stop)):
+        return lambda tensor: edit.change(tensor, _ANY_EVENT)
+    make = _MAKERS.get(type(edit))
+    return None if make is None else make(edit)
+
+
+def cuts(edit: Edit) -> bool:
+    """Whether ``edit`` may leave no way from what comes out to what passed: by constants, or a function of the user."""
+    if isinstance(edit, Chain):
+        return any(cuts(part) for part in edit.edits)
+    return cuts(edit.edit) if isinstance(edit, At) else isinstance(edit, (Call, Fill, Stop, Replace, Patch, Ablate))
+
+
+def _chain(parts: tuple[Change, ...]) -> Change:
+    def change(tensor: Tensor) -> Tensor:
+        for part in parts:
+            tensor = part(tensor)
+        return tensor
+
+    return change
+
+
+def _number(value: float) -> Tensor:
+    """One element, not none: of tensors without dimensions torch takes the number itself, as something to guard."""
+    return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def _scale(edit: Scale) -> Change:
+    if isinstance(edit.factor, Tensor):
+        given = edit.factor
+        return lambda tensor: tensor * like(given, tensor)
+    factor = _number(edit.factor)
+    return lambda tensor: tensor * factor[0]  # without a dimension it keeps its precision, as in eager code
+
+
+def _add(edit: Add) -> Change:
+    if isinstance(edit.direction, Tensor):
+        direction, strength = edit.direction, _number(edit.strength)
+        if edit.strength == 1.0:
+            return lambda tensor: tensor + like(direction, tensor)
+        return lambda tensor: tensor + strength[0].to(tensor.dtype) * like(direction, tensor)
+    amount = _number(edit.strength * edit.direction)
+    return lambda tensor: tensor + amount[0]
+
+
+def _fill(edit: Fill) -> Change:
+    value = _number(edit.value)
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() and not tensor.is_complex() and not edit.value == int(edit.value):
+            raise PlanError(f"fill with {edit.value!r} would lose its fraction in a tensor of {tensor.dtype}")
+        return torch.zeros_like(tensor) + value[0].to(tensor.device, tensor.dtype)
+
+    return change
+
+
+def _clamp(edit: Clamp) -> Change:
+    low = None if edit.low is None else _number(edit.low)
+    high = None if edit.high is None else _number(edit.high)
+
+    def change(tensor: Tensor) -> Tensor:
+        bounds = [None if one is None else one[0].to(tensor.device, tensor.dtype) for one in (low, high)]
+        return torch.clamp(tensor, bounds[0], bounds[1])
+
+    return change
+
+
+def _clip(edit: Clip) -> Change:
+    largest = _number(float(edit.norm))
+
+    def change(tensor: Tensor) -> Tensor:
+        dims, keeps = edit._dims(tensor), edit.per != "tensor"
+        total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=wide(tensor))
+        factor = (largest[0].to(total.device, total.dtype) / (total + 1e-6)).clamp(max=1.0)
+        return tensor * torch.where(total.isfinite(), factor, 1.0).to(tensor.dtype)
+
+    return change
+
+
+def _project(edit: Project) -> Change | None:
+    if edit.directions.requires_grad:
+        return None
+    basis = orthonormal(torch.atleast_2d(edit.directions))
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[edit.dim] != basis.shape[1]:
+            raise PlanError(
+                f"directions of width {basis.shape[1]} given, dimension {edit.dim} of {tuple(tensor.shape)} has another"
+            )
+        span, moved = like(basis, tensor), tensor.movedim(edit.dim, -1)
+        with torch.autocast(tensor.device.type, enabled=False):
+            inside = ((moved @ span.T) @ span).movedim(-1, edit.dim)
+        return inside if edit.keep else tensor - inside
+
+    return change
+
+
+def _replace(value: Tensor, what: str) -> Change:
+    def change(tensor: Tensor) -> Tensor:
+        if value.shape != tensor.shape:
+            raise PlanError(f"{what} of shape {tuple(value.shape)} given where {tuple(tensor.shape)} passes")
+        return like(value, tensor).clone()
+
+    return change
+
+
+def _patch(edit: Patch) -> Change | None:
+    if not isinstance(edit.source, Tensor) or edit.rows is not None or edit.positions is not None:
+        return None
+    return _replace(edit.source, "patch")
+
+
+def _ablate(edit: Ablate) -> Change | None:
+    if edit.how == "zero" or edit.reference is None:
+        return torch.zeros_like
+    if edit.how != "mean" or not isinstance(edit.reference, Tensor):
+        return None
+    rows = edit.reference
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or rows.shape[1:] != tensor.shape[1:]:
+            raise PlanError(f"reference of shape {tuple(rows.shape)} given where {tuple(tensor.shape)} passes")
+        wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+        mean = rows.to(tensor.device).mean(0, dtype=wide).to(tensor.dtype)
+        return mean.expand_as(tensor).contiguous()
+
+    return change
+
+
+_MAKERS: dict[type, Callable[[Any], Change | None]] = {
+    Scale: _scale,
+    Add: _add,
+    Fill: _fill,
+    Clamp: _clamp,
+    Clip: _clip,
+    Project: _project,
+    Replace: lambda edit: _replace(edit.value, "replacement"),
+    Patch: _patch,
+    Ablate: _ablate,
+}

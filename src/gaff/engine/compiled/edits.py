@@ -1,0 +1,109 @@
+"""Edits inside compiled code: of values, and of the gradients at them."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from gaff.address.grammar import Site
+from gaff.address.nested import dig, iter_tensors, put, put_argument
+from gaff.compat import autograd, checkpoints, memory
+from gaff.edits.arithmetic import Project
+from gaff.edits.files import tensors_of
+from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell
+from gaff.engine.value_edits import RETURNED, TWINS, find_argument, single
+from gaff.errors import ExactnessError, PlanError
+
+
+class TracedEdit(Receiver):
+    """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off."""
+
+    def __init__(self, inside: Inside, site: Site, stream: Any, apply: Any, *, is_cut: bool) -> None:
+        super().__init__(inside)
+        self.site = site
+        self.stream = stream
+        self.apply = apply
+        self.switch = stream.switch
+        self.is_cut = is_cut  # while it acts nothing leads back to what passed: another graph than while it is off
+        self.repeats: WeakSet[Any] = WeakSet()  # checkpoints that will recompute it
+        self.constants = _versions(stream.edit)
+
+    def change(self, output: Any, args: Any) -> Any:
+        """Traced: the output that the model goes on with."""
+        key, tensor = single(self.site, dig(output, self.site.key), self.site.key)
+        return output if tensor is None else put(output, key, self._changed(tensor, _remark(output, tensor, args)))
+
+    def change_arguments(self, args: Any, kwargs: Any) -> Any:
+        """Traced: the arguments that the model goes on with."""
+        found = find_argument(args, kwargs, self.site)
+        return (args, kwargs) if found is None else put_argument(args, kwargs, found[0], self._changed(found[1], ""))
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        if self.constants != _versions(self.stream.edit):
+            raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
+        if autograd.backward_task() == -1:
+            self.stream.told(*values, what)
+            self.repeats.update(found.frame for found in checkpoints.enclosing())
+            self.repeats.update(checkpoints.enclosing_functions())
+
+    def _changed(self, old: Tensor, remark: str) -> Tensor:
+        new = self._mix(old)
+        tell([old.detach(), new.detach()], self.token, self.ticket, new_place(), remark)
+        return new
+
+    def _mix(self, old: Tensor) -> Tensor:
+        if self.is_cut and not self.switch.is_on:
+            return old.clone()
+        new = self.apply(old)
+        if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+            raise PlanError(f"{self.site}: the edit returned another shape, type or device inside compiled code")
+        if self.is_cut and self.switch.is_plain:
+            return new
+        gate = self.switch.gate[0].to(old.device)
+        if not (old.is_floating_point() or old.is_complex()):  # refused where it is told
+            return torch.where(gate == 0, old, new)
+        return torch.where(gate == 0, old, torch.where(gate == 1, new, torch.lerp(old, new, gate.to(old.dtype))))
+
+
+class TracedGradientEdit(TracedEdit):
+    """One edit of the gradient at a value, in compiled code."""
+
+    def change(self, output: Any, args: Any) -> Any:
+        _, tensor = single(self.site, dig(output, self.site.key), self.site.key)
+        if tensor is not None and tensor.requires_grad:
+            self._hook(tensor)
+        return output
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """A frame has run whose gradient is to come: its ticket has been noted."""
+
+    def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
+        self.stream.told(*gradients, "")
+
+    def _hook(self, tensor: Tensor) -> None:
+        if is_view(tensor):
+            raise PlanError(f"{self.site}: inside compiled code the gradient of a view cannot be edited")
+        ticket, place = self.ticket.clone(), new_place()
+        tell([], self.token, ticket, place, "")
+
+        def arrived(gradient: Tensor) -> Tensor:
+            old = gradient.detach()
+            new = self._mix(old)
+            torch.ops.gaff.arrive([old, new], ticket, place, 0)
+            return new
+
+        tensor.register_hook(arrived)
+
+
+def _remark(output: Any, tensor: Tensor, args: Any) -> str:
+    if any(output is one for one in args):
+        return RETURNED
+    return TWINS if sum(one is tensor for _, one in iter_tensors(output)) > 1 else ""
+
+
+def _versions(edit: Any) -> tuple[int, ...]:
+    """Of what a projection was made ready from, which a graph does not make again."""
+    return tuple(memory.version_of(one) for one in tensors_of(edit)) if isinstance(edit, Project) else ()

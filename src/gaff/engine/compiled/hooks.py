@@ -1,0 +1,292 @@
+"""Inside compiled code: hooks that Dynamo traces into the graph, and two ops by which the graph tells what passes.
+
+torch guards no table of hooks that was empty when a graph was made, but it does guard a module's own ``forward``. A
+session therefore lets each hooked module have its class's ``forward`` as an attribute of its own: compiled code
+without taps no longer fits, code with them is compiled once, and fits again whenever the same modules are tapped;
+once the session is closed the old code fits again.
+
+A graph holds no number and no name of a session, only tensors: a *ticket*, the number of the receiver that hears of
+a call, and a token that keeps the order. What is told runs in ordinary Python while the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from gaff.compat import autograd, checkpoints
+from gaff.engine.compiled.structure import has_grad_mode, rebuild, stand_ins, structure_of
+from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell, tell_gradients
+from gaff.engine.modules import MISSING, Node
+from gaff.engine.recomputation import Passage
+from gaff.errors import PlanError
+
+
+class HookInside(Receiver):
+    """A hook that does what ``func`` does outside of compiled code, and something else inside of it."""
+
+    is_gaffs = True
+    edits: tuple[Any, ...] = ()
+
+    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
+        super().__init__(inside)
+        self.node = node
+        self.func = func
+        self.args = (node,)  # as of the hooks that are partials
+        self.outside = torch.compiler.disable(func)
+
+
+class Entry(HookInside):
+    """Before a module: its arguments. ``is_bound``: compiled code may begin here, and with it a run."""
+
+    def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
+        super().__init__(inside, func, node)
+        self.taps = node.entries
+        self.is_bound = is_bound
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.outside(self.node, module, args, kwargs)
+        _refuse_export()
+        if self.taps or self.is_bound:
+            values: list[Tensor] = []
+            what = structure_of((args, kwargs), values)
+            given = self.parts(values) if self.taps else []
+            tell(given, self.token, self.ticket, new_place(), what)
+        for edit in self.edits:
+            args, kwargs = edit.change_arguments(args, kwargs)
+        return (args, kwargs) if self.edits else None
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        clock = self.node.clock
+        if clock.closed or autograd.backward_task() != -1:
+            return
+        if self.is_bound:
+            clock.enter_compiled(self.node)
+        run = clock.run_of_compiled(self.node)
+        if run is not None:
+            number = run.entered[self.node.index]
+            run.entered[self.node.index] = number + 1
+            if self.taps:
+                args, kwargs = rebuild(what, values.__getitem__)
+                for tap in self.taps:
+                    tap(args, kwargs, run, number)
+
+
+class Exit(HookInside):
+    """After a module: its output, and the gradients of its tensors when they come."""
+
+    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
+        super().__init__(inside, func, node)
+        self.taps, self.arms = node.exits, node.arms
+        self._first: dict[Passage, Call] = {}  # calls that a checkpoint may run again
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = MISSING) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.outside(self.node, module, args, kwargs, output)
+        before = output
+        if (self.arms or self.edits) and isinstance(module, nn.Linear) and is_view(output):
+            output = output.clone()  # of a product in two dimensions that nobody else sees
+        for edit in self.edits:
+            output = edit.change(output, args)
+        if self.taps or self.arms:
+            values: list[Tensor] = []
+            what = structure_of(output, values)
+            ticket = self.ticket.clone() if self.arms else self.ticket  # as it is now: torch may set hooks later
+            place = new_place()
+            given = self.parts(values) if self.taps else []
+            tell(given, self.token, ticket, place, what)
+            if self.arms:
+                tell_gradients(values, ticket, place, self.reduce)
+        return None if output is before else output
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        clock = self.node.clock
+        if clock.closed:
+            return
+        if autograd.backward_task() != -1:
+            self._told_again(call, what)
+            return
+        run = clock.run_of_compiled(self.node)
+        if run is not None:
+            number = run.left[self.node.index]
+            run.left[self.node.index] = number + 1
+            if self.taps:
+                output = rebuild(what, values.__getitem__)
+                for tap in self.taps:
+                    tap(output, run, number)
+            if self.arms:
+                self._arm(call, what, Passage(run, number))
+
+    def _arm(self, call: Call, what: str, passage: Passage) -> None:
+        replay = self.node.exit_replay
+        if has_grad_mode(what):
+            if checkpoints.has_saved_hooks():
+                replay.remember(passage, has_grad=True)
+                self._first = {one: at for one, at in self._first.items() if at in self.waiting}
+                self._first[passage] = call
+            self._hang_up(call, what, passage)
+        elif not replay.wait(passage):
+            for arm in self.arms:
+                arm.give_up(passage.run, passage.call)
+
+    def _told_again(self, call: Call, what: str) -> None:
+        """A recomputation: its gradients belong to the call of the first pass."""
+        found = self.node.exit_replay.match(has_grad=has_grad_mode(what)) if self.arms else None
+        if found is not None and found.is_first_graph and has_grad_mode(what):
+            self._hang_up(call, what, found.passage)
+        elif found is not None and (first := self._first.get(found.passage)) in self.waiting:
+            self.waiting[call] = self.waiting[first]
+
+    def _hang_up(self, call: Call, what: str, passage: Passage) -> None:
+        """Let gradient hooks be set on what stands for the tensors of the call."""
+        self.waiting[call] = stands = stand_ins(what)
+        output = rebuild(what, stands.__getitem__)
+        for arm in self.arms:
+            arm(output, ((), {}), passage.run, passage.call)
+
+
+class Leave(HookInside):
+    """Where compiled code ends, and with it a run that began there."""
+
+    def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
+        super().__init__(inside, func, node)
+        self.is_bound = is_bound
+        self.has_marks = inside.has_marks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
+        if not torch.compiler.is_compiling():
+            self.outside(self.node, module, args, kwargs, output)
+        elif self.is_bound:
+            values: list[Tensor] = []
+            what = structure_of(output, values)
+            ticket = self.ticket.clone() if self.has_marks else self.ticket
+            place = new_place()
+            tell([], self.token, ticket, place, what)
+            if self.has_marks:
+                tell_gradients(values, ticket, place)
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        if not self.node.clock.closed and autograd.backward_task() == -1:
+            output = None
+            if self.has_marks:
+                self.waiting[call] = stands = stand_ins(what)
+                output = rebuild(what, stands.__getitem__)
+            with torch.enable_grad() if has_grad_mode(what) else nullcontext():
+                self.node.clock.leave(self.node, output)
+
+
+class Look(Receiver):
+    """After a module: tells ``listener(module, args, output, stands)``, inside compiled code and outside of it.
+
+    ``stands``: by the identity of a tensor of the output, what can be hooked to hear of its gradient; in compiled code.
+    """
+
+    def __init__(self, inside: Inside, module: nn.Module, listener: Any, *, has_args: bool) -> None:
+        super().__init__(inside)
+        self.module = ref(module)
+        self.listener = listener
+        self.has_args = has_args
+        self.outside = torch.compiler.disable(self._outside)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.outside(module, args, output)
+        if torch.compiler.is_exporting():
+            return None
+        before = output
+        if isinstance(module, nn.Linear) and is_view(output):
+            output = output.clone()  # of a product in two dimensions that nobody else sees
+        own: list[Tensor] = []
+        structure_of(output, own)
+        values: list[Tensor] = []
+        what = structure_of((output, args if self.has_args else ()), values)
+        ticket, place = self.ticket.clone(), new_place()
+        tell(self.parts(values), self.token, ticket, place, what, is_flexible=True)
+        if torch.is_grad_enabled():
+            tell_gradients(own, ticket, place, is_flexible=True)  # the first of the values
+        return None if output is before else output
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        module = self.module()
+        if module is not None:
+            output, args = rebuild(what, values.__getitem__)
+            self.waiting[call] = stands = stand_ins(what) if has_grad_mode(what) else []
+            self.listener(module, args, output, {id(one): stand for one, stand in zip(values, stands, strict=False)})
+
+    def _outside(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.listener(module, args, output, None)
+
+
+class Looks:
+    """Hooks of ``Look`` on many modules, on and off. The same hooks each time, so that compiled code fits again."""
+
+    def __init__(self, modules: Iterable[tuple[nn.Module, bool]], listener: Any) -> None:
+        self._inside = Inside(has_marks=False)
+        self._looks = [(ref(one), Look(self._inside, one, listener, has_args=has_args)) for one, has_args in modules]
+        self._handles: list[Any] = []
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._handles)
+
+    def switch_on(self) -> None:
+        for reference, look in () if self._handles else self._looks:
+            module = reference()
+            if module is not None:
+                self._handles += [module.register_forward_hook(look), OwnForward(module)]
+
+    def switch_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for _, look in self._looks:
+            look.waiting.clear()
+
+    def close(self) -> None:
+        """For good."""
+        self.switch_off()
+        self._inside.close()
+
+
+class OwnForward:
+    """Lets ``module`` have a ``forward`` as an attribute of its own, which torch guards, until all are removed."""
+
+    _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, ours, what was there
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        known = self._standing.get(module)
+        if known is not None:
+            known[0] += 1
+            return
+        before = module.__dict__.get("forward")
+        own: Any = MethodType(type(module).forward, module) if before is None else _passing_on(before)
+        self._standing[module] = [1, own, before]
+        module.__dict__["forward"] = own
+
+    def remove(self) -> None:
+        known = self._standing[self._module]
+        known[0] -= 1
+        if not known[0]:
+            del self._standing[self._module]
+            inside = self._module.__dict__
+            if inside.get("forward") is known[1]:
+                del inside["forward"]
+                if known[2] is not None:
+                    inside["forward"] = known[2]
+
+
+def _passing_on(forward: Any) -> Any:
+    return lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def _refuse_export() -> None:
+    if torch.compiler.is_exporting():
+        raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")

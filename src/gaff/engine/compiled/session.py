@@ -1,0 +1,200 @@
+"""Which sessions can put their taps into compiled code, and how they do."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from gaff.address.resolve import unwrap
+from gaff.compat import compiler, distributed
+from gaff.edits.compiled import cuts, traced
+from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
+from gaff.engine.compiled.hooks import Entry, Exit, HookInside, Leave, OwnForward
+from gaff.engine.compiled.tell import Inside
+from gaff.engine.force_eager import EAGER, forced_eager
+from gaff.engine.modules import Node, before, before_edit, leave
+from gaff.engine.process.calls import is_compiled
+from gaff.engine.taps import CallTap, EditTap, Tap
+from gaff.errors import ExactnessError
+from gaff.sessions.receipt import counted
+
+_SEEN = ("output", "input", "grad_output", "param", "buffer", "grad")
+_EDITED = ("output", "input", "grad_output", "grad")
+
+
+def why_not(taps: Sequence[Any]) -> str:
+    """Why these taps cannot be in compiled code; empty if they can."""
+    if not compiler.traces_gradient_hooks():
+        return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
+    if compiler.stance() != "default":
+        return f"its stance is {compiler.stance()!r}"
+    for tap in taps:
+        if isinstance(tap, CallTap):
+            continue
+        if not isinstance(tap, (Tap, EditTap)):
+            return "what it looks at is not in graphs"
+        site = tap.found.site
+        if site.op is not None:
+            return f"ops, as {site}, are seen by Python alone"
+        if isinstance(tap, EditTap):
+            reason = _why_no_edit(tap)
+        else:
+            reason = "" if site.port in _SEEN else f"{site}: graphs tell the gradients of outputs only"
+        if reason:
+            return reason
+    return _why_order([tap for tap in taps if isinstance(tap, EditTap)])
+
+
+def _why_no_edit(tap: EditTap) -> str:
+    site = tap.found.site
+    if tap.is_skip or site.port not in _EDITED:
+        return f"{site}: such an edit has no form in a graph"
+    if site.call is not None:
+        return f"{site}: a graph does not count calls"
+    if site.port != "grad" and _traced(tap) is None:
+        return f"{site}: the edit asks when it acts, draws numbers, or rounds to a type"
+    return ""
+
+
+def _traced(tap: EditTap) -> Any:
+    """The edit as a function of the tensor that torch can trace; None where there is none."""
+    if tap.stream.check_finite:
+        return None
+    return traced(tap.stream.edit, is_gradient=tap.found.site.port == "grad_output")
+
+
+def _why_order(taps: Sequence[EditTap]) -> str:
+    """Edits of the gradient of one tensor at two sites act in an order that graphs do not keep."""
+    gradients = [tap for tap in taps if tap.found.site.port == "grad_output"]
+    for tap in gradients:
+        for other in gradients:
+            if tap.found.module in other.found.chain:
+                return f"{tap.found.site} and {other.found.site} may edit the gradient of one tensor"
+    return ""
+
+
+def meet(
+    opening: ExitStack, model: nn.Module, taps: Sequence[Any], notes: list[str], reason: str, *, has_marks: bool
+) -> Traced | None:
+    """Hooks that compiled code holds where it can; else, also for ``reason``, it runs eagerly until closing."""
+    reason = reason or why_not(taps) or _why_full(model, taps)
+    if not reason:
+        return opening.enter_context(Traced(model, taps, notes, has_marks=has_marks))
+    opening.enter_context(forced_eager)
+    notes.append(f"{EAGER}: {reason}")
+    return None
+
+
+_PATTERNS: dict[Any, set[frozenset[str]]] = {}  # by code that is compiled: in which ways it has been tapped
+
+
+def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
+    """Why another way of tapping would leave torch no room for the user's own variants; empty if there is room."""
+    if compiler.was_reset():
+        _PATTERNS.clear()
+    wanted: dict[Any, set[frozenset[str]]] = {}
+    regions = [(path, one) for path, one in model.named_modules() if getattr(one, "_compiled_call_impl", None)]
+    for path, region in regions or [("", unwrap(model))]:
+        kind = type(region)
+        code = "torch.nn" if kind.__module__.startswith("torch.nn.") else kind  # which torch calls by one function
+        start = f"{path}." if path else ""
+        inside = frozenset(_kind_of(tap, start) for tap in taps if f"{tap.found.site.path}.".startswith(start))
+        if inside:
+            wanted.setdefault(code, set()).add(inside)
+    most = compiler.most_variants()
+    for code, patterns in wanted.items():
+        known = _PATTERNS.get(code, set())
+        if len(known | patterns) > most // 2:
+            name = code if isinstance(code, str) else code.__name__
+            return f"{name} has been tapped in {len(known)} other ways, and torch keeps {most} variants of its code"
+        _PATTERNS[code] = known | patterns
+    return ""
+
+
+def _reduction(model: nn.Module, taps: Sequence[Any]) -> Any:
+    """What all taps want in the place of a tensor; None where one wants the tensor, or they do not agree."""
+    wanted = [_in_graph(tap) for tap in taps]
+    is_one = wanted and all(one == wanted[0] for one in wanted)
+    return wanted[0] if is_one and not distributed.ranks_of(model.parameters()) else None
+
+
+def _in_graph(tap: Any) -> Any:
+    return getattr(tap.stream, "in_graph", None) if isinstance(tap, Tap) else None
+
+
+def _kind_of(tap: Any, start: str) -> str:
+    kind = type(tap.stream.edit).__name__ if isinstance(tap, EditTap) else f"{_in_graph(tap)}"
+    site = tap.found.site
+    return f"{site.path.removeprefix(start)}:{site.port} {kind}"
+
+
+class Traced(AbstractContextManager["Traced"]):
+    """The taps of one session inside compiled code, while open."""
+
+    def __init__(self, model: nn.Module, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
+        self._root = unwrap(model)
+        self._is_inside = is_compiled(model)  # else a compiled function calls it, or parts of it
+        self._inside = Inside(has_marks=has_marks, reduce=_reduction(model, taps))
+        self._notes = notes
+        self._edits = [tap for tap in taps if isinstance(tap, EditTap) and tap.found.site.port != "grad"]
+        self._made: list[TracedEdit] = []
+        self._counts = compiler.compile_counts()
+
+    def install(self, node: Node, handles: list[Any]) -> None:
+        """Put hooks on the module that act inside compiled code, and outside of it as others do."""
+        is_region = node.module is self._root or getattr(node.module, "_compiled_call_impl", None) is not None
+        is_bound = is_region or not self._is_inside
+        node.has_entry = node.has_entry or is_bound
+        edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
+
+        def make(func: Any, node: Node) -> HookInside:
+            if func is leave:
+                return Leave(self._inside, func, node, is_bound=is_bound)
+            is_entry = func in (before, before_edit)
+            made = Entry(self._inside, func, node, is_bound=is_bound) if is_entry else Exit(self._inside, func, node)
+            ports = ("input",) if is_entry else ("output", "grad_output")  # gradients are those of what is edited
+            made.edits = tuple(edit for port in ports for edit in edits if edit.site.port == port)
+            return made
+
+        # not always called: compiled code guards the numbers of such hooks, and would be compiled anew each time
+        node.install(handles, make, always=False)
+        handles.append(OwnForward(node.module))
+
+    def __exit__(self, *exc: object) -> None:
+        graphs, breaks = (now - then for now, then in zip(compiler.compile_counts(), self._counts, strict=True))
+        is_to_come = self._has_gradients_to_come()
+        if is_to_come:
+            gc.collect()  # of graphs that nobody but a cycle holds
+            is_to_come = self._has_gradients_to_come()
+        self._inside.close()
+        self._notes.append(
+            f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
+            f"and torch counted {counted(breaks, 'graph break')}"
+        )
+        if is_to_come and exc[0] is None:
+            raise ExactnessError(
+                "a gradient edit in compiled code whose backward has not run: it would act after the session; call "
+                "backward() before it is closed, or let go of what the model has returned"
+            )
+        if any(edit.repeats for edit in self._made) and exc[0] is None:
+            raise ExactnessError(
+                "edits in compiled code inside a checkpoint whose backward has not run: it would recompute without "
+                "them; call backward() before the session is closed"
+            )
+
+    def _has_gradients_to_come(self) -> bool:
+        return any(isinstance(one, TracedGradientEdit) and one.has_living_graph() for one in self._made)
+
+    def _make_edit(self, tap: EditTap) -> TracedEdit:
+        kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
+        switch = tap.stream.switch
+        switch.gate = torch.zeros(1)
+        switch.set()
+        made: TracedEdit = kind(self._inside, tap.found.site, tap.stream, _traced(tap), is_cut=cuts(tap.stream.edit))
+        self._made.append(made)
+        return made

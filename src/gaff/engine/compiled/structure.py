@@ -1,0 +1,117 @@
+"""The structure of a value as text, which a graph can hold: written while torch traces, read while the graph runs."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.address.nested import Opaque, children
+
+_KINDS: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict"}
+
+
+def structure_of(value: Any, tensors: list[Tensor]) -> str:
+    """The text of ``value``; its tensors are appended to ``tensors``. Traced by Dynamo: constants alone decide."""
+    return ("1" if torch.is_grad_enabled() else "0") + _write(value, tensors)
+
+
+def has_grad_mode(what: str) -> bool:
+    """Whether grad mode was on where the text was written."""
+    return what.startswith("1")
+
+
+def rebuild(what: str, tensor_of: Callable[[int], Any]) -> Any:
+    """The value, with ``tensor_of(number)`` for its tensors. Numbers and other objects are told by type only."""
+    return _build(_read(what), tensor_of)
+
+
+def stand_ins(what: str) -> list[Tensor]:
+    """Small tensors on which hooks can be set in the place of those of the value.
+
+    They require grad as those did; what stands for a view says so.
+    """
+    found: dict[int, Tensor] = {}
+    with torch.inference_mode(False), torch.enable_grad():
+        for number, requires_grad, is_view in _leaves(_read(what)):
+            stand: Tensor = torch.empty(0, requires_grad=requires_grad)
+            found[number] = stand.clone() if requires_grad else stand
+            if requires_grad and is_view:
+                found[number].stands_for_view = True  # type: ignore[attr-defined]
+    return [found[number] for number in sorted(found)]
+
+
+def _write(value: Any, tensors: list[Tensor]) -> str:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return f"({len(tensors) - 1},{value.requires_grad},{value._base is not None})"
+    if value is None:
+        return "None"
+    inside = children(value)
+    if inside is None:
+        return f"'{type(value).__name__}'"
+    kind = type(value)
+    name = _KINDS.get(kind)
+    if name is None:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+    parts = [f"({key!r},{_write(child, tensors)})" for key, child in inside]
+    return f"['{name}',{','.join(parts)}]"
+
+
+@lru_cache(maxsize=1024)
+def _read(what: str) -> Any:
+    return ast.literal_eval(what[1:])
+
+
+def _leaves(tree: Any) -> list[tuple[int, bool, bool]]:
+    if isinstance(tree, tuple):
+        return [tree]
+    if isinstance(tree, list):
+        return [leaf for _, part in tree[1:] for leaf in _leaves(part)]
+    return []
+
+
+def _build(tree: Any, tensor_of: Callable[[int], Any]) -> Any:
+    if isinstance(tree, tuple):
+        return tensor_of(tree[0])
+    if not isinstance(tree, list):
+        return None if tree is None else Opaque(tree)
+    keys = [key for key, _ in tree[1:]]
+    parts = [_build(part, tensor_of) for _, part in tree[1:]]
+    if tree[0] in ("tuple", "list"):
+        return tuple(parts) if tree[0] == "tuple" else parts
+    named = dict(zip(keys, parts, strict=True))
+    return named if tree[0] == "dict" else _make(_class_of(tree[0]), named)
+
+
+def _class_of(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _make(kind: Any, named: dict[Any, Any]) -> Any:
+    """An object of the class, or a dict where that cannot be made of its parts."""
+    if isinstance(kind, type) and hasattr(kind, "_make"):
+        return kind._make(named.values())
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        try:
+            return kind(**named)
+        except TypeError:
+            return named
+    if isinstance(kind, type) and is_dataclass(kind):
+        made = object.__new__(kind)
+        for field in fields(kind):
+            object.__setattr__(made, field.name, named.get(field.name))
+        return made
+    if isinstance(kind, type) and issubclass(kind, (tuple, list)):
+        return kind(named.values())
+    return named

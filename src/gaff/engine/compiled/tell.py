@@ -1,0 +1,231 @@
+"""How a compiled graph tells what passes: two ops, and who hears of them by a ticket."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.compat import compiler, memory
+from gaff.engine.compiled.structure import structure_of
+
+_NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
+_PLACES = itertools.count(1)  # of calls in traced code
+_RECEIVERS: dict[int, Receiver] = {}
+_REDUCIBLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_FEW = 64  # tickets of a receiver above which those are looked for that no graph holds any more
+_LOCK = threading.Lock()
+Call = tuple[int, int, int]  # a ticket, a place and a thread: one call, once
+
+
+def _define() -> None:
+    """Define the two ops when a session first needs them."""
+    with _LOCK:
+        _ops()
+
+
+@cache
+def _ops() -> Any:
+    library = torch.library.Library("gaff", "FRAGMENT")
+    tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+    for ending, more in (("", ()), ("_any", (torch.Tag.flexible_layout,))):  # whether any strides will do
+        tell_, arrive = f"tell{ending}_", f"arrive{ending}"
+        told = "(Tensor[] values, Tensor(a!) token, Tensor ticket, int place, str what, int[] pairs) -> ()"
+        library.define(tell_ + told, tags=(*tags, *more))
+        library.define(f"{arrive}(Tensor[] gradients, Tensor ticket, int place, int number) -> ()", tags=(*tags, *more))
+        library.impl(tell_, torch.compiler.disable(_tell), "CompositeExplicitAutograd")
+        library.impl(arrive, torch.compiler.disable(_arrive), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"gaff::{tell_}", lambda *given: None, lib=library)
+        torch.library.register_fake(f"gaff::{arrive}", lambda *given: None, lib=library)
+        compiler.keep_in_graphs(getattr(torch.ops.gaff, arrive).default)
+    compiler.leave_uncompiled(structure_of, tell_gradients)
+    return library
+
+
+@cache
+def _leave_uncompiled(kind: type[Receiver]) -> None:
+    call: Any = getattr(kind, "__call__", None)  # noqa: B004  # its function, where it is a hook itself
+    if hasattr(call, "__code__"):
+        compiler.leave_uncompiled(call)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def new_place() -> int:
+    """A number for one call in traced code: runs while torch traces."""
+    return next(_PLACES)
+
+
+def tell(
+    values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str, *, is_flexible: bool = False
+) -> None:
+    """Traced: let whoever has the ticket hear of ``values``; with ``is_flexible`` in whatever strides they have now.
+
+    Complex ones go as pairs of numbers: Inductor takes no operation that writes (to the token) among complex tensors.
+    """
+    pairs = [number for number, value in enumerate(values) if value.is_complex()]
+    plain = [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in values]
+    op = torch.ops.gaff.tell_any_ if is_flexible else torch.ops.gaff.tell_
+    op(plain, token, ticket, place, what, pairs)
+
+
+def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str, pairs: list[int]) -> None:
+    number = int(ticket)
+    receiver = _RECEIVERS.get(number)
+    if receiver is not None:
+        for pair in pairs:
+            values[pair] = torch.view_as_complex(values[pair])
+        receiver.lives.setdefault(number, []).append(memory.storage_life(ticket))
+        receiver.tellers.setdefault(number, set()).add(threading.get_ident())
+        receiver.renew(number)
+        _mark(values, receiver)
+        receiver.told((number, place, threading.get_ident()), values, what)
+
+
+def _arrive(gradients: list[Tensor], ticket: Tensor, place: int, number: int) -> None:
+    receiver = _RECEIVERS.get(int(ticket))
+    if receiver is not None:
+        _mark(gradients, receiver)
+        receiver.arrived((int(ticket), place, threading.get_ident()), number, gradients)
+
+
+class Inside:
+    """What the taps of one session in compiled code share."""
+
+    def __init__(self, *, has_marks: bool, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+        _define()
+        self.reduce = reduce  # what everybody who listens wants of a tensor, told in its place
+        self.token = torch.zeros(1, dtype=torch.int64)
+        self.has_marks = has_marks  # somebody asks which backward pass comes by
+        self.receivers: list[Receiver] = []
+
+    def close(self) -> None:
+        """Whatever graph still tells something, nobody hears it."""
+        for receiver in self.receivers:
+            receiver.forget()
+        self.receivers.clear()
+
+
+class Receiver(ABC):
+    """Hears of one module, at one side. ``ticket`` is another tensor for each frame of compiled code that runs."""
+
+    def __init__(self, inside: Inside) -> None:
+        _leave_uncompiled(type(self))
+        self.token = inside.token
+        self.reduce = inside.reduce
+        self.waiting: dict[Call, list[Tensor]] = {}  # calls whose gradients may arrive, and what stands for the tensors
+        self._numbers: deque[int] = deque()
+        self.lives: dict[int, list[Any]] = {}  # of tickets: whether a graph still holds what stands for them
+        self.tellers: dict[int, set[int]] = {}  # of tickets: threads on which frames with it have run
+        self._most = _FEW
+        self._latest = 0
+        self.ticket = self._new_ticket()
+        inside.receivers.append(self)
+
+    def renew(self, number: int) -> None:
+        """A frame with this ticket is running: the next one gets another."""
+        if number == self._latest:
+            self.ticket = self._new_ticket()
+
+    def parts(self, values: list[Tensor]) -> list[Tensor]:
+        """Traced: what is told of tensors."""
+        return [part_of(one.detach(), self.reduce) for one in values]
+
+    @abstractmethod
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """The graph has come by, with ``values`` of the structure ``what``."""
+
+    def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
+        """A gradient has come for one tensor of a call: the hooks on what stands for it hear of it."""
+        stands = self.waiting.get(call)
+        if stands is None and len(self.tellers.get(call[0], ())) == 1:  # backward runs on another thread
+            found = [one for known, one in self.waiting.items() if known[:2] == call[:2]]
+            stands = found[0] if len(found) == 1 else None
+        if stands is not None:
+            for hook in list((stands[number]._backward_hooks or {}).values()):
+                hook(gradients[0])
+
+    def forget(self) -> None:
+        """Hear nothing any more."""
+        with _LOCK:
+            for number in self._numbers:
+                _RECEIVERS.pop(number, None)
+        self._numbers.clear()
+        self.lives.clear()
+        self.tellers.clear()
+        self.waiting.clear()
+
+    def _new_ticket(self) -> Tensor:
+        with _LOCK:
+            self._latest = number = next(_NUMBERS)
+            _RECEIVERS[number] = self
+            self._numbers.append(number)
+            if len(self._numbers) > self._most:
+                self._drop_dead()
+        with torch.inference_mode(False):
+            ticket = torch.tensor([number])  # with a dimension: torch guards the number of one without
+        self.lives[number] = [memory.storage_life(ticket)]
+        return ticket
+
+    def has_living_graph(self) -> bool:
+        """Whether a graph is alive that may still bring gradients."""
+        return any(lives_on() for number, lives in self.lives.items() if number != self._latest for lives_on in lives)
+
+    def _drop_dead(self) -> None:
+        """Forget the tickets that no graph holds any more."""
+        for number in list(self._numbers):
+            lives = self.lives.get(number)
+            if number != self._latest and lives is not None and not any(lives_on() for lives_on in lives):
+                _RECEIVERS.pop(number, None)
+                del self.lives[number]
+                self.tellers.pop(number, None)
+        self._numbers = deque(number for number in self._numbers if number in self.lives or number == self._latest)
+        known = set(self._numbers)
+        self.waiting = {call: stands for call, stands in self.waiting.items() if call[0] in known}
+        self._most = max(_FEW, 2 * len(self._numbers))
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # a copy of the module gets a hook that does nothing
+
+
+def is_view(value: Any) -> bool:
+    """Whether a tensor is a view of another, in traced code, too."""
+    return isinstance(value, Tensor) and value._base is not None
+
+
+def tell_gradients(
+    values: list[Tensor], ticket: Tensor, place: int, reduce: Any = None, *, is_flexible: bool = False
+) -> None:
+    """Traced: let the gradient of each tensor be told."""
+    for number, value in enumerate(values):
+        if value.requires_grad and not is_view(value):
+            value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
+
+
+def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:
+    def arrived(gradient: Tensor) -> None:
+        op = torch.ops.gaff.arrive_any if is_flexible else torch.ops.gaff.arrive
+        op([part_of(gradient.detach(), reduce)], ticket, place, number)
+
+    return arrived
+
+
+def part_of(tensor: Tensor, reduce: Any) -> Tensor:
+    """Traced: ``reduce(tensor)``, so that the compiler need not write the tensor down.
+
+    Not of half precision: Inductor would leave out the rounding, and what it overflows, too.
+    """
+    return reduce(tensor) if reduce is not None and tensor.dtype in _REDUCIBLE else tensor
+
+
+def _mark(values: Iterable[Tensor], receiver: Receiver) -> None:
+    for value in values if receiver.reduce is not None else ():
+        if value.dtype in _REDUCIBLE:
+            compiler.mark_reduced(value)

@@ -1,0 +1,1 @@
+"""How gradients come to be seen and changed: tensor hooks set from forward hooks."""

@@ -1,0 +1,112 @@
+"""Where edits of gradients take hold: at the outputs and inputs of a module, and at its own share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gaff.address.nested import iter_tensors, put_argument
+from gaff.compat import autograd, memory
+from gaff.engine.clock import Frame
+from gaff.engine.gradients.pending import ArmedShare
+from gaff.engine.gradients.ports import GradientArm
+from gaff.engine.gradients.share import find_feeding, roots_of
+from gaff.engine.recomputation import Passage
+from gaff.engine.streams import EntryArm, ExitArm, ExitChange
+from gaff.engine.value_edits import find_argument
+
+
+class EntryGradient:
+    """Arms the gradient edit of an input, where a graph is made."""
+
+    is_gradient = True
+
+    def __init__(self, arm: EntryArm) -> None:
+        self._arm = arm
+        self.give_up = arm.give_up
+        self.before_graph = arm.before_graph
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
+        self._arm(args, kwargs, passage.run, passage.call)
+
+
+class ExitGradient:
+    """Arms the gradient edit of an output, where a graph is made."""
+
+    is_gradient = True
+
+    def __init__(self, arm: ExitArm) -> None:
+        self._arm = arm
+        self.give_up = arm.give_up
+
+    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
+        self._arm(output, given, passage.run, passage.call)
+        return output
+
+
+class ShareChange(GradientArm):
+    """Edits a module's own share of the gradient at its input.
+
+    The module is given a view of its input, at which its own uses of it meet. A module that writes into its input
+    cuts that view out of the graph; the one node that then stands before the input is hooked instead.
+    """
+
+    is_gradient = True
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._wants(passage.call):
+            return None
+        found = find_argument(args, kwargs, self._site)
+        if found is None or not found[1].requires_grad:
+            self._stream.absent(passage.run, passage.call, "the input does not require grad")
+            return None
+        tensor = found[1]
+        edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
+        alias = tensor.view_as(tensor)
+        share = ArmedShare(self._stream, passage.run, passage.call, alias)
+        self._frame(passage).notes[self] = (tensor, edge, since, memory.version_of(tensor), share)
+        self._gradients.arm_share(alias, share)
+        for key, other in list(iter_tensors((args, kwargs))):  # given several times: one view for all of them
+            if other is tensor:
+                args, kwargs = put_argument(args, kwargs, key[1:], alias)
+        return args, kwargs
+
+    def leave(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
+        """The module returned: see whether it wrote into its input."""
+        noted = self._frame(passage).notes.pop(self, None)
+        if noted is None:
+            return output
+        tensor, edge, since, version, share = noted
+        if memory.version_of(tensor) != version:
+            roots = [tensor, *roots_of(output, given, self._node.module)]
+            feeding = find_feeding(roots, edge, since)
+            if len(feeding) != 1 or tensor._is_view():
+                share.refuse(
+                    "the module writes into its input and uses it in other ways, too: edit :input_grad instead"
+                )
+            node, position = feeding[0]
+            share.follow(node.register_hook(partial(self._gradients.share_arrived, share, position)))
+        return output
+
+    def exit_half(self) -> ShareLeave:
+        """The half that runs when the module returns."""
+        return ShareLeave(self.leave)
+
+    def _frame(self, passage: Passage) -> Frame:
+        frames = passage.run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
+        return next(frame for frame in reversed(frames) if frame.owner is self._node)
+
+
+class ShareLeave(ExitChange):
+    """The second half of a ``ShareChange``; what never came is told by the first."""
+
+    is_gradient = True
+
+    def __init__(self, leave: Callable[[Any, tuple[Any, Any], Passage, bool], Any]) -> None:
+        self._leave = leave
+
+    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
+        return self._leave(output, given, passage, is_again)

@@ -1,0 +1,120 @@
+"""Gradients of leaves: of parameters, and of tensors that the user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from gaff.compat import autograd, checkpoints
+from gaff.engine.clock import Clock, Run
+from gaff.engine.gradients.pending import BATCHED, NEEDS_NONE, NOT_REACHED, Gradients
+from gaff.engine.gradients.sharded import ShardedGradient
+from gaff.engine.streams import Stream
+
+OFFLOADED_GRADIENT = "it lies on the meta device between calls (offloaded): its gradient goes to a copy that is dropped"
+
+
+class LeafGradient:
+    """The contribution of each backward pass to a parameter, or to a tensor given by the user, before accumulation."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        stream: Stream,
+        clock: Clock,
+        find: Callable[[], Tensor],
+        *,
+        is_anywhere: bool = False,
+        sharded: Any = None,
+    ) -> None:
+        self._sharded = ShardedGradient.of(sharded[0]) if sharded is not None else None
+        self._coming: Run | None = None
+        self._is_anywhere = is_anywhere  # a tensor that the user holds: on whatever thread its gradient comes
+        self._gradients = gradients
+        self._stream = stream
+        self._clock = clock
+        self._find = find
+        self._tensor: Tensor | None = None
+        self._handle: Any = None
+        self._has_fired = False
+        self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
+
+    def follow(self, run: Run | None = None) -> None:
+        """Hook the tensor that is there now: a parameter may have been replaced since the last run."""
+        if self._sharded is not None:
+            if self not in self._sharded.listeners:
+                self._sharded.listeners.append(self)
+            self._sharded.follow()
+            self._tensor = self._sharded._record.sharded_param
+            return
+        tensor = self._find()
+        if tensor is self._tensor:
+            return
+        if self._tensor is not None:
+            self.remove()
+            self._stream.skip("the parameter was replaced by another tensor while the session was open")
+        self._tensor = tensor
+        if tensor.requires_grad:
+            if tensor._is_view():
+                _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
+            self._handle = tensor.register_hook(self._arrived)
+
+    def remove(self) -> None:
+        if self._sharded is not None:
+            self._sharded.leave(self)
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    def coming(self) -> None:
+        """Backward has reached the gathered parameter: the reduction may come when the pass is over."""
+        runs = self._gradients.runs_of(autograd.backward_task())
+        self._coming = runs[-1] if runs else self._clock.latest if self._clock.is_own_backward() else None
+
+    def reduced(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of all processes, this one's part."""
+        run = self._coming
+        if not self._gradients.is_open or run is None:
+            return None
+        self._gradients.seen(run)
+        self._has_fired = True
+        found: Tensor | None = self._stream.add(gradient, run, 0)
+        return found
+
+    def close(self) -> None:
+        self.remove()
+        if self._tensor is not None and not self._tensor.requires_grad:
+            self._stream.absent(self._clock.latest, 0, NEEDS_NONE)
+        elif not self._has_fired and self._gradients.has_backward:
+            is_meta = self._tensor is not None and self._tensor.is_meta
+            self._stream.absent(self._clock.latest, 0, OFFLOADED_GRADIENT if is_meta else NOT_REACHED)
+        self._tensor = None
+        self._last = (-1, None)
+
+    def _arrived(self, gradient: Tensor | None) -> Any:
+        runs = self._gradients.runs_of(autograd.backward_task())
+        run = runs[-1] if runs else None
+        is_ours = run is not None or self._is_anywhere or self._clock.is_own_backward()
+        if not self._gradients.is_open or not is_ours or gradient is None:
+            return None  # a backward pass of a thread at which this session does not look
+        run = run or self._clock.latest
+        self._gradients.seen(run)
+        self._has_fired = True
+        if autograd.is_wrapper(gradient):
+            self._stream.refuse(run, 0, BATCHED)
+            return None
+        if self._gradients.has_edits:
+            self._refuse_parts(run)
+        return self._stream.add(gradient, run, 0)
+
+    def _refuse_parts(self, run: Run) -> None:
+        """Reentrant checkpoints run backward apart: a parameter used in two gets its gradient in parts."""
+        region = checkpoints.recomputing_function()
+        last, self._last = self._last, (self._gradients.passes, region)
+        is_part = region is not None and last[0] == self._gradients.passes and last[1] not in (None, region)
+        if is_part:
+            self._stream.refuse(
+                run, 0, "the gradient comes in parts, one for each reentrant checkpoint: expected use_reentrant=False"
+            )

@@ -1,0 +1,108 @@
+"""Autograd nodes under watch: which ran, with what, in the order in which backward ran them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gaff.compat.autograd import sequence_of
+
+Gradients = Sequence["Tensor | None"]
+
+
+class Seen:
+    """One autograd node. ``owner``: whatever the caller said of it first; ``onward``: who gets its gradients."""
+
+    __slots__ = ("name", "node", "onward", "owner", "sequence", "variable")
+
+    def __init__(self, node: Node, owner: Any) -> None:
+        self.node = node
+        self.owner = owner
+        self.name = node.name().rpartition("::")[2]
+        self.sequence = sequence_of(node)
+        self.variable: Tensor | None = getattr(node, "variable", None)  # of a leaf's accumulator
+        self.onward: list[tuple[Seen, int] | None] = []
+
+
+class NodeWatch:
+    """Calls ``ran(seen, incoming, outgoing)`` after each watched node; its gradients are looked at, never changed.
+
+    Holds the nodes, and with them what they saved, until ``close``.
+    """
+
+    def __init__(self, ran: Callable[[Seen, Gradients, Gradients], None]) -> None:
+        self._ran = ran
+        self._seen: dict[Node, Seen] = {}
+        self._handles: list[Any] = []
+        self.is_open = True
+
+    def __iter__(self) -> Any:
+        return iter(self._seen.values())
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def follow(self, tensors: Iterable[Tensor], owner: Any) -> None:
+        """Watch every node behind ``tensors`` that is not watched yet."""
+        waiting: list[Seen] = []
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.grad_fn is not None and tensor.grad_fn not in self._seen:
+                waiting.append(self._add(tensor.grad_fn, owner))
+        while waiting:
+            seen = waiting.pop()
+            for onward, position in seen.node.next_functions:
+                known = self._seen.get(onward) if onward is not None else None
+                if known is None and onward is not None:
+                    known = self._add(onward, owner)
+                    waiting.append(known)
+                seen.onward.append(None if known is None else (known, position))
+
+    def find(self, tensor: Tensor) -> Seen | None:
+        """The node that made ``tensor``, if it is watched."""
+        return self._seen.get(tensor.grad_fn) if tensor.grad_fn is not None else None
+
+    def owners_behind(self, tensor: Tensor, passing: Iterable[str]) -> Iterator[tuple[Any, tuple[Node, int]]]:
+        """Whose outputs what made ``tensor`` was given, and which: past nodes of the names ``passing``, if need be."""
+        names = {f"{name}Backward" for name in passing}
+        waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
+        known = set(waiting)
+        while waiting:
+            for node, number in waiting.pop().next_functions:
+                if node is None:
+                    continue
+                if node.name().rpartition("::")[2] in names and node not in known:
+                    known.add(node)
+                    waiting.append(node)
+                elif node in self._seen:
+                    yield self._seen[node].owner, (node, number)
+
+    def close(self) -> None:
+        self.is_open = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seen.clear()
+
+    def _add(self, node: Node, owner: Any) -> Seen:
+        seen = self._seen[node] = Seen(node, owner)
+        self._handles.append(node.register_hook(partial(_after, self, seen)))
+        return seen
+
+
+def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
+    """Call ``keep`` with every gradient that arrives at ``tensor``, as long as its graph lives; returns the handle."""
+
+    def arrived(gradient: Tensor | None) -> None:
+        if gradient is not None:  # a custom Function hands None to what it does not need
+            keep(gradient)
+
+    return tensor.register_hook(arrived)
+
+
+def _after(watch: NodeWatch, seen: Seen, outgoing: Gradients, incoming: Gradients) -> None:
+    if watch.is_open:
+        watch._ran(seen, incoming, outgoing)

@@ -1,0 +1,356 @@
+"""Tensor hooks that wait for a gradient: whose it will be, and what could make it another one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.address.nested import iter_tensors
+from gaff.compat import autograd, memory
+from gaff.compat.autograd import is_wrapper
+from gaff.engine.clock import Run
+from gaff.engine.streams import Stream
+
+NEEDS_NONE = "the tensor does not require grad"
+NOT_REACHED = "backward ran, but no gradient reached this tensor"
+VIEW_INSIDE = (
+    "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer that "
+    "makes it, or open the session under torch.compiler.set_stance('force_eager')"
+)
+BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
+
+
+class Armed:
+    """One tensor hook that waits. ``is_plain``: what arrives is the gradient, without further questions."""
+
+    __slots__ = ("call", "fired", "handle", "run", "stream")
+    is_plain = True
+
+    def __init__(self, stream: Stream, run: Run, call: int) -> None:
+        self.stream = stream
+        self.run = run
+        self.call = call
+        self.fired = False
+        self.handle: Any = None
+
+    def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
+        """Called in place of delivering, by kinds that are not plain."""
+        return self.deliver(gradient)
+
+    def deliver(self, gradient: Tensor) -> Any:
+        """Tell the stream; returns the gradient that an edit puts in its place, else None."""
+        self.fired = True
+        return self.stream.add(gradient, self.run, self.call)
+
+    def refuse(self, reason: str) -> None:
+        self.fired = True
+        self.stream.refuse(self.run, self.call, reason)
+
+    def is_dead(self) -> bool:
+        """Whether the graph that the hook sits on is gone."""
+        return self.handle is None or self.handle.hooks_dict_ref() is None
+
+    def remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def why_refused(self) -> str:
+        """Why a missing gradient is not None; empty where None is the truth."""
+        return ""
+
+
+class ArmedView(Armed):
+    """On a view. Once it or its base has been changed in place, torch tells only a part of its gradient, or nothing.
+
+    ``follow_base`` helps where nothing else can see the base: its gradient, in the shape of the view, is the whole.
+    """
+
+    __slots__ = ("_base_handle", "_probe", "_shape", "_version")
+    is_plain = False
+
+    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
+        super().__init__(stream, run, call)
+        self._probe = memory.version_probe(tensor)
+        self._version = self._probe._version
+        self._shape = tensor.shape
+        self._base_handle: Any = None
+
+    def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
+        if not self._is_stale():
+            return self.deliver(gradient)
+        if self._base_handle is None:
+            self.refuse("it is a view that was changed in place later: torch tells a part of its gradient only")
+        return None
+
+    def follow_base(self, base: Tensor, gradients: Gradients) -> None:
+        """``base``: all of it is this view, and whoever made it let nobody else see it."""
+
+        def arrived(given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+            if gradients.is_open and self._is_stale() and given[0] is not None:
+                gradients.seen(self.run)
+                changed = self.deliver(given[0].reshape(self._shape))
+                if changed is not None:
+                    return changed.reshape(given[0].shape), *given[1:]
+            return None
+
+        if base.grad_fn is not None:
+            self._base_handle = base.grad_fn.register_prehook(arrived)
+
+    def remove(self) -> None:
+        super().remove()
+        if self._base_handle is not None:
+            self._base_handle.remove()
+
+    def why_refused(self) -> str:
+        if self._base_handle is None and self._is_stale():
+            return "no gradient arrived, and it is a view that was changed in place later: torch then tells none"
+        return ""
+
+    def _is_stale(self) -> bool:
+        return self._probe._version != self._version
+
+
+class ArmedShare(ArmedView):
+    """On the view of its input that a module was given, so that its own share can be edited."""
+
+    __slots__ = ()
+
+    def follow(self, handle: Any) -> None:
+        """The module wrote into its input: what arrives at this hook of a graph node is its share."""
+        self._base_handle = handle
+
+    def receive_share(self, gradients: Gradients, gradient: Tensor) -> Any:
+        gradients.seen(self.run)
+        return self.deliver(gradient)
+
+
+class ArmedLeaf(Armed):
+    """On a leaf, which outlives the graph: the gradient belongs to the run whose backward pass brings it."""
+
+    __slots__ = ("_told_with",)
+    is_plain = False
+
+    def __init__(self, stream: Stream, run: Run, call: int) -> None:
+        super().__init__(stream, run, call)
+        self._told_with: int | None = None
+
+    def is_dead(self) -> bool:
+        """Whether the graph of its run is gone; the leaf's own accumulator is there to stay."""
+        return self.run.life is not None and self.run.life() is None
+
+    def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
+        runs = gradients.runs_of(autograd.backward_task())
+        owner = runs[-1] if runs else gradients.latest_leaf
+        if owner is self.run:
+            return self.deliver(gradient)
+        if self.run in runs and owner is not None:
+            self._told_with = owner.index
+        return None
+
+    def why_refused(self) -> str:
+        if self._told_with is None:
+            return ""
+        return f"one backward pass served several runs with this tensor: its total is told with run {self._told_with}"
+
+
+class Gradients:
+    """All gradient hooks of one session; what they are waiting for, and their removal."""
+
+    def __init__(self, *, has_edits: bool = False) -> None:
+        self.is_open = True
+        self.has_leaves = has_edits  # somebody asks whose backward pass it is
+        self.passes = 0  # times that a gradient came by what a run returned
+        self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
+        self.has_edits = has_edits
+        self.has_backward = False  # a backward pass of any run has been seen
+        self.latest_leaf: Run | None = None  # the run that armed a leaf last
+        self._armed: list[Armed] = []
+        self._prune_at = 256
+        self._tasks: dict[int, list[Run]] = {}
+        self._later: list[tuple[weakref.ref[Tensor], Stream, Run, int]] = []
+
+    def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
+        """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad."""
+        armed: Armed
+        if getattr(tensor, "stands_for_view", False):  # inside compiled code
+            armed = ArmedView(stream, run, call, tensor)
+            armed.refuse(VIEW_INSIDE)
+            return armed
+        if tensor._is_view():
+            _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
+            armed = ArmedView(stream, run, call, tensor)
+        elif tensor.is_leaf:
+            self.has_leaves = True
+            self.latest_leaf = run
+            armed = ArmedLeaf(stream, run, call)
+        else:
+            armed = Armed(stream, run, call)
+        self._hook(tensor, armed, self.has_edits)
+        return armed
+
+    def arm_share(self, alias: Tensor, share: ArmedShare) -> None:
+        """Edit what arrives at the view that a module was given as its input."""
+        share.handle = alias.register_hook(partial(_arrived, self, share))
+        self.add(share)
+
+    def share_arrived(
+        self, share: ArmedShare, position: int, handed: tuple[Tensor | None, ...], _given: Any
+    ) -> tuple[Tensor | None, ...] | None:
+        """The hook of a graph node that hands a share on, for modules that write into their input."""
+        gradient = handed[position]
+        if not self.is_open or gradient is None:
+            return None
+        if is_wrapper(gradient):
+            share.refuse(BATCHED)
+        changed = share.receive_share(self, gradient)
+        return None if changed is None else (*handed[:position], changed, *handed[position + 1 :])
+
+    def _hook(self, tensor: Tensor, armed: Armed, has_edits: bool) -> None:
+        """Edits at one tensor act as backward meets their calls, the last call first; within a call as given."""
+        self.add(armed)
+        if not has_edits:
+            armed.handle = tensor.register_hook(partial(_arrived, self, armed))
+            return
+        key = id(tensor), memory.version_of(tensor)  # once written to in place, it has another gradient
+        known = self._chains.get(key)
+        place = (armed.run, getattr(armed.stream, "place", None), armed.call)
+        if known is not None and known[0]() is tensor and known[1][0][1][0].handle is not None:
+            chain, armed.handle = known[1], known[1][0][1][0].handle
+            if chain[0][0] == place:
+                chain[0][1].append(armed)
+            else:
+                chain.insert(0, (place, [armed]))
+            if len(chain) > 8:  # on a leaf, which outlives the graphs of many runs
+                chain[:] = [row for row in chain if not all(one.is_dead() for one in row[1])]
+            return
+        chain = [(place, [armed])]
+        if len(self._chains) > 64:
+            self._chains = {at: row for at, row in self._chains.items() if row[0]() is not None}
+        self._chains[key] = weakref.ref(tensor), chain
+        armed.handle = tensor.register_hook(partial(_arrived_chain, self, chain))
+
+    def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
+        """``tensor`` does not require grad now; somebody may still make it, until the run ends."""
+        self._later.append((weakref.ref(tensor), stream, run, call))
+
+    def add(self, armed: Armed) -> None:
+        """Keep an armed hook until its graph is gone, to remove it at closing."""
+        self._armed.append(armed)
+        if len(self._armed) > self._prune_at:
+            self._prune()
+
+    def runs_of(self, task: int) -> list[Run]:
+        """The runs whose gradients have come by in the backward pass ``task``, in order."""
+        return self._tasks.get(task, [])
+
+    def seen(self, run: Run) -> None:
+        """A gradient of ``run`` has come by in the current backward pass."""
+        run.has_backward = self.has_backward = True
+        if self.has_leaves:
+            if len(self._tasks) > 64:
+                self._tasks.clear()
+            runs = self._tasks.setdefault(autograd.backward_task(), [])
+            if run not in runs:
+                runs.append(run)
+
+    def end_run(self, run: Run, output: Any) -> None:
+        """Arm what came to require grad, and note when a backward pass comes by what the run returned."""
+        self._settle_later()
+        if torch.is_grad_enabled():
+            outputs = [tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None]
+            if outputs and self.latest_leaf is run:
+                run.life = autograd.graph_life(outputs)
+            for _, tensor in iter_tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    self._hook(tensor, Armed(_Mark(self), run, 0), False)
+
+    def began(self, run: Run) -> None:
+        """A backward pass comes by what ``run`` returned: an edit that torch will not call must not go unnoticed."""
+        self.passes += 1
+        if self.has_edits:
+            for armed in self._armed:
+                if armed.run is run and (refused := armed.why_refused()) and isinstance(armed, ArmedView):
+                    armed.refuse(refused)
+
+    def close(self) -> None:
+        """Remove every hook; what a backward pass left out is told to the streams as None."""
+        self._settle_later()
+        self.is_open = False
+        for armed in self._armed:
+            armed.remove()
+        for armed in self._armed:
+            _settle(armed)
+        self._armed.clear()
+        self._chains.clear()
+
+    def _settle_later(self) -> None:
+        later, self._later = self._later, []
+        for reference, stream, run, call in later:
+            tensor = reference()
+            if tensor is not None and tensor.requires_grad:
+                self.arm(tensor, stream, run, call)
+            else:
+                stream.absent(run, call, NEEDS_NONE)
+
+    def _prune(self) -> None:
+        kept = []
+        for armed in self._armed:
+            if armed.is_dead():
+                _settle(armed)
+            else:
+                kept.append(armed)
+        self._armed = kept
+        self._prune_at = 2 * len(kept) + 256
+
+
+class _Mark(Stream):
+    """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
+
+    place = ""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def add(self, value: Any, run: Run, call: int) -> None:
+        self._gradients.began(run)
+
+
+def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:
+    if not gradients.is_open or gradient is None:  # a custom Function hands None to what it does not need
+        return None
+    armed.run.has_backward = True
+    if gradients.has_leaves and not isinstance(armed, ArmedLeaf):
+        gradients.seen(armed.run)
+    if is_wrapper(gradient):
+        armed.refuse(BATCHED)
+    elif armed.is_plain:
+        armed.fired = True
+        return armed.stream.add(gradient, armed.run, armed.call)
+    else:
+        return armed.receive(gradients, gradient)
+    return None
+
+
+def _arrived_chain(gradients: Gradients, chain: list[tuple[object, list[Armed]]], gradient: Tensor) -> Tensor | None:
+    changed: Tensor | None = None
+    for _, group in chain:
+        for armed in group:
+            new = _arrived(gradients, armed, gradient if changed is None else changed)
+            changed = changed if new is None else new
+    return changed
+
+
+def _settle(armed: Armed) -> None:
+    if armed.fired or not armed.run.has_backward:
+        return
+    refused = armed.why_refused()
+    if refused:
+        armed.refuse(refused)
+    else:
+        armed.fired = True
+        armed.stream.absent(armed.run, armed.call, NOT_REACHED)

@@ -1,0 +1,162 @@
+"""Where gradient hooks are set: at outputs and inputs of modules. Module backward hooks are never used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.grammar import Key, Site, print_key
+from gaff.address.nested import dig, dig_argument, first_tensor, iter_tensors
+from gaff.engine.clock import Run
+from gaff.engine.gradients.pending import ArmedView, Gradients
+from gaff.engine.modules import Node
+from gaff.engine.streams import Stream
+from gaff.errors import SiteError
+
+NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"
+RETURNED_INPUT = "the module returned its input itself"
+
+
+class GradientArm:
+    """Sets the gradient hooks of one site. ``is_exact``: the user named this very site, so a miss is an error."""
+
+    def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
+        self._gradients = gradients
+        self._node = node
+        self._stream = stream
+        self._site = site
+        self._is_exact = is_exact
+        self._is_plain = site.call is None and not site.key
+
+    def give_up(self, run: Run, call: int) -> None:
+        if self._wants(call):
+            self._stream.absent(run, call, NO_GRAD_MODE)
+
+    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        """A call without grad mode, which a reentrant checkpoint may run again with a graph."""
+
+    def _wants(self, call: int) -> bool:
+        return self._site.call is None or self._site.call == call
+
+    def _arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
+        if tensor.requires_grad:
+            self._gradients.arm(tensor, stream, run, call)
+        else:
+            self._gradients.arm_later(tensor, stream, run, call)
+
+
+class OutputGradient(GradientArm):
+    """The gradient at a module's output."""
+
+    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
+        if type(output) is Tensor and self._is_plain:
+            self._arm_output(output, self._stream, given, run, call)
+            return
+        if not self._wants(call):
+            return
+        try:
+            value = dig(output, self._site.key)
+        except KeyError as error:
+            report_missing(self._site, self._stream, self._is_exact, error)
+            return
+        found = list(iter_tensors(value))
+        if not found:
+            self._stream.absent(run, call, "there is no tensor in this output")
+            return
+        if len(found) > 1 and self._is_exact:
+            raise ambiguous(self._site, self._site.key, found)
+        twins = [tensor for _, tensor in iter_tensors(output)] if self._site.key else []
+        if sum(tensor is found[0][1] for tensor in twins) > 1:
+            self._stream.remark("the output holds this tensor several times: this is the gradient of all of them")
+        for key, tensor in found:
+            self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, run, call)
+
+    def _arm_output(self, tensor: Tensor, stream: Stream, given: tuple[Any, Any], run: Run, call: int) -> None:
+        if not tensor.requires_grad:
+            self._gradients.arm_later(tensor, stream, run, call)
+        else:
+            armed = self._gradients.arm(tensor, stream, run, call)
+            if any(tensor is other for other in given[0]) and tensor._version == 0:
+                stream.remark(f"{RETURNED_INPUT}: input and output are one tensor, this is its total gradient")
+            base = tensor._base
+            if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and _is_flattened(tensor, base):
+                armed.follow_base(base, self._gradients)  # type: ignore[arg-type]  # which nobody else can see
+
+
+def _is_flattened(tensor: Tensor, base: Tensor | None) -> bool:
+    """Whether ``base`` is all of ``tensor``, as the product of a linear layer in more than two dimensions is."""
+    return (
+        base is not None
+        and base.shape == (tensor.shape[:-1].numel(), tensor.shape[-1])
+        and base.is_contiguous()
+        and tensor.is_contiguous()
+    )
+
+
+class InputGradient(GradientArm):
+    """The total gradient of a tensor that came in: all its uses together."""
+
+    def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
+        super().__init__(gradients, node, stream, site, is_exact)
+        self._armed_before: set[tuple[Run, int]] = set()  # calls that were armed in a first pass without a graph
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        if self._wants(call):
+            tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
+            if (run, call) in self._armed_before:
+                self._armed_before.discard((run, call))
+            elif tensor is not None:
+                self._arm(tensor, self._stream, run, call)
+
+    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        """What comes into a reentrant checkpoint is the whole tensor now; the recomputation sees a part of its uses."""
+        if self._wants(call):
+            tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
+            is_made_inside = tensor is not None and tensor._is_view() and tensor.grad_fn is None  # a view without grad
+            if tensor is not None and tensor.requires_grad and not is_made_inside:
+                self._armed_before.add((run, call))
+                self._gradients.arm(tensor, self._stream, run, call)
+
+    def give_up(self, run: Run, call: int) -> None:
+        if (run, call) not in self._armed_before:
+            super().give_up(run, call)
+        self._armed_before.discard((run, call))
+
+
+def find_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, stream: Stream, is_exact: bool
+) -> Tensor | None:
+    """The tensor that an input address means; None, and the stream is told why, where there is none."""
+    if not site.key:
+        first = first_tensor(args, kwargs)
+        if first is None:
+            report_missing(site, stream, is_exact, KeyError("the call was given no tensor"))
+            return None
+        return first[1]
+    try:
+        value = dig_argument(args, kwargs, site.key)
+    except KeyError as error:
+        report_missing(site, stream, is_exact, error)
+        return None
+    found = list(iter_tensors(value))
+    if len(found) != 1:
+        if is_exact and found:
+            raise ambiguous(site, site.key, found)
+        stream.skip(f"{len(found)} tensors at {print_key(site.key)}, expected one")
+        return None
+    return found[0][1]
+
+
+def report_missing(site: Site, stream: Stream, is_exact: bool, error: KeyError) -> None:
+    """A key that was not there: an error for an exact address, a skipped event for a pattern."""
+    if is_exact:
+        raise SiteError(f"{site}: {error.args[0]}") from None
+    stream.skip(str(error.args[0]))
+
+
+def ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteError:
+    """The error of an address that means one tensor and names several."""
+    names = ", ".join(f"{replace(site, call=None, key=(*key, *inner))}" for inner, _ in found[:8])
+    return SiteError(f"{site}: its value holds {len(found)} tensors, a gradient belongs to one; say which: {names}")

@@ -1,0 +1,173 @@
+"""Parameters that FSDP2 shards: their gradients come by another way than through autograd, and their values pass."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from gaff.address.resolve import Found
+from gaff.compat import distributed
+from gaff.engine.recomputation import Passage
+from gaff.engine.streams import EntryChange, ExitChange
+
+_BY_PARAMETER: WeakKeyDictionary[Any, ShardedGradient] = WeakKeyDictionary()
+
+
+class Listener(Protocol):
+    """``coming``: backward has reached the parameter. ``reduced``: its gradient; returns another one, or None."""
+
+    def coming(self) -> None: ...
+    def reduced(self, gradient: Tensor) -> Tensor | None: ...
+
+
+class ShardedGradient:
+    """What one backward pass adds to one sharded parameter, reduced over processes, before it is added.
+
+    FSDP2 writes ``grad`` of its sharded parameter itself: no tensor hook fires there. It tells when it has, but then
+    the sum is there. So what ``grad`` holds is put aside when the gathered parameter gets its gradient, which is before
+    the reduction, and the new is added to it afterwards, as FSDP2 would have done.
+    """
+
+    def __init__(self, record: Any) -> None:
+        self._record = record
+        self.listeners: list[Listener] = []
+        self._part: Any = None
+        self._whole: Any = None
+        self._part_handle: Any = None
+        self._whole_handle: Any = None
+        self._kept: Tensor | None = None
+
+    @classmethod
+    def of(cls, record: Any) -> ShardedGradient:
+        found = _BY_PARAMETER.get(record)
+        if found is None:
+            found = _BY_PARAMETER[record] = cls(record)
+        return found
+
+    def follow(self) -> None:
+        """FSDP2 may replace its tensors, and makes the gathered one in the first forward."""
+        _Reduction.of(self._record).followed.add(self)
+        part, whole = self._record.sharded_param, getattr(self._record, "_unsharded_param", None)
+        if part is not self._part and part.requires_grad:
+            if self._part_handle is not None:
+                self._part_handle.remove()
+            self._part, self._part_handle = part, part.register_post_accumulate_grad_hook(self._reduced)
+            part._post_accumulate_grad_hooks.move_to_end(self._part_handle.id, last=False)
+        if whole is not self._whole and whole is not None and whole.requires_grad:
+            if self._whole_handle is not None:
+                self._whole_handle.remove()
+            self._whole, self._whole_handle = whole, whole.register_hook(self._coming)
+
+    def leave(self, listener: Listener) -> None:
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+        if not self.listeners:
+            _Reduction.of(self._record).leave(self)
+            for handle in (self._part_handle, self._whole_handle):
+                if handle is not None:
+                    handle.remove()
+            self._part = self._whole = self._part_handle = self._whole_handle = None
+            _BY_PARAMETER.pop(self._record, None)
+
+    def _coming(self, _gradient: Tensor) -> None:
+        for listener in self.listeners:
+            listener.coming()
+
+    def put_aside(self) -> None:
+        if self._part is not None and self._part.grad is not None:
+            self._kept, self._part.grad = self._part.grad, None
+
+    @torch.no_grad()
+    def _reduced(self, part: Tensor) -> None:
+        gradient: Any = part.grad
+        for listener in self.listeners:
+            new = listener.reduced(gradient)
+            gradient = gradient if new is None else new
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            distributed.local_of(kept).add_(distributed.local_of(gradient))
+            gradient = kept
+        if part.grad is not gradient:
+            part.grad = gradient
+
+    def restore(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None and self._part is not None:
+            self._part.grad = kept
+
+
+class _Reduction:
+    """Puts ``grad`` of followed parameters aside while FSDP2 reduces their group, however that ends."""
+
+    def __init__(self, group: Any) -> None:
+        self.followed: set[ShardedGradient] = set()
+        self._group = ref(group)
+
+    @classmethod
+    def of(cls, record: Any) -> _Reduction:
+        group = distributed.group_of(record)
+        found = group.__dict__.get("post_backward")
+        if found is None:
+            found = group.post_backward = cls(group)
+        return found  # type: ignore[no-any-return]
+
+    def leave(self, one: ShardedGradient) -> None:
+        """The last one leaves FSDP2 its own function."""
+        self.followed.discard(one)
+        if not self.followed:
+            vars(self._group()).pop("post_backward", None)
+
+    def __call__(self, *unused: Any) -> None:
+        group: Any = self._group()
+        followed = list(self.followed)
+        for one in followed:
+            one.put_aside()
+        try:
+            type(group).post_backward(group, *unused)
+        finally:
+            for one in followed:
+                one.restore()
+
+
+class SwapUnit(EntryChange):
+    """At the entry of the module with which FSDP2 gathers the parameter."""
+
+    is_gradient = False
+
+    def __init__(self, swap: Any) -> None:
+        self.swap = swap
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
+        if not is_again:
+            self.swap.begin_unit(passage.run)
+
+
+class SwapUnitEnd(ExitChange):
+    """At its exit, before FSDP2's own hook."""
+
+    is_gradient = False
+
+    def __init__(self, unit: SwapUnit) -> None:
+        self._unit = unit
+
+    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
+        if not is_again:
+            self._unit.swap.end_unit()
+        return output
+
+
+class Shards:
+    """FSDP2's own records of a model's parameters, looked up when first asked for."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._found: dict[tuple[int, str], tuple[Any, Any]] | None = None
+
+    def of(self, found: Found) -> Any:
+        """The record of a parameter and the module with which it is gathered; None for one that is not sharded."""
+        if self._found is None:
+            self._found = distributed.sharded_parameters(self._model)
+        return self._found.get((id(found.module), found.name))

@@ -1,0 +1,191 @@
+"""A module's own share of the gradient at its input, found by walking the graph; nothing is inserted into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node as GraphNode
+
+from gaff.address.nested import iter_deep, iter_tensors
+from gaff.compat import autograd, memory
+from gaff.compat.autograd import is_wrapper
+from gaff.engine.clock import Frame, Run
+from gaff.engine.gradients.pending import BATCHED, Armed, Gradients
+from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
+from gaff.engine.streams import ExitArm, Stream
+
+
+class InputShare(GradientArm):
+    """The module's own part of the gradient at its input, as a module backward hook would show it.
+
+    Finds the autograd nodes that were created inside the call and hand a gradient to the input, and adds up what
+    they hand over, in the order in which autograd does. Nothing is inserted: upstream gradients keep their bits.
+    """
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        if not self._wants(call):
+            return
+        tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
+        if tensor is None:
+            return
+        given = [other for _, other in iter_tensors((args, kwargs))]
+        twins = sum(other is tensor for other in given)
+        if not tensor.requires_grad:
+            self._gradients.arm_later(tensor, _ShareOfLate(self._stream), run, call)
+        elif twins > 1:
+            self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
+        else:
+            for other in given:  # a stale view gets its node when it is asked for: before the call, not inside it
+                _ = other.grad_fn
+            edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
+            self._frame(run).notes[self] = (tensor, edge, since, memory.version_of(tensor), call, (args, kwargs))
+
+    def _leave(self, output: Any, run: Run) -> None:
+        noted = self._frame(run).notes.pop(self, None)
+        if noted is None:
+            return
+        tensor, edge, since, version, call, given = noted
+        outputs = [found for _, found in iter_tensors(output)]
+        is_changed = memory.version_of(tensor) != version
+        if any(found is tensor for found in outputs) and not is_changed:
+            self._stream.refuse(run, call, f"{RETURNED_INPUT}: ask for :input_grad, the total gradient")
+        elif tensor._is_view() and is_changed:
+            self._stream.refuse(run, call, "the input is a view that the module changed in place")
+        else:
+            roots = [other for other in roots_of(output, given, self._node.module) if other is not tensor]
+            if is_changed:
+                roots.append(tensor)
+            self._follow(find_feeding(roots, edge, since), run, call)
+
+    def _follow(self, feeding: list[tuple[GraphNode, int]], run: Run, call: int) -> None:
+        if not feeding:
+            self._stream.absent(run, call, "what the module returned does not depend on this input")
+            return
+        share = _Share(self._gradients, self._stream, run, call, len(feeding))
+        for graph_node, position in feeding:
+            share.handles.append(graph_node.register_hook(partial(_share_arrived, share, position)))
+        self._gradients.add(share)
+
+    def exit_arm(self) -> ShareExit:
+        """The half that runs when the module returns."""
+        return ShareExit(self._leave)
+
+    def _frame(self, run: Run) -> Frame:
+        frames = run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
+        return next(frame for frame in reversed(frames) if frame.owner is self._node)
+
+
+class ShareExit(ExitArm):
+    """The second half of an ``InputShare``; what never came is told by the first."""
+
+    def __init__(self, leave: Callable[[Any, Run], None]) -> None:
+        self._leave = leave
+
+    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
+        self._leave(output, run)
+
+
+class _ShareOfLate(Stream):
+    """For an input that came to require grad after the module was entered: its share is not known."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def add(self, value: Any, run: Run, call: int) -> None:
+        self.refuse(run, call, "the input came to require grad inside the module: ask for :input_grad, the total")
+
+    def absent(self, run: Run, call: int, reason: str) -> None:
+        self._stream.absent(run, call, reason)
+
+    def refuse(self, run: Run, call: int, reason: str) -> None:
+        self._stream.refuse(run, call, reason)
+
+
+class _Share(Armed):
+    """Sums the shares of one backward pass; hands over the sum when all have come, or the pass has ended."""
+
+    __slots__ = ("_come", "_expected", "_gradients", "_sum", "_task", "handles")
+
+    def __init__(self, gradients: Gradients, stream: Stream, run: Run, call: int, expected: int) -> None:
+        super().__init__(stream, run, call)
+        self.handles: list[Any] = []
+        self._expected = expected
+        self._gradients = gradients
+        self._task = -1
+        self._come = 0
+        self._sum: Tensor | None = None
+
+    def is_dead(self) -> bool:
+        return all(handle.hooks_dict_ref() is None for handle in self.handles)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def arrive(self, gradient: Tensor | None) -> None:
+        task = autograd.backward_task()
+        if task != self._task:
+            self._task, self._come, self._sum = task, 0, None
+            if self._expected > 1:
+                autograd.at_backward_end(partial(self.finish, task))
+        self._come += 1
+        if gradient is not None:
+            self._sum = gradient if self._sum is None else self._sum + gradient
+        if self._come == self._expected:
+            self.finish(task)
+
+    def finish(self, task: int) -> None:
+        if task != self._task or not self._gradients.is_open:
+            return
+        self._task = -1
+        total, self._sum = self._sum, None
+        self._gradients.seen(self.run)
+        if total is not None:
+            self.deliver(total)
+
+
+def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ...], _given: Any) -> None:
+    if not share._gradients.is_open:
+        return
+    gradient = handed[position]
+    if gradient is not None and is_wrapper(gradient):
+        share.run.has_backward = True
+        share.refuse(BATCHED)
+    else:
+        share.arrive(gradient)
+
+
+def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
+    """Where the effect of a call leaves it: what it returned, arguments that it wrote to, attributes of the module."""
+    return [*iter_deep(given), *(tensor for _, tensor in iter_tensors(output)), *_kept_by(module)]
+
+
+def find_feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: int) -> list[tuple[GraphNode, int]]:
+    """Nodes made since ``since``, reachable from ``roots``, that hand a gradient to ``edge``, and at which position."""
+    waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
+    seen: set[GraphNode] = set()
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node in seen or autograd.sequence_of(node) < since:
+            continue
+        seen.add(node)
+        for position, (onward, number) in enumerate(node.next_functions):
+            if onward is None:
+                continue
+            if onward is edge[0] and number == edge[1]:
+                found.append((node, position))
+            else:
+                waiting.append(onward)
+    return found
+
+
+def _kept_by(module: nn.Module) -> Iterable[Tensor]:
+    """Tensors that a module keeps as attributes: a loss put aside during the call also carries a share."""
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, (Tensor, list, tuple, dict)):
+                yield from (tensor for tensor in iter_deep(value) if tensor.requires_grad)

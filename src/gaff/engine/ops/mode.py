@@ -1,0 +1,500 @@
+"""Ops as sites: a function mode around the own forward of the modules that are asked, and of nothing else.
+
+One mode a thread, for all sessions; it is on torch's stack only while such a module runs. Which call an op belongs to
+is read from the Python stack: the nearest call of a module below it. So ops of modules inside, asked or not, and of
+anybody's hooks are not mistaken for its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gaff.address.grammar import Site, fits_op
+from gaff.compat import libraries, modes
+from gaff.compat.autograd import backward_task, transform_level
+from gaff.compat.modes import call_frames
+from gaff.engine.clock import Run, is_running
+from gaff.engine.modules import Hook, Node
+from gaff.engine.ops.calls import OpCall, OpEvent, Part, Written, check_place, is_at
+from gaff.engine.ops.names import COMPOSITES, NAMES, is_tensors, name_of, opened
+from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
+from gaff.errors import PlanError
+
+LEFT_OUT = "ops inside torch.func transforms (vmap, grad ...) are left out, and not numbered"
+_LOOKS = 4  # at how many ops of a name that nobody asked for it is found out whether the module itself runs it
+
+
+_making = threading.RLock()
+_numbers = itertools.count()
+_getframe = sys._getframe
+
+
+class Want(NamedTuple):
+    """An op site that somebody asked for. ``connect`` hangs its stream on the node of one op."""
+
+    site: Site  # the op may be a glob, its index None
+    stream: Any
+    connect: Callable[[Node, Site, Any], None]
+
+
+class Listener(NamedTuple):
+    """Hears of every op of a module, whatever its values are; of recomputed ones only where ``is_again``."""
+
+    enter: Callable[[OpCall], Any]
+    leave: Callable[[OpCall, Any], Any]
+    is_again: bool = False
+
+
+class Row:
+    """The ops of one name in one module, by their number within a call; ``wants`` may be empty."""
+
+    __slots__ = ("has_left_out", "is_wanted", "looks", "name", "nodes", "scope", "wants")
+
+    def __init__(self, scope: Scope, name: str, wants: list[Want], *, is_wanted: bool) -> None:
+        self.scope = scope
+        self.name = name
+        self.wants = wants
+        self.is_wanted = is_wanted
+        self.nodes: list[Node | None] = []
+        self.looks = _LOOKS
+        self.has_left_out = False
+
+    def leave_out(self) -> None:
+        """An op inside a torch.func transform: its values are wrappers that mean nothing outside."""
+        for want in self.wants:
+            if self.scope.is_edit and want.site.op_index is None:
+                raise PlanError(f"{want.site}: one of these ops runs inside a torch.func transform (vmap, grad ...), "
+                                "where it cannot be edited; name the others by number, which leave it out")  # fmt: skip
+            want.stream.remark(LEFT_OUT)
+        self.has_left_out = True
+        for node in self.nodes:
+            for stream in node.streams if node is not None else ():
+                stream.remark(LEFT_OUT)
+
+
+class Scope:
+    """What is asked of the ops of one module, in one session."""
+
+    def __init__(self, owner: Node, path: str) -> None:
+        self.owner = owner
+        self.path = path
+        self.number = next(_numbers)  # in the order in which sessions are opened
+        self.wants: list[Want] = []
+        self.listeners: list[Listener] = []
+        self.notes: list[str] = []  # of the session
+        self.at_end: list[Callable[[], None]] = []  # of its calls
+        self.rows: dict[str, Row] = {}
+        self.plain: dict[Any, Row] = {}  # by function, where nothing but outputs is asked for
+        self.ran: set[str] = set()  # names of ops that the module itself ran
+        self.was_called = False
+        self.repeats = False  # something must happen again in a recomputation
+        self.is_edit = False
+        self.is_plain = True  # nothing but outputs is looked at
+        self.known: set[int] = set()  # modules of the model; what another runs, made on the fly, is its caller's
+
+    def row(self, name: str) -> Row:
+        """What is asked of the ops with this name."""
+        wants = [want for want in self.wants if fits_op(want.site.op or "", name)]
+        return self.rows.setdefault(name, Row(self, name, wants, is_wanted=bool(wants or self.listeners)))
+
+    def node(self, row: Row, index: int) -> Node | None:
+        """What is asked of the op with this number; made when it is first met."""
+        with _making:  # of several threads
+            while len(row.nodes) <= index:
+                row.nodes.append(self._make(row, len(row.nodes)))
+        return row.nodes[index]
+
+    def _make(self, row: Row, index: int) -> Node | None:
+        self.ran.add(row.name)
+        wants = [want for want in row.wants if want.site.op_index in (None, index)]
+        if not wants:
+            return None
+        node = Node(self.owner.module, self.owner.clock, -1)
+        made: dict[tuple[Any, ...], Any] = {}
+        for want in wants:
+            site = replace(want.site, op=row.name, op_index=index)
+            known = made.get((site.call, site.port, site.key))
+            stream = want.stream if want.site == site and known is None else want.stream.spawn(site, known)
+            if stream is not known:
+                made[site.call, site.port, site.key] = stream
+                want.connect(node, site, stream)
+                if row.has_left_out:
+                    stream.remark(LEFT_OUT)
+        node.streams = tuple(made.values())
+        self.owner.ops += (node,)
+        return node
+
+    def install(self, handles: list[Any]) -> None:
+        """Put the two hooks on the module."""
+        module = self.owner.module
+        handles.append(module.register_forward_pre_hook(Hook(_enter, self), with_kwargs=True))
+        handles.append(module.register_forward_hook(Hook(_leave, self), always_call=True))
+
+    def follow(self, counts: dict[Any, int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """How a checkpoint recomputes that began in the middle of the module's forward, after ``counts`` ops."""
+
+        def wrap(recompute: Callable[..., Any]) -> Callable[..., Any]:
+            def again(*args: Any, **kwargs: Any) -> Any:
+                if not self.is_edit and self.owner.clock.closed:
+                    return recompute(*args, **kwargs)
+                with _modes.mode.region(Part(self, None, -1, dict(counts)), sys._getframe(0)):
+                    return recompute(*args, **kwargs)
+
+            return again
+
+        return wrap
+
+    def let_go(self) -> None:
+        """Of what knows its owner, which would otherwise wait for a collector."""
+        self.owner.scope, self.owner.ops = None, ()
+        self.rows.clear()
+        self.plain.clear()
+        self.wants.clear()
+        self.listeners.clear()
+
+    def settle(self) -> None:
+        """The session closes: of every op that never came, say what the module ran instead."""
+        if not self.was_called:
+            return
+        where = f"the own forward of {self.path or 'the model'} <{type(self.owner.module).__name__}>"
+        ran = ", ".join(self._numbered(name) for name in sorted(self.ran)) or "none"
+        for want in self.wants:
+            rows = [row for row in self.rows.values() if want in row.wants]
+            if not any(len(row.nodes) > (want.site.op_index or 0) for row in rows):
+                want.stream.skip(f"there is no such op in {where}, which ran {ran}")
+
+    def _numbered(self, name: str) -> str:
+        """``add#0 to #2``, where it is known how many there were."""
+        row = self.rows.get(name)
+        count = len(row.nodes) if row is not None else 0
+        return name if not count else f"{name}#0" if count == 1 else f"{name}#0 to #{count - 1}"
+
+
+class Call:
+    """One call of a module in progress, whose ops somebody asks for.
+
+    ``frame`` of torch's function that runs the forward, at its instruction ``position`` (None: at any); ``outer`` of
+    the function around it, which calls hooks after an exception.
+    """
+
+    __slots__ = ("above", "frame", "has_pushed", "is_over", "known", "outer", "parts", "plain", "position")
+
+    def __init__(self, frame: FrameType, position: int | None, above: Call | None) -> None:
+        self.frame = frame
+        self.outer = frame.f_back
+        self.position = position
+        self.above = above
+        self.parts: list[Part] = []
+        self.plain: dict[Any, Row] = {}  # by function: ops of which only outputs are asked for, by one session
+        self.has_pushed = False
+        self.is_over = False  # an exception that somebody caught went past its hooks
+        self.known: set[int] = set()
+
+    def owns(self, frame: FrameType) -> bool:
+        """Whether what runs in ``frame`` belongs to this very call: to no module inside it, and to no hook."""
+        codes, own = call_frames().codes, self.frame
+        here: FrameType | None = frame
+        while here is not None:
+            back = here.f_back
+            if back is own or here is own:  # the latter where the forward is a function of torch itself
+                return self.position is None or own.f_lasti == self.position
+            if libraries.is_hook(here):
+                return False
+            if here.f_code in codes and id(here.f_locals.get("self")) in self.known:
+                self.is_over = self.above is not None and here is self.above.frame
+                return False
+            here = back
+        return False
+
+
+class OpMode(TorchFunctionMode):
+    """Calls back at the ops of the modules that were asked, on one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top: Call | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        call = self.top
+        row = call.plain.get(func) if call is not None else None
+        if row is None:
+            return self._look_up(call, func, args, kwargs or {}, sys._getframe(1))
+        if call is None or not row.is_wanted:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        frame, own = _getframe(1), call.frame
+        part: Any = call.parts[0]
+        index = part.counts.get(row, 0)
+        node = row.nodes[index] if index < len(row.nodes) else None
+        if node is not None and own.f_lasti == call.position and is_at(node.place, frame, own):
+            output = func(*args, **kwargs) if kwargs else func(*args)
+            value = args[0] if output is None and row.name == "setitem" else output
+            if (type(value) is Tensor or is_tensors(value)) and transform_level() is None:
+                part.counts[row] = index + 1
+                for tap in node.exits:
+                    tap(value, part.run, part.call)
+            elif transform_level() is not None:
+                row.leave_out()
+            return output
+        return self._look(call, row, frame, func, args, kwargs or {})
+
+    def _look(self, call: Call, row: Row, frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+        """The same for an op that comes for the first time, from another line, or from another module."""
+        is_own = call.owns(frame)
+        if not is_own and call.is_over:
+            return self._look_up(call, func, args, kwargs, frame)
+        output = func(*args, **kwargs)
+        value = args[0] if output is None and row.name == "setitem" else output
+        if is_own and transform_level() is not None:
+            row.leave_out()
+        elif is_own and is_tensors(value):
+            part: Any = call.parts[0]
+            index = part.counts.get(row, 0)
+            part.counts[row] = index + 1
+            node = row.scope.node(row, index)
+            if node is not None:
+                check_place(node, frame)
+                for tap in node.exits:
+                    tap(value, part.run, part.call)
+        return output
+
+    def _look_up(self, call: Call | None, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        name = NAMES.get(func)
+        if name is None:
+            name = name_of(func)
+        while call is not None and call.above is not None and not call.owns(frame) and call.is_over:
+            self._pop(call)
+            call = self.top
+        if not name or call is None:
+            return func(*args, **kwargs)
+        rows = [part.scope.rows.get(name) or part.scope.row(name) for part in call.parts]
+        if name in COMPOSITES:
+            self._note_slow_path(call, frame)
+        if not any(row.is_wanted for row in rows):
+            return self._pass(call, rows, frame, func, args, kwargs)
+        if len(rows) == 1 and call.parts[0].run is not None and rows[0].scope.is_plain and name not in COMPOSITES:
+            rows[0].scope.plain[func] = rows[0]  # from now on the short way
+        if not call.owns(frame):
+            return func(*args, **kwargs)
+        if transform_level() is not None:
+            for row in rows:
+                row.leave_out()
+            return func(*args, **kwargs)
+        events = [OpEvent(part, row, frame) for part, row in zip(call.parts, rows, strict=True) if row.is_wanted]
+        return self._run(events, func, args, kwargs)
+
+    def enter(self, part: Part, frame: FrameType, position: int | None) -> None:
+        """A module begins its forward."""
+        call = self.top
+        if call is None or call.frame is not frame:
+            call = self._push(Call(frame, position, call))
+        call.parts.append(part)
+        call.known = call.known | part.scope.known if call.known else part.scope.known
+        call.plain = part.scope.plain if len(call.parts) == 1 and part.run is not None else {}
+
+    def leave(self, scope: Scope, caller: FrameType) -> bool:
+        """A module is done: whether it returned (``caller`` is what ran it), or raised (what is around that)."""
+        call = self.top
+        while call is not None and call.frame is not caller and call.outer is not caller:
+            call = call.above
+        if call is None:
+            return False
+        while self.top is not None and self.top is not call:
+            self._pop(self.top)  # left without a word
+        call.parts = [part for part in call.parts if part.scope is not scope]
+        if not call.parts:
+            self._pop(call)
+        elif len(call.parts) == 1 and call.parts[0].run is not None:
+            call.plain = call.parts[0].scope.plain
+        return call.frame is caller
+
+    def forget(self) -> None:
+        """Drop calls that are over: an exception such as Ctrl-C went past their hooks."""
+        while self.top is not None and not is_running(self.top.frame):
+            self._pop(self.top)
+
+    def drop(self, scopes: list[Scope]) -> None:
+        """The same, for the calls in progress on this thread."""
+        call = self.top
+        while call is not None:
+            call.parts = [part for part in call.parts if not any(part.scope is scope for scope in scopes)]
+            call.plain = {}
+            call = call.above
+        while self.top is not None and not self.top.parts:
+            self._pop(self.top)
+
+    @contextmanager
+    def region(self, part: Part, frame: FrameType) -> Iterator[None]:
+        """A checkpoint recomputes a part of a forward, in ``frame``, without calling the module again."""
+        above = self.top
+        call = Call(frame, None, above)
+        call.parts.append(part)
+        call.known = part.scope.known
+        if above is not None and frame.f_back is above.frame and above.position is None:
+            call.parts += above.parts  # other sessions' shares in the same recomputation: they act as they were opened
+            call.parts.sort(key=lambda part: part.scope.number)
+            call.known = call.known | above.known
+        self._push(call)
+        try:
+            yield
+        finally:
+            while self.top is not None and self.top is not call:
+                self._pop(self.top)
+            self._pop(call)
+
+    def _push(self, call: Call) -> Call:
+        self.top = call
+        if not modes.has_mode(self):
+            modes.push_mode(self)
+            call.has_pushed = True
+        return call
+
+    def _pop(self, call: Call) -> None:
+        self.top = call.above
+        if call.has_pushed:
+            modes.remove_mode(self)
+
+    def _pass(self, call: Call, rows: list[Row], frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op of a name that nobody asked for."""
+        inside = opened(func) if rows[0].name in COMPOSITES else None
+        if inside is not None and call.owns(frame):
+            return self._open(inside, args, kwargs)
+        for part, row in zip(call.parts, rows, strict=True):
+            if row.looks:
+                row.looks -= 1
+                if call.owns(frame):
+                    part.scope.ran.add(row.name)
+                    row.looks = 0
+            elif inside is None:
+                part.scope.plain[func] = row  # passed on at once from now on
+        return func(*args, **kwargs)
+
+    def _note_slow_path(self, call: Call, frame: FrameType) -> None:
+        """Attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
+        here: FrameType | None = frame
+        while here is not None and here.f_code not in call_frames().codes:
+            here = here.f_back
+        block = None if here is None else here.f_locals.get("self")
+        if block is not None and takes_fast_path([block]):
+            for part in call.parts:
+                part.scope.notes.append(SLOW_PATH) if SLOW_PATH not in part.scope.notes else None
+
+    def _run(self, events: list[OpEvent], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op that is asked for: edits act as if the module had done it, before anybody looks."""
+        name = events[0].name
+        if len(events) > 1:
+            events.sort(key=lambda event: not event.part.scope.is_edit)
+        try:
+            written = Written(name, args, kwargs)
+            args, kwargs, heard = self._enter_op(events, func, args, kwargs)
+            has_values = any(event.has_values for event in events)
+            target = self._target(written, args, kwargs, has_values=has_values)
+            if target is not None:
+                args, kwargs = written.put(args, kwargs, written.of(args, kwargs).clone())
+            elif has_values and kwargs.get("out") is not None:
+                raise PlanError(f"op {name!r} writes with out=: its output cannot be edited; edit where it is used")
+            inside = opened(func) if name in COMPOSITES else None
+            output = func(*args, **kwargs) if inside is None else self._open(inside, args, kwargs)
+            if (output is None and name == "setitem") or is_tensors(output):
+                output = self._leave_op(events, output, written if target is not None else None, args, kwargs)
+                for listener, call in heard:
+                    listener.leave(call, output if output is not None else args[0] if target is None else target)
+            return output
+        finally:
+            for event in events:
+                event.close()
+
+    def _enter_op(self, events: list[OpEvent], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
+        """Edits of what comes in first, then listeners, then whoever looks."""
+        edits = [event for event in events if event.part.scope.is_edit]
+        for event in edits:
+            args, kwargs = event.before(args, kwargs)
+        heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
+        for listener, call in heard:
+            listener.enter(call)
+        for event in events[len(edits) :]:
+            event.before(args, kwargs)
+        return args, kwargs, heard
+
+    def _target(self, written: Written, args: Any, kwargs: Any, *, has_values: bool) -> Tensor | None:
+        """What an edited op must write to in the end; None where it can do so itself."""
+        is_changed = written.target is not None and written.of(args, kwargs) is not written.target
+        if is_changed and written.is_reshaped:
+            raise PlanError("an op that changes the shape of its input itself cannot be given another: edit its output")
+        return written.target if (is_changed or has_values) and not written.is_reshaped else None
+
+    def _leave_op(self, events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any) -> Any:
+        """Edits of the value first, then gradients and whoever looks. ``written``: an op that worked on a copy."""
+        value = args[0] if output is None else output
+        for event in events:
+            fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
+            given = args if written is None and fresh is None else ()  # what it returned is no mere input
+            new = event.change(value if fresh is None else fresh, given, kwargs)
+            if fresh is None:
+                value = new
+            elif new is not fresh:
+                value.copy_(new)
+        if written is not None and written.target is not None:
+            value = written.target.copy_(value)
+            args, kwargs = written.put(args, kwargs, value)
+        output = output if output is None else value
+        for event in events:
+            event.after(value, args, kwargs)
+        return output
+
+    def _open(self, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        modes.push_mode(self)
+        try:
+            return inside(*args, **kwargs)
+        finally:
+            modes.remove_mode(self)
+
+
+class _Modes(threading.local):
+    """The mode of each thread."""
+
+    def __init__(self) -> None:
+        self.mode = OpMode()
+
+
+_modes = _Modes()
+
+
+def drop(scopes: list[Scope]) -> None:
+    """Their session closes: leave them alone from now on, also where a forward is in progress."""
+    if scopes:
+        _modes.mode.drop(scopes)
+
+
+def forget(run: Run | None = None) -> None:
+    """Take the mode of this thread away where an exception such as Ctrl-C left it behind."""
+    if _modes.mode.top is not None:
+        _modes.mode.forget()
+
+
+def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    if backward_task() != -1:
+        if scope.repeats and (scope.is_edit or not scope.owner.clock.closed):
+            _modes.mode.enter(Part(scope, None, -1, {}), sys._getframe(1), call_frames().position)
+        return
+    run = scope.owner.open.get(get_ident())
+    if run is not None and kwargs is not None and transform_level() is None:
+        part = Part(scope, run, run.entered[scope.owner.index] - 1, {})
+        scope.was_called = True
+        _modes.mode.enter(part, sys._getframe(1), call_frames().position)
+
+
+def _leave(scope: Scope, module: Any, args: Any, output: Any = None) -> None:
+    if _modes.mode.top is not None and _modes.mode.leave(scope, sys._getframe(1)):
+        for ended in scope.at_end:
+            ended()

@@ -1,0 +1,158 @@
+"""Edited parameters: other values stand in for them during a run, and again in its recomputations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.resolve import Found
+from gaff.compat import autograd, modes
+from gaff.engine.clock import Frame, Run
+from gaff.engine.modules import Node
+from gaff.engine.parameters.substitutes import Standing
+from gaff.engine.parameters.values import OFFLOADED
+from gaff.engine.recomputation import Passage
+from gaff.engine.streams import EditStream, EntryChange
+from gaff.errors import ExactnessError, PlanError
+
+
+class Swap:
+    """One edit of one parameter, wherever the model holds it. Never writes into the parameter."""
+
+    def __init__(
+        self, found: Found, stream: EditStream, owners: Sequence[nn.Module], *, is_sharded: bool = False
+    ) -> None:
+        self._is_sharded = is_sharded  # FSDP2 puts the gathered parameter in place at each call of its unit
+        self._made: dict[Run, Tensor] = {}
+        self._found = found
+        self._stream = stream
+        self._owners = owners
+        self._standing: Standing | None = None  # while another stands in
+        self._again: list[Passage] = []  # of recomputations in progress
+        self._passages: dict[Run, Passage] = {}
+
+    def begin(self, run: Run) -> None:
+        """A run begins: compute the value with its graph, and let it stand in everywhere."""
+        self.restore()
+        passage = self._passages[run] = Passage(run, 0)
+        passage.memo = {}  # the decision is kept, whether or not a checkpoint follows
+        if not self._is_sharded:
+            self._stand_in(passage)
+
+    def begin_unit(self, run: Run) -> None:
+        """FSDP2 has gathered the parameter: until it gives it back, the value of this run stands in."""
+        self.restore()
+        tensor = self._found.tensor
+        new = self._made.get(run)
+        if new is None:
+            new = self._made[run] = self._change(tensor, self._passages[run], is_again=False)
+        if new is not tensor:
+            self._standing = Standing.of(tensor, self._owners)
+            self._standing.add(self, new)
+
+    def end_unit(self) -> None:
+        """FSDP2 is about to give it back. Raises ExactnessError where the model wrote into what stood in."""
+        if not self.restore():
+            raise ExactnessError(
+                f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "
+                "stood in for it: expected a parameter that the forward only reads"
+            )
+
+    def end(self, run: Run, output: Any) -> None:
+        """The run is over. Raises ExactnessError where the model wrote into what stood in."""
+        self._passages.pop(run, None)
+        self._made.pop(run, None)
+        if not self.restore():
+            raise ExactnessError(
+                f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "
+                "stood in for it: expected a parameter that the forward only reads"
+            )
+
+    def scope(self, node: Node) -> SwapScope:
+        """What repeats the edit when a checkpoint recomputes ``node``."""
+        return SwapScope(self, node)
+
+    def passage(self, run: Run) -> Passage | None:
+        """What was decided when ``run`` began."""
+        return self._passages.get(run)
+
+    def again(self, passage: Passage, frame: Frame) -> None:
+        """A recomputation enters a module: until it leaves it, the value of that run stands in again."""
+        if self._again and self._again[-1] is passage:
+            return  # in a module around this one
+        tensor = self._found.tensor
+        standing = Standing.of(tensor, self._owners)
+        task = autograd.backward_task()
+        if not standing.is_of(task):  # what stands there is of another run, which is still in progress
+            standing.add(frame, standing.original, task)
+            frame.at_leave.append(lambda: standing.remove(frame))
+        new = self._change(self._found.tensor, passage, is_again=True)
+        key = object()
+        standing.add(key, new, task)
+        self._again.append(passage)
+        frame.at_leave[:0] = [lambda: standing.remove(key), self._again.pop]
+
+    def restore(self) -> bool:
+        """The parameter is back in its place; False where somebody changed what stood in for it."""
+        standing, self._standing = self._standing, None
+        return standing is None or standing.remove(self)
+
+    def refuse_other_thread(self) -> None:
+        """A run of another thread must not meet a value that is meant for this one."""
+        if self._standing is not None:
+            raise PlanError(
+                f"{self._found.site}: the model runs on another thread while this parameter is edited for a run of its "
+                "own: expected runs one after the other, or a copy of the model for each thread"
+            )
+
+    def _stand_in(self, passage: Passage) -> None:
+        tensor = self._found.tensor
+        if tensor.is_meta:
+            raise PlanError(f"{self._found.site}: {OFFLOADED}, so that nothing can stand in for it")
+        new = self._change(tensor, passage, is_again=False)
+        if new is not tensor:
+            self._standing = Standing.of(tensor, self._owners)
+            self._standing.add(self, new)
+
+    def _change(self, tensor: Tensor, passage: Passage, *, is_again: bool) -> Tensor:
+        # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that;
+        # precision and graph are the parameter's own, not those of the place at which the run began
+        saved = torch.autograd.graph.saved_tensors_hooks(lambda held: held, lambda held: held)
+        with saved, modes.outside_modes(), torch.enable_grad(), modes.without_autocast(tensor.device):
+            return self._stream.change(tensor, passage, is_again)
+
+
+class SwapScope(EntryChange):
+    """At the entry of a module around the parameter: a recomputation of it needs the value of its run."""
+
+    is_gradient = False
+
+    def __init__(self, swap: Swap, node: Node) -> None:
+        self._swap = swap
+        self._node = node
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
+        if not is_again:
+            first = self._swap.passage(passage.run)
+            if first is not None and passage.memo is not None:
+                passage.memo[self] = first
+        elif passage.memo is not None and self in passage.memo:
+            frame = next(frame for frame in reversed(self._node.clock.replay_frames()) if frame.owner is self._node)
+            self._swap.again(passage.memo[self], frame)
+
+    def refuse_other_thread(self) -> None:
+        """A run that this session does not see enters the module."""
+        self._swap.refuse_other_thread()
+
+    def around(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward: what jumps over every hook, as Ctrl-C does, gives the parameter back here."""
+        try:
+            return original(*args, **kwargs)
+        except Exception:
+            raise  # torch calls the hooks after these
+        except BaseException:
+            self._swap.restore()
+            raise

@@ -1,0 +1,75 @@
+"""Which tensors stand in for which parameters now, over all sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from gaff.compat import memory
+
+_BY_TENSOR: dict[int, Standing] = {}  # by identity of a parameter, or of what stands in for it; only while it does
+
+
+class _Row(NamedTuple):
+    key: object  # who put it there
+    tensor: Tensor
+    version: int  # of the tensor, then
+    task: int
+
+
+class Standing:
+    """One parameter and all that stands in for it; the one that came last is in its place."""
+
+    def __init__(self, original: Tensor, owners: Sequence[nn.Module]) -> None:
+        self.original = original
+        self._owners = list(owners)
+        self._rows: list[_Row] = []
+
+    @classmethod
+    def of(cls, tensor: Tensor, owners: Sequence[nn.Module]) -> Standing:
+        """That of the parameter which ``tensor`` is, or stands in for."""
+        return _BY_TENSOR.get(id(tensor)) or cls(tensor, owners)
+
+    def add(self, key: object, new: Tensor, task: int = -1) -> None:
+        """Put ``new`` in the parameter's place; ``task``: for the recomputation in this backward pass."""
+        self._put(self._now(), new)
+        self._rows.append(_Row(key, new, memory.version_of(new), task))
+        _BY_TENSOR[id(self.original)] = _BY_TENSOR[id(new)] = self
+
+    def is_of(self, task: int) -> bool:
+        """Whether what stands there now, if anything, was put there for the recomputation ``task``."""
+        return not self._rows or self._rows[-1].task == task
+
+    def remove(self, key: object) -> bool:
+        """Take away what ``key`` put there; False if it was written to, or is no longer where it was put."""
+        row = next(row for row in self._rows if row.key is key)
+        was_there = all(any(value is self._now() for value in owner._parameters.values()) for owner in self._owners)
+        before = self._now()
+        self._rows.remove(row)
+        if not any(other.tensor is row.tensor for other in self._rows):
+            _BY_TENSOR.pop(id(row.tensor), None)
+        if self._rows:
+            _BY_TENSOR[id(self.original)] = self
+        else:
+            _BY_TENSOR.pop(id(self.original), None)
+        if self._now() is not before:
+            self._put(before, self._now())
+        return was_there and memory.version_of(row.tensor) == row.version
+
+    def _now(self) -> Tensor:
+        return self._rows[-1].tensor if self._rows else self.original
+
+    def _put(self, old: Tensor, new: Tensor) -> None:
+        for owner in self._owners:
+            for name in [name for name, value in owner._parameters.items() if value is old]:
+                owner._parameters[name] = new  # type: ignore[assignment]
+            for held in (value for value in vars(owner).values() if isinstance(value, list)):  # as LSTM keeps them
+                held[:] = [new if value is old else value for value in held]
+
+
+def original_of(tensor: Tensor) -> Tensor:
+    """The parameter for which ``tensor`` stands in, or itself."""
+    standing = _BY_TENSOR.get(id(tensor))
+    return tensor if standing is None else standing.original

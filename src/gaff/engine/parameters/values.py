@@ -1,0 +1,62 @@
+"""Parameters and buffers as sites: their values at the entry of their owner, and parameters' gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.resolve import Found, is_container
+from gaff.compat import libraries
+from gaff.engine.clock import Run
+from gaff.engine.modules import Node
+from gaff.engine.streams import Stream
+
+OFFLOADED = "it lies on the meta device between calls (offloaded), and nothing tells its value"
+NOT_CALLED = "its module was not called itself; read at the end of the run"
+
+
+class StateValue:
+    """Fires once a run: when the first module that owns the tensor is entered, else at the end of the run.
+
+    ``around``: the hooked module around the owner; it tells whether the run came near an owner that is not called.
+    ``is_lent``: FSDP2 gathers the parameter for the call, and frees its memory afterwards: a copy is told.
+    """
+
+    def __init__(self, found: Found, stream: Stream, around: Node | None, *, is_lent: bool = False) -> None:
+        self._found = found
+        self._stream = stream
+        self._around = around
+        self._is_lent = is_lent
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+        if self not in run.once:
+            run.once.add(self)
+            tensor: Tensor | None = self._found.tensor
+            if tensor is not None and tensor.is_meta:  # offloaded: it comes when the forward begins, and goes again
+                tensor = libraries.offloaded(self._found.module, self._found.name)
+            if tensor is None:
+                self._stream.refuse(run, 0, OFFLOADED)
+            else:
+                self._stream.add(tensor.clone() if self._is_lent else tensor, run, 0)
+
+    def finish(self, run: Run, output: Any) -> None:
+        if self not in run.once and self._around is not None and run.entered[self._around.index]:
+            self._stream.skip(NOT_CALLED)
+            self((), {}, run, 0)
+
+
+def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:
+    """Every module that holds the parameter or buffer of ``found`` (tied weights have several)."""
+    wanted = found.tensor
+    owners = [found.module]
+    for module in model.modules():
+        owned = module._buffers if found.site.port == "buffer" else module._parameters
+        if module is not found.module and any(tensor is wanted for tensor in owned.values()):
+            owners.append(module)
+    return owners
+
+
+def called_above(found: Found) -> nn.Module | None:
+    """The nearest module around the owner that is called: containers such as ModuleList are not."""
+    return next((module for module in reversed(found.chain) if not is_container(module)), None)

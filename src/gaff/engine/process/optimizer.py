@@ -1,0 +1,338 @@
+"""The optimizer's step: what is done to the gradients before it, and how it is kept from happening."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gaff.compat import distributed, foreach
+from gaff.engine.gradients.sharded import ShardedGradient
+
+_GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
+_TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step
+Before = Callable[[], "bool | Tensor"]  # whether the step shall be skipped; a tensor where the optimizer reads one
+
+
+def is_skipped(optimizer: Any) -> bool:
+    """Whether a guard kept the step that has just run from changing anything, as far as the host knows."""
+    return any(guard.has_skipped for guard in _GUARDS.get(optimizer, ()))
+
+
+def is_nested_step(optimizer: Any) -> bool:
+    """Whether the step whose hook asks runs inside another step of the same optimizer, as ``super().step()`` does."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "wrapper":
+        frame = frame.f_back  # type: ignore[assignment]
+    code = None if frame is None else frame.f_code
+    outer = None if frame is None else frame.f_back
+    while outer is not None:
+        if outer.f_code is code and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer inside a wrapper such as accelerate's."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class StepGuard:
+    """Calls ``before`` ahead of every step of an optimizer, when gradients are accumulated, reduced and unscaled.
+
+    With a closure it is called after each evaluation of it. Where ``before`` says so the step changes neither
+    parameters nor state: it runs without gradients on an empty stand-in of the optimizer, or, where the optimizer reads
+    ``found_inf`` (fused ones), is told on the device, without waiting for it. ``began`` comes first, ``after`` last.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        before: Before,
+        began: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._before = before
+        self._began = began
+        self._after = after
+        self._handles = ExitStack()
+        self._dropped: list[tuple[Tensor, Tensor]] = []  # parameters and gradients kept from a skipped step
+        self._found: Any = None  # the optimizer's own ``found_inf``, while ours is in its place
+        self.has_skipped = False  # the last step
+
+    def open(self) -> None:
+        _GUARDS.setdefault(self._optimizer, WeakSet()).add(self)
+        self._handles.callback(self._restore)  # whatever an exception left
+        self._handles.callback(self._optimizer.register_step_pre_hook(self._pre).remove)
+        self._handles.callback(self._optimizer.register_step_post_hook(self._post).remove)
+
+    def close(self) -> None:
+        self._handles.close()
+        _GUARDS.get(self._optimizer, WeakSet()).discard(self)
+
+    def can_tell(self) -> bool:
+        """Whether the next step can be skipped by a flag on the device: it is read, and there is no state to be made.
+
+        A fused optimizer makes its state also in a skipped step, of SGD's momentum without ever writing to it.
+        """
+        if not getattr(self._optimizer, "_step_supports_amp_scaling", False) or torch.compiler.is_compiling():
+            return False
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        is_plain = isinstance(self._optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups)
+        given = [one for one in self.parameters() if one.grad is not None]
+        return is_plain or all(any(value is not None for value in state.get(one, {}).values()) for one in given)
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in the optimizer's order, as they are now."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def is_overflow_of_scaler(self) -> bool:
+        """Whether a GradScaler has found non-finite gradients and will have this step skipped. Waits for the device."""
+        found = getattr(self._optimizer, "found_inf", None)
+        return found is not None and self._optimizer not in _TELLS and bool(found.item())
+
+    def _pre(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_nested_step(optimizer):
+            return None
+        self._restore()
+        self.has_skipped = False
+        self._began()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            wrapped = self._wrap(closure)
+            if len(args) > 1:
+                return (args[0], wrapped, *args[2:]), kwargs
+            return args, {**kwargs, "closure": wrapped}
+        self._unscale()
+        skip = self._before()
+        if isinstance(skip, Tensor):
+            self._tell(skip)
+        elif skip:
+            self._drop()
+            return (_stand_in(optimizer), *args[1:]), kwargs
+        return None
+
+    def _post(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_nested_step(optimizer):
+            self._restore()
+            self._after()
+
+    def _restore(self) -> None:
+        if self._found is not None:
+            [known] = self._found
+            self._found = None
+            _TELLS.discard(self._optimizer)
+            if known is not None:
+                self._optimizer.found_inf = known  # type: ignore[attr-defined]
+            elif hasattr(self._optimizer, "found_inf"):
+                del self._optimizer.found_inf
+        for parameter, gradient in self._dropped:
+            if parameter.grad is None:  # else a new one has come, after an exception kept this from being called
+                parameter.grad = gradient
+        self._dropped.clear()
+
+    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            if self._before():
+                self._drop()
+            return loss
+
+        return evaluate
+
+    def _drop(self) -> None:
+        """No gradient, no step: also for what an optimizer keeps beside its parameter groups."""
+        self.has_skipped = True
+        for one in self.parameters():
+            if one.grad is not None:
+                self._dropped.append((one, one.grad))
+                one.grad = None
+
+    def _unscale(self) -> None:
+        """GradScaler leaves unscaling to fused optimizers: done here instead, so that limits mean what they say."""
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if scale is not None:
+            gradients = [one.grad for one in self.parameters() if one.grad is not None]
+            foreach.scale_all(gradients, scale.double().reciprocal().float())
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    def _tell(self, skip: Tensor) -> None:
+        known = getattr(self._optimizer, "found_inf", None)
+        if self._optimizer not in _TELLS:  # another guard of the same optimizer has it to put back
+            self._found = [known]
+            _TELLS.add(self._optimizer)
+        flag = skip.to(torch.float32)
+        self._optimizer.found_inf = flag if known is None else torch.maximum(flag, known.to(flag.device))  # type: ignore[attr-defined]
+
+
+class BackwardGuard:
+    """Calls ``change(parameter, gradient)`` for each gradient as backward brings it; its result goes on."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._change = change
+        self._handles: dict[int, tuple[ref[Tensor], Any]] = {}  # by identity: tensors are not compared
+        self._sharded: dict[int, _Listener] = {}
+
+    def follow(self, parameters: Iterable[Tensor], model: Any = None) -> None:
+        """Also those of these parameters that came later, or to require grad. ``model``: whose FSDP2's are."""
+        shards = distributed.sharded_parameters(model) if model is not None else {}
+        records = {id(record.sharded_param): record for record, _ in shards.values()}
+        for parameter in parameters:
+            record = records.get(id(parameter))
+            if record is not None:
+                if id(parameter) not in self._sharded:
+                    one = self._sharded[id(parameter)] = _Listener(ShardedGradient.of(record), self._change, parameter)
+                    one.gradient.listeners.append(one)
+                self._sharded[id(parameter)].gradient.follow()
+                continue
+            known = self._handles.get(id(parameter))
+            if parameter.requires_grad and (known is None or known[0]() is not parameter):
+                weak = ref(parameter)
+                handle = parameter.register_hook(partial(self._arrived, weak))
+                self._handles[id(parameter)] = weak, handle
+
+    def _arrived(self, parameter: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:
+        """A custom Function hands None to what it does not need."""
+        return None if gradient is None else self._change(parameter(), gradient)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for _, handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        for one in self._sharded.values():
+            one.gradient.leave(one)
+        self._sharded.clear()
+
+
+class _Listener:
+    """Clips one parameter of FSDP2 when its gradient has been reduced."""
+
+    def __init__(
+        self, gradient: ShardedGradient, change: Callable[[Tensor, Tensor], Tensor], parameter: Tensor
+    ) -> None:
+        self.gradient = gradient
+        self._change = change
+        self._parameter = ref(parameter)
+
+    def coming(self) -> None:
+        """Nothing is asked before the reduction."""
+
+    def reduced(self, gradient: Tensor) -> Tensor | None:
+        parameter = self._parameter()
+        return None if parameter is None else self._change(parameter, gradient)
+
+
+class AccumulationWatch:
+    """Calls ``seen(parameter)`` each time that a gradient has been added to ``parameter.grad``."""
+
+    def __init__(self, parameters: Iterable[Tensor], seen: Callable[[Tensor], None]) -> None:
+        self._parameters = list(parameters)
+        self._seen = seen
+        self._handles = ExitStack()
+
+    def open(self) -> None:
+        for parameter in self._parameters:
+            self._handles.callback(parameter.register_post_accumulate_grad_hook(self._seen).remove)
+
+    def close(self) -> None:
+        self._handles.close()
+
+
+def _stand_in(optimizer: Any) -> Any:
+    """An optimizer of the same kind without parameters and state: its step changes nothing of the real one."""
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__)
+    stand_in.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    stand_in.state = defaultdict(dict)
+    return stand_in
+
+
+class Ownership:
+    """Which optimizers own some of ``parameters()``."""
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
+        self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def has(self, optimizer: Any) -> bool:
+        known = self._known.get(optimizer)
+        if known is None:
+            mine = {id(parameter) for parameter in self._parameters()}
+            groups = [group["params"] for group in optimizer.param_groups]
+            known = self._known[optimizer] = any(id(parameter) in mine for group in groups for parameter in group)
+        return known
+
+
+class StepCount:
+    """Calls ``completed()`` after each step that changed something, of optimizers that own some of ``parameters()``."""
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]], completed: Callable[[], None]) -> None:
+        self._owned = Ownership(parameters)
+        self._completed = completed
+        self._handle: Any = None
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def __exit__(self, *exc: object) -> None:
+        self._handle.remove()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_skipped(optimizer) and not is_nested_step(optimizer) and self._owned.has(optimizer):
+            self._completed()
+
+
+class StepWatch:
+    """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any).
+
+    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[Tensor]] | None,
+        before: Callable[[Any], None],
+        skipped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._owned = None if parameters is None else Ownership(parameters)
+        self._before = before
+        self._skipped = skipped
+        self._handle: Any = None
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._stepping)
+
+    def __exit__(self, *exc: object) -> None:
+        self._handle.remove()
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        found = getattr(optimizer, "found_inf", None)
+        is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
+        if is_overflow:
+            self._skipped()
+        if is_nested_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._before(optimizer)
+            return None
+
+        def evaluate() -> Any:  # gradients come from it
+            loss = closure()
+            self._before(optimizer)
+            return loss
+
+        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})

@@ -1,0 +1,141 @@
+"""Recomputation: which call of the first pass a recomputed call of a module stands for.
+
+Two kinds of activation checkpointing, each with an object that both passes can see and that dies with the graph: a
+non-reentrant one has its frame, a reentrant one its autograd node. Calls are matched by their order within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from gaff.compat import autograd, checkpoints
+from gaff.engine.clock import Run
+from gaff.errors import ExactnessError, PlanError
+
+
+class Passage:
+    """One call of a module in an ordinary forward. ``memo``: what edits decided there, if it may be repeated."""
+
+    __slots__ = ("call", "memo", "run")
+
+    def __init__(self, run: Run, call: int) -> None:
+        self.run = run
+        self.call = call
+        self.memo: dict[object, Any] | None = None
+
+
+class Match(NamedTuple):
+    """``is_first_graph``: the first pass had no graph, so gradient hooks must be set now."""
+
+    passage: Passage
+    is_first_graph: bool
+
+
+class Replay:
+    """The calls of one module, at its entry or at its exit, that may be recomputed."""
+
+    __slots__ = ("_positions", "_regions", "_waiting")
+
+    def __init__(self) -> None:
+        self._regions: WeakKeyDictionary[Any, list[Passage]] = WeakKeyDictionary()  # checkpoint -> calls in order
+        self._positions: WeakKeyDictionary[Any, tuple[object, int, Any]] = WeakKeyDictionary()
+        self._waiting: dict[Passage, ref[Any]] = {}  # calls without a graph, and what may recompute them
+
+    def wait(self, passage: Passage) -> bool:
+        """A call without grad mode: whether a reentrant checkpoint may run it again, with a graph."""
+        run = passage.run
+        functions = checkpoints.enclosing_functions() if run.had_grad else run.functions
+        if not functions:
+            return False
+        run.is_waiting = True
+        if passage.memo is None:
+            passage.memo = {}
+        self._waiting[passage] = ref(functions[-1])  # the others die with the first pass
+        for function in functions:
+            self._regions.setdefault(function, []).append(passage)
+        return True
+
+    def remember(self, passage: Passage, *, has_grad: bool | None = None) -> None:
+        """A call in an ordinary forward whose edits must be made again if a checkpoint recomputes it.
+
+        ``has_grad``: grad mode of the call, where that of this thread is another (compiled code runs without)."""
+        if not (torch.is_grad_enabled() if has_grad is None else has_grad):
+            self.wait(passage)
+        if checkpoints.has_saved_hooks():
+            if not checkpoints.sees_checkpoints():
+                raise PlanError(
+                    "an edit inside torch.utils.checkpoint(use_reentrant=False) cannot be repeated with torch "
+                    f"{torch.__version__}: expected use_reentrant=True, or no hooks for saved tensors around the call"
+                )
+            self._note(passage, checkpoints.enclosing())
+
+    def match(self, *, has_grad: bool | None = None) -> Match | None:
+        """The call that the current recomputation repeats; None for one that this session did not see."""
+        node = autograd.current_node()
+        chain = checkpoints.enclosing() if self._regions else []
+        inner = next((number for number, found in enumerate(chain) if found.is_again), None)
+        if inner is not None:
+            known = self._positions.get(chain[inner].pass_)
+            if known is None or node not in self._regions or (known[2] is not None and known[2]() is node):
+                passage = self._next(chain[inner].frame, chain[inner].pass_, node)
+                if passage is not None:
+                    self._note(passage, chain[:inner])
+                return None if passage is None else Match(passage, False)
+        if node is None or not autograd.is_python_node(node):
+            return None
+        passage = self._next(node, node, autograd.backward_task())
+        if passage is None:
+            return None
+        self._note(passage, chain[:inner])
+        if torch.is_grad_enabled() if has_grad is None else has_grad:
+            self._waiting.pop(passage, None)
+        else:  # a checkpoint inside the recomputed one, made anew
+            for function in checkpoints.enclosing_functions():
+                if function is not node:
+                    self._regions.setdefault(function, []).append(passage)
+        return Match(passage, True)
+
+    def __contains__(self, passage: Passage) -> bool:
+        """Whether something may run this call without a graph again, with one."""
+        return passage in self._waiting
+
+    def regions(self) -> Iterator[Any]:
+        """The checkpoints with calls of this module; they die with their graphs."""
+        return iter(list(self._regions))
+
+    def give_up(self, *, is_final: bool) -> list[Passage]:
+        """The calls without a graph that nothing recomputed, once nothing can; ``is_final``: nothing shall."""
+        never = [passage for passage, node in self._waiting.items() if is_final or node() is None]
+        for passage in never:
+            del self._waiting[passage]
+        return never
+
+    def forget(self) -> None:
+        """Repeat nothing any more."""
+        self._regions.clear()
+
+    def _note(self, passage: Passage, chain: list[checkpoints.Checkpoint]) -> None:
+        for found in chain:
+            if passage.memo is None:
+                passage.memo = {}
+            passage.run.is_waiting = True
+            if not found.is_again:
+                self._regions.setdefault(found.frame, []).append(passage)
+
+    def _next(self, region: Any, place: Any, mark: Any) -> Passage | None:
+        """The next call of ``region`` in the recomputation ``place``; it starts anew with another ``mark``."""
+        calls = self._regions.get(region)
+        if calls is None:
+            return None
+        known = self._positions.get(place)
+        is_frame = region is not place
+        position = known[1] if known is not None and (is_frame or known[0] == mark) else 0
+        if position == len(calls):
+            raise ExactnessError("a module was called more often in the recomputation of a checkpoint than before it")
+        trigger = known[2] if known is not None else ref(mark) if is_frame and autograd.is_python_node(mark) else None
+        self._positions[place] = (None if is_frame else mark, position + 1, trigger)
+        return calls[position]

@@ -1,1 +1,0 @@
-"""What is wrong with a run, and where it began."""

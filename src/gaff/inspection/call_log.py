@@ -1,0 +1,295 @@
+"""What a trace notes of every call: shapes, time, statistics, gradients. Keeps no tensor."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.address.grammar import Key, Site
+from gaff.address.nested import iter_tensors, size_bytes
+from gaff.compat import distributed
+from gaff.compat.memory import version_of
+from gaff.engine.streams import Stream
+from gaff.inspection.pictures import Album, are_probabilities
+from gaff.inspection.sketches import marks_of
+from gaff.record.trace_rows import Gradient, Statistics
+
+_MOST_NODES = 500  # of the autograd graph between two calls
+
+
+@dataclass(slots=True)
+class CallNotes:
+    """One call while it is traced, and after it."""
+
+    site: Site  # of the module or op, without call
+    cls: str
+    depth: int
+    call: int
+    run: Any
+    started: float
+    flops: int
+    input: str
+    output: str = ""
+    dtype: str = ""
+    time_s: float = 0.0
+    memory_bytes: int = 0
+    statistics: tuple[Tensor, ...] | None = None
+    marks: tuple[Tensor, Tensor] | None = None  # digest and sketch
+    takes: list[CallNotes] = field(default_factory=list)  # those that made what it is given
+    follows: list[CallNotes] = field(default_factory=list)  # those that came before, where it is not known who made it
+    is_complete: bool = False
+    gradients: dict[str, Gradient] = field(default_factory=dict)
+
+
+class CallLog:
+    """All calls of a traced run, in the order of entry. ``flops``: operations counted so far."""
+
+    def __init__(self, flops: Callable[[], int], device: torch.device, album: Album | None = None) -> None:
+        self.calls: list[CallNotes] = []
+        self.album = album
+        self.given: Tensor | None = None  # a digest of what the model was given
+        self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
+        # who made a tensor, by its identity, and its version then; by its autograd node; what came before others
+        self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes, int]] = {}
+        self._nodes: dict[Any, CallNotes] = {}
+        self._met: dict[int, tuple[weakref.ref[Tensor], CallNotes | None]] = {}
+        self._latest: CallNotes | None = None  # the last call that ended
+        self._open: list[CallNotes] = []
+        self._flops = flops
+        self._device = device
+
+    def enter(self, site: Site, cls: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        """A module, or an op (``cls``: its place in the code), is called."""
+        shapes = shapes_text((*args, kwargs) if kwargs else args)
+        self._settle()
+        notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
+        self._find_makers(notes, (args, kwargs))
+        if not self.calls:
+            marks = marks_of([tensor for _, tensor in iter_tensors((args, kwargs))])
+            self.given = marks[0] if marks is not None else None
+        if self.album is not None and not self._open and not site.path and site.op is None:
+            for key, tensor in iter_tensors((args, kwargs)):
+                if tensor.is_floating_point():
+                    self.album.add_input(f":input{input_key(key)}", tensor)
+        self.calls.append(notes)
+        self._open.append(notes)
+
+    def leave(self, site: Site, output: Any) -> None:
+        self._settle()
+        ended = time.perf_counter()
+        while self._open and self._open[-1].site != site:
+            self._open.pop()  # left by an exception
+        notes = self._open.pop()
+        notes.time_s = ended - notes.started
+        notes.flops = self._flops() - notes.flops
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        notes.output = shapes_text(output)
+        notes.memory_bytes = sum(size_bytes(tensor) for tensor in tensors)
+        notes.is_complete = True
+        if self.calls[-1] is notes:  # it holds no other
+            self._latest = notes
+        if tensors:
+            notes.dtype = str(tensors[0].dtype).removeprefix("torch.")
+            notes.statistics = measure(tensors[0])
+            notes.marks = marks_of(tensors)
+        for tensor in tensors:
+            self._note_maker(notes, tensor)
+        if self.album is not None and site.op is None:
+            self._draw(notes, output, tensors)
+
+    def _find_makers(self, notes: CallNotes, given: Any) -> None:
+        """Who made what a call is given; where nobody is known to, the call before, or at first nobody: an input."""
+        found: dict[int, tuple[CallNotes, bool]] = {}
+        for _, tensor in iter_tensors(given):
+            if id(tensor) in self.own:
+                continue
+            known = self._made.get(id(tensor))
+            if known is not None and known[0]() is tensor and known[2] == version_of(tensor):
+                found[id(known[1])] = known[1], True
+                continue
+            for maker in self._behind(tensor):
+                found.setdefault(id(maker), (maker, False))
+        notes.takes = [maker for maker, is_known in found.values() if is_known]
+        notes.follows = [maker for maker, is_known in found.values() if not is_known]
+
+    def _note_maker(self, notes: CallNotes, tensor: Tensor) -> None:
+        """The innermost call that returned it; a module that holds others only of what none of these has made."""
+        known = self._made.get(id(tensor))
+        inside = self.calls[self._place(notes) + 1 :]
+        if inside and known is not None and known[0]() is tensor and known[2] == version_of(tensor):
+            return
+        if inside:
+            notes.follows = [one for one in self._behind(tensor) if one is not notes]
+        self._made[id(tensor)] = weakref.ref(tensor), notes, version_of(tensor)
+        if tensor.grad_fn is not None:
+            self._nodes[tensor.grad_fn] = notes
+
+    def _behind(self, tensor: Tensor) -> list[CallNotes]:
+        """The calls whose outputs ops have made a tensor of, as the autograd graph has it; without one the call before.
+
+        A tensor that came from outside, or was there before the first call ended, has none.
+        """
+        if tensor.grad_fn is None:
+            known = self._met.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                known = self._met[id(tensor)] = weakref.ref(tensor), self._latest
+            return [] if known[1] is None or tensor.requires_grad else [known[1]]
+        found: dict[int, CallNotes] = {}
+        waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
+        while waiting and len(seen) < _MOST_NODES:
+            node = waiting.pop()
+            maker = self._nodes.get(node)
+            if maker is not None:
+                found.setdefault(id(maker), maker)
+                continue
+            onward = {one for one, _ in node.next_functions if one is not None} - seen
+            seen |= onward
+            waiting += onward
+        return list(found.values())
+
+    def _place(self, notes: CallNotes) -> int:
+        return next(at for at in range(len(self.calls) - 1, -1, -1) if self.calls[at] is notes)
+
+    def _draw(self, notes: CallNotes, output: Any, tensors: list[Tensor]) -> None:
+        assert self.album is not None
+        name = str(replace(notes.site, call=notes.call))
+        for at, tensor in enumerate(tensors[:2]):
+            if tensor.is_floating_point() and (at == 0 or are_probabilities(tensor)):
+                self.album.add(name, tensor, is_attention=are_probabilities(tensor))
+        if tensors and notes.depth <= 1 and tensors[0].requires_grad:
+            self.album.keep_maps(name, tensors[0])
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":  # times of queued work would mean nothing
+            torch.cuda.synchronize(self._device)
+
+
+class GradientLog(Stream):
+    """The gradients at one port of one module: written into the notes of the call they belong to."""
+
+    def __init__(self, log: CallLog, site: Site, port: str) -> None:
+        self._log = log
+        self._site = site
+        self._port = port
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        self._note(run, call, gradient_of(value))
+        album = self._log.album
+        if album is not None and self._port == "grad_output" and self._site.op is None:
+            album.add_class_activation(str(replace(self._site, call=call)), value)
+            name = str(Site(self._site.path, call=call, port="grad_output"))
+            album.add(name, value, is_gradient=True)
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self._note(run, call, Gradient(reason=reason))
+
+    def refuse(self, run: Any, call: int, reason: str) -> None:
+        self._note(run, call, Gradient(reason=reason))
+
+    def at(self, key: Key) -> GradientLog:
+        return self
+
+    def spawn(self, site: Site, known: Any) -> GradientLog:
+        return GradientLog(self._log, Site(site.path, site.op, site.op_index), self._port)
+
+    def _note(self, run: Any, call: int, gradient: Gradient) -> None:
+        for notes in self._log.calls:
+            if notes.site == self._site and notes.call == call and notes.run is run:
+                known = notes.gradients.get(self._port)
+                if known is None or known.norm is None:  # of several tensors the first that has one is shown
+                    notes.gradients[self._port] = gradient
+
+
+class ParameterLog(Stream):
+    """The gradient of one parameter."""
+
+    def __init__(self) -> None:
+        self.grad: Gradient | None = None
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        self.grad = gradient_of(value)
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self.grad = Gradient(reason=reason)
+
+    refuse = absent
+
+
+def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
+    """Mean, population std, min, max and non-finite count as 0-dim tensors; None where they mean nothing.
+
+    Of a tensor that is spread over processes those of this one's part.
+    """
+    tensor = distributed.local_of(tensor)
+    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    if is_odd or tensor.is_complex() or tensor.numel() == 0:
+        return None
+    with torch.no_grad():
+        x = tensor.detach()
+        if not x.is_floating_point():
+            x = x.double()
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        std, mean = torch.std_mean(wide, correction=0)
+        low, high = torch.aminmax(wide)
+        count = torch.zeros((), device=x.device)
+        if not bool(torch.isfinite(mean + low + high)):
+            count = (~torch.isfinite(wide)).sum()
+        return mean, std, low, high, count
+
+
+def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
+    """What ``measure`` returned, as numbers. Synchronises with the device."""
+    if measured is None:
+        return None
+    mean, std, low, high, count = (value.item() for value in measured)
+    return Statistics(mean, std, low, high, int(count))
+
+
+def gradient_of(tensor: Tensor) -> Gradient:
+    """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device.
+
+    Of a tensor that is spread over processes those of this one's part.
+    """
+    tensor = distributed.local_of(tensor)
+    if tensor.is_meta:
+        return Gradient(shape_text(tensor), reason="a meta tensor has no values")
+    with torch.no_grad():
+        x = tensor.detach()
+        x = x.coalesce().values() if x.layout == torch.sparse_coo else x.to_dense() if x.layout != torch.strided else x
+        norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
+        zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
+        zeros = 1 - (x.numel() * (1 - zeros)) / max(tensor.numel(), 1)  # what a sparse gradient leaves out is zero
+        marks = marks_of([tensor])
+    told = (f"{marks[0].item():x}", numbers_of(marks[1])) if marks is not None else ("", ())
+    return Gradient(shape_text(tensor), norm, zeros, "", *told)
+
+
+def numbers_of(marks: Tensor) -> tuple[float, ...]:
+    """Of a sketch. Synchronises with the device."""
+    return tuple(marks.tolist())
+
+
+def input_key(key: Key) -> str:
+    """What of the arguments it is, as an address has it: [0], or the keyword."""
+    return "".join(f"[{part}]" for part in key[1:])
+
+
+def shape_text(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return "nested"
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def shapes_text(value: Any) -> str:
+    """``1x3x8x8``, or ``2x5x8, 2x8`` for several tensors; other values by their type."""
+    tensors = [shape_text(tensor) for _, tensor in iter_tensors(value)]
+    if not tensors:
+        is_empty = isinstance(value, (tuple, list, dict)) and not value
+        return "" if is_empty else "None" if value is None else type(value).__name__
+    return ", ".join(tensors[:4]) + (f", ... ({len(tensors)})" if len(tensors) > 4 else "")

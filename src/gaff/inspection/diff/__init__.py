@@ -1,0 +1,1 @@
+"""Where two runs, or two traces, first part."""

@@ -1,0 +1,62 @@
+"""``gaff.diff``: two of a kind, from disk or from memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gaff.errors import PlanError
+from gaff.inspection.diff.difference import Difference
+from gaff.inspection.trace import Trace
+from gaff.record.run import Record
+
+
+def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
+    """Where two runs, or two models, first part: ``print(gaff.diff("runs/a", "runs/b"))``.
+
+    Args:
+        a, b: two runs that were watched (folders, or ``gaff.load`` of them), or two traces (files that ``Trace.save``
+            wrote, or ``gaff.trace`` of a port and its original, of a compiled model and an eager one, of bfloat16 and
+            float32). Traces are compared by digests and sketches of what passed, not only by their moments.
+        tolerance: the relative difference that is allowed. None: what rounding explains, of traces; of runs their own
+            noise from look to look.
+
+    Sites are matched by address, what has no namesake by order and shape. Returns a ``Difference``, which is True where
+    they part: ``first``, ``rows``, ``verdict``, ``to_json()``, ``save("diff.html")``. Needs no torch; runs need numpy.
+
+    Raises:
+        PlanError: for two things that cannot be compared. RecordError: for what cannot be read.
+    """
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
+        raise PlanError(f"tolerance {tolerance}: expected a relative difference of 0 or more, such as 1e-5")
+    (one, name), (other, other_name) = _read(a), _read(b)
+    names = (name, other_name)
+    if isinstance(one, Trace) and isinstance(other, Trace):
+        from gaff.inspection.diff.traces import part_traces
+
+        return part_traces(one, other, names, tolerance)
+    if isinstance(one, Record) and isinstance(other, Record):
+        if find_spec("numpy") is None:
+            raise PlanError("diff of two runs needs numpy, which is not installed: pip install 'gaff[page]'")
+        from gaff.inspection.diff.runs import part_records
+
+        return part_records(one, other, names, tolerance)
+    raise PlanError(f"{name} is a {_kind(one)} and {other_name} a {_kind(other)}: expected two of a kind")
+
+
+def _read(value: Any) -> tuple[Any, str]:
+    if isinstance(value, Trace):
+        return value, f"trace of {value.model}"
+    if isinstance(value, Record):
+        return value, str(value.path)
+    if not isinstance(value, (str, os.PathLike)):
+        raise PlanError(f"diff was given a {type(value).__name__}: expected a run, a trace, or the path of one")
+    path = Path(value)
+    return (Trace.load(path), str(path)) if path.is_file() else (Record(path), str(path))
+
+
+def _kind(value: Any) -> str:
+    return "trace" if isinstance(value, Trace) else "run"

@@ -1,0 +1,175 @@
+"""What ``gaff.diff`` found: rows in the order in which things happened; as text, JSON and a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gaff.errors import PlanError
+from gaff.views.notebook import framed
+from gaff.views.run_text import number
+from gaff.views.text import table
+
+STATES = ("same", "close", "parted")
+_ROWS = 30  # of the text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One site of both. ``phase``: input, forward, backward, parameter, batch, loss or
+    evaluation; ``step``: of a run, None of a trace.
+
+    ``state``: ``same`` numbers to the last bit, ``close``: within ``tolerance``, ``parted``. ``delta``: the
+    difference relative to the larger of both; of runs, of the logarithms of their rms. ``number``: what differs most,
+    ``a`` and ``b`` its values; ``how``: what the sites were matched by.
+    """
+
+    site: str
+    other: str
+    phase: str
+    state: str
+    delta: float
+    tolerance: float
+    number: str = ""
+    a: str = ""
+    b: str = ""
+    how: str = "address"
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """True where the two part. ``rows``: in the order in which things happen; ``first``: the first that parted."""
+
+    a: str
+    b: str
+    rows: tuple[Row, ...]
+    only_a: tuple[str, ...] = ()
+    only_b: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.first is not None
+
+    @property
+    def first(self) -> Row | None:
+        return next((row for row in self.rows if row.state == "parted"), None)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        first = self.first
+        if first is None:
+            if not self.rows:
+                return "nothing could be compared: no site of one was found in the other"
+            worst = max(self.rows, key=lambda row: row.delta)
+            if not worst.delta:
+                return f"the same in all of {len(self.rows)} places"
+            where = f"{worst.delta:.2g} at {worst.site}{_at(worst)}"
+            return f"equal within rounding in {len(self.rows)} places; the largest difference is {where}"
+        parted = f"{sum(row.state == 'parted' for row in self.rows)} of {len(self.rows)} places differ"
+        if first.phase == "batch":
+            return f"they were given different batches{_at(first)}, by the {first.number}; {parted}"
+        names = first.site if first.site == first.other else f"{first.site} ({first.other} in B)"
+        values = f"{first.number} {first.a} against {first.b}"
+        if first.a == first.b:
+            values = f"the elements differ, though {first.number} is {first.a} in both"
+        size = f"a difference of {first.delta:.2g} where {first.tolerance:.2g} is rounding or noise"
+        size = "which no rounding explains" if math.isinf(first.delta) else size
+        return f"they part first at {names}{_at(first)}, {first.phase}: {values}, {size}; {parted}"
+
+    def __str__(self) -> str:
+        parts = [f"A {self.a}", f"B {self.b}", self.verdict]
+        shown = self._shown()
+        if shown:
+            parts.append(_table(shown))
+        if len(self.rows) > len(shown):
+            parts.append(f"... {len(self.rows)} places were compared; --json or --html has all")
+        for name, sites in (("A", self.only_a), ("B", self.only_b)):
+            if sites:
+                more = f" and {len(sites) - 8} more" if len(sites) > 8 else ""
+                parts.append(f"only in {name}: {', '.join(sites[:8])}{more}")
+        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+    def _shown(self) -> list[Row]:
+        """What comes just before the first that parted, and what follows."""
+        if self.first is None:
+            return sorted(self.rows, key=lambda row: -row.delta)[: _ROWS // 3]
+        at = self.rows.index(self.first)
+        return list(self.rows[max(0, at - 3) : at - 3 + _ROWS if at > 3 else _ROWS])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "a": self.a,
+            "b": self.b,
+            "parted": bool(self),
+            "verdict": self.verdict,
+            "first": asdict(self.first) if self.first is not None else None,
+            "rows": [asdict(row) for row in self.rows],
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """Infinite differences are written as null."""
+        return json.dumps(_finite(self.to_dict()), indent=1)
+
+    def to_html(self) -> str:
+        """A page. Raises PlanError without numpy."""
+        if find_spec("numpy") is None:
+            raise PlanError("a page needs numpy, which is not installed: pip install 'gaff[page]'")
+        from gaff.views.page.diff import document
+
+        return document(self.to_dict()).to_html()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """A page where the name ends in ``.html``, else JSON."""
+        is_page = Path(path).suffix.lower() in (".html", ".htm")
+        Path(path).write_text(self.to_html() if is_page else self.to_json() + "\n", encoding="utf-8", errors="replace")
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Without the columns in which nothing is."""
+    head = ("phase", "step", "site of A", "site of B", "state", "difference", "tolerance", "number", "A", "B")
+    cells = [
+        (row.phase, "" if row.step is None else str(row.step), row.site, "" if row.other == row.site else row.other,
+         row.state, f"{row.delta:.2g}", f"{row.tolerance:.2g}", row.number, row.a, row.b)
+        for row in rows
+    ]  # fmt: skip
+    used = [at for at in range(len(head)) if any(row[at] for row in cells)]
+    cut = [tuple(row[at] for at in used) for row in cells]
+    return table(tuple(head[at] for at in used), cut, right=("step", "difference", "tolerance"))
+
+
+def state_of(delta: float, tolerance: float) -> str:
+    if delta == 0:
+        return "same"
+    return "close" if delta <= tolerance else "parted"
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+def _at(row: Row) -> str:
+    return "" if row.step is None else f" at step {row.step}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and value - value != 0 else value

@@ -1,0 +1,230 @@
+"""Two records: where two trainings first part. Needs numpy (``gaff[page]``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gaff.inspection.diff.difference import Difference, Row, shown, state_of
+from gaff.inspection.diff.pairs import pair_up
+from gaff.record.cube import Cube, read_cubes
+from gaff.record.run import Record
+from gaff.record.sample import port_of
+
+_EVERY = 1 << 30  # columns: no bucket holds more than one look
+_NUMBERS = ("rms", "mean", "min", "max", "zeros", "nonfinite")
+_LEAST = 1e-3  # of the median rms of a port: gradients below it are rounding of the others
+_ROUNDING = 1e-5  # what another order of summation makes of single precision in a few steps
+_DEVIATIONS = 4.0
+_CHECKED = "checksum of the first 64 KiB"
+_PHASES = {"input": "forward", "output": "forward", "grad_output": "backward", "grad": "parameter",
+           "update": "parameter", "param": "parameter"}  # fmt: skip
+_ORDER = ("batch", "forward", "loss", "backward", "parameter", "evaluation")
+
+
+class Line(NamedTuple):
+    """One site of one run over its looks, in one phase of the run."""
+
+    name: str
+    port: str
+    phase: str
+    elements: float
+    steps: Any
+    values: Mapping[str, Any]
+
+
+def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float | None) -> Difference:
+    """For each site the first step at which the two differ by more than their own noise.
+
+    The noise of a site is the median change of the logarithm of its rms from one look to the next, in the calmer of
+    both; four standard deviations of it, and never less than rounding, are allowed.
+    """
+    lines_a, lines_b = _lines(a), _lines(b)
+    pairs, left_a, left_b = pair_up(
+        lines_a,
+        lines_b,
+        lambda line: line.name,
+        [("order and size", lambda line: (line.phase, line.port, line.elements))],
+    )
+    rows = _batches(a, b) + _losses(a, b, tolerance)
+    notes = []
+    least = _least([*lines_a, *lines_b])
+    looked = [_looked(record) for record in (a, b)]
+    for pair in pairs:
+        one, other = lines_a[pair.a], lines_b[pair.b]
+        row = _absent(one, other, pair.how, looked[0] & looked[1])
+        row = row or _site(one, other, pair.how, tolerance, least.get(one.port, 0.0))
+        if row is None:
+            notes.append(f"{lines_a[pair.a].name} was never looked at in the same step")
+        else:
+            rows.append(row)
+    place = {line.name: at for at, line in enumerate(lines_a)}
+    last = 1 << 60
+
+    def order(row: Row) -> tuple[int, int, int]:
+        step = row.step if row.state == "parted" and row.step is not None else last
+        return step, _ORDER.index(row.phase), place.get(row.site, 0)
+
+    rows.sort(key=order)
+    if len(notes) > 3:
+        notes = [f"{len(notes)} sites were never looked at in the same step"]
+    first_bit = _first_bit([(lines_a[pair.a], lines_b[pair.b]) for pair in pairs])
+    if first_bit:
+        notes.append(first_bit)
+    only_a, only_b = tuple(lines_a[at].name for at in left_a), tuple(lines_b[at].name for at in left_b)
+    return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
+
+
+def _lines(record: Record) -> list[Line]:
+    named = {key: name for name, key in record.names().items()}
+    found = []
+    for cube in read_cubes(record.part(record.ranks[0]), columns=_EVERY, marks=1):
+        more = "" if cube.phase == "train" else f" in {cube.phase}"
+        for at, key in enumerate(cube.keys):
+            found.append(_line(cube, at, f"{named.get(key, key[1])}{more}", port_of(key[1])))
+    return [line for line in found if line is not None and len(line.steps)]
+
+
+def _line(cube: Cube, at: int, name: str, port: str) -> Line:
+    counts = cube.latest["count"][at]
+    known = ~np.isnan(counts)
+    values = {one: cube.latest[one][at][known].astype(np.float64) for one in _NUMBERS}
+    elements = float(counts[known][0]) if known.any() else 0.0
+    return Line(name, port, cube.phase, elements, cube.last[known], values)
+
+
+def _looked(record: Record) -> frozenset[int]:
+    return frozenset(step for step, one in record.events("look", record.ranks[0]) if one.get("phase") == "train")
+
+
+def _least(lines: list[Line]) -> dict[str, float]:
+    """For gradients and updates: an rms below which they are rounding of the others."""
+    sizes: dict[str, list[float]] = {}
+    for line in lines:
+        if line.port in ("grad_output", "grad", "update") and len(line.steps):
+            with np.errstate(invalid="ignore"):
+                known = line.values["rms"][np.isfinite(line.values["rms"])]
+            if len(known):
+                sizes.setdefault(line.port, []).append(float(np.median(known)))
+    return {port: _LEAST * float(np.median(known)) for port, known in sizes.items()}
+
+
+def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> Row | None:
+    """The first step that both runs looked at, but at which only one of them has this site; its own steps aside."""
+    if one.phase != "train" or (one.port in ("param", "grad", "update") and not looked):
+        return None
+    a, b = ({int(step) for step in line.steps} & looked for line in (one, other))
+    unlike = sorted(a ^ b)
+    if not unlike:
+        return None
+    step = unlike[0]
+    told = ("there", "absent") if step in a else ("absent", "there")
+    phase = _PHASES.get(one.port, "forward")
+    return Row(one.name, other.name, phase, "parted", math.inf, 0.0, "presence", *told, how, step)
+
+
+def _site(one: Line, other: Line, how: str, tolerance: float | None, least: float) -> Row | None:
+    steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
+    if not len(steps):
+        return None
+    deltas = {name: _deltas(one, other, name, here, there, least) for name in _NUMBERS}
+    allowed = tolerance if tolerance is not None else _noise(one.values["rms"], other.values["rms"])
+    table = np.stack([deltas[name] for name in _NUMBERS])
+    worst = table.max(0)
+    parted = np.flatnonzero(worst > allowed)
+    at = int(parted[0]) if len(parted) else int(worst.argmax())
+    number = _NUMBERS[int(table[:, at].argmax())]
+    delta = float(worst[at])
+    a, b = (float(values[number][places[at]]) for values, places in ((one.values, here), (other.values, there)))
+    phase = _PHASES.get(one.port, "forward") if one.phase == "train" else "evaluation"
+    return Row(one.name, other.name, phase, state_of(delta, allowed), delta, allowed, number,
+               shown(a), shown(b), how, int(steps[at]))  # fmt: skip
+
+
+def _deltas(one: Line, other: Line, name: str, here: Any, there: Any, least: float) -> Any:
+    """Of the rms the difference of logarithms; of shares the difference; of others relative to the larger rms."""
+    a, b = one.values[name][here], other.values[name][there]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if name == "nonfinite":
+            return np.where(a == b, 0.0, math.inf)
+        if name == "rms":
+            found = np.abs(np.log(np.maximum(a, least)) - np.log(np.maximum(b, least)))
+        elif name == "zeros":
+            found = np.abs(a - b)
+        else:
+            size = np.maximum(np.maximum(one.values["rms"][here], other.values["rms"][there]), least)
+            found = np.abs(a - b) / np.maximum(size, 1e-300)
+    found = np.where(a == b, 0.0, found)
+    return np.where(np.isnan(found), np.where(np.isnan(a) == np.isnan(b), 0.0, math.inf), found)
+
+
+def _noise(a: Any, b: Any) -> float:
+    """How much a number changes from look to look, as a bound: chosen, four deviations of a normal one."""
+    found = []
+    for values in (a, b):
+        known = np.log(values[values > 0])
+        if len(known) > 2:
+            found.append(float(np.median(np.abs(np.diff(known)))))
+    spread = min(found, default=0.0) / 0.6745  # the median of |normal| is 0.6745 deviations
+    return max(_ROUNDING, _DEVIATIONS * spread)
+
+
+def _first_bit(pairs: list[tuple[Line, Line]]) -> str:
+    """Where any number first differs at all."""
+    best: tuple[int, str, str] | None = None
+    for one, other in pairs:
+        steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
+        for name in _NUMBERS:
+            unlike = one.values[name][here] != other.values[name][there]
+            unlike &= ~(np.isnan(one.values[name][here]) & np.isnan(other.values[name][there]))
+            if unlike.any():
+                step = int(steps[int(unlike.argmax())])
+                if best is None or step < best[0]:
+                    best = step, one.name, name
+    return "" if best is None else f"the first number that differs at all is {best[2]} of {best[1]} at step {best[0]}"
+
+
+def _batches(a: Record, b: Record) -> list[Row]:
+    prints = [
+        {step: one["fingerprint"] for step, one in record.events("look", record.ranks[0])
+         if one.get("phase") == "train" and isinstance(one.get("fingerprint"), str)}
+        for record in (a, b)
+    ]  # fmt: skip
+    common = sorted(prints[0].keys() & prints[1].keys())
+    if not common:
+        return []
+    step = next((step for step in common if prints[0][step] != prints[1][step]), None)
+    if step is None:
+        return [Row("the batch", "the batch", "batch", "same", 0.0, 0.0, _CHECKED, step=common[-1])]
+    a_print, b_print = (one[step] for one in prints)
+    return [Row("the batch", "the batch", "batch", "parted", math.inf, 0.0, _CHECKED, a_print, b_print, step=step)]
+
+
+def _losses(a: Record, b: Record, tolerance: float | None) -> list[Row]:
+    rows = []
+    for name in a.scalars:
+        if not name.startswith("loss:") or name not in b.scalars:
+            continue
+        ranks = a.ranks[0], b.ranks[0]
+        one, other = (dict(record.scalar(name, rank)) for record, rank in zip((a, b), ranks, strict=True))
+        common = sorted(one.keys() & other.keys())
+        if not common:
+            continue
+        values = [np.array([run[step] for step in common]) for run in (one, other)]
+        size = np.maximum(np.maximum(np.abs(values[0]), np.abs(values[1])), 1e-300)
+        with np.errstate(invalid="ignore"):
+            delta = np.where(values[0] == values[1], 0.0, np.abs(values[0] - values[1]) / size)
+        is_nan = np.isnan(values[0]), np.isnan(values[1])
+        delta = np.where(is_nan[0] & is_nan[1], 0.0, np.where(is_nan[0] | is_nan[1], math.inf, delta))
+        delta = np.where(np.isnan(delta), math.inf, delta)
+        allowed = tolerance if tolerance is not None else _noise(np.abs(values[0]), np.abs(values[1]))
+        parted = np.flatnonzero(delta > allowed)
+        at = int(parted[0]) if len(parted) else int(delta.argmax())
+        rows.append(
+            Row(name, name, "loss", state_of(float(delta[at]), allowed), float(delta[at]), allowed, "loss",
+                shown(float(values[0][at])), shown(float(values[1][at])), step=common[at])
+        )  # fmt: skip
+    return rows

@@ -1,0 +1,206 @@
+"""Two traces: one run of each of two models, or of one model in two ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gaff.inspection.diff.difference import Difference, Row, shown, state_of
+from gaff.inspection.diff.pairs import Pair, pair_up
+from gaff.inspection.trace import Trace
+from gaff.record.trace_rows import CallRow, Gradient, ParameterRow
+
+# Unit roundoff: half the distance from 1 to the next number (IEEE 754-2019; Micikevicius et al. 2022 for float8).
+_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8,
+             "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # fmt: skip
+_OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
+_LITTLE = 2.0**-60  # a difference too small to be told
+_LEAST = 1e-3  # of the median norm of gradients
+_NUMBERS = ("mean", "std", "min", "max")
+
+
+def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | None) -> Difference:
+    """Forward in the order in which values were made, then backward from the end, then the gradients of parameters."""
+    pairs, left_a, left_b = pair_up(
+        a.rows,
+        b.rows,
+        lambda row: row.site,
+        [("class and shapes", lambda row: (row.cls, row.input, row.output)), ("shape", lambda row: row.output)],
+    )
+    made = _made(a)
+    pairs.sort(key=lambda pair: made[pair.a])
+    rows: list[Row] = []
+    if a.given and b.given:
+        is_same = a.given == b.given
+        rows.append(Row("the input", "the input", "input", "same" if is_same else "close", 0.0 if is_same else _LITTLE,
+                        0.0, "digest", a.given, b.given))  # fmt: skip
+    compared = 0
+    for order, pair in enumerate(pairs):
+        one, other = a.rows[pair.a], b.rows[pair.b]
+        found = _forward(one, other, pair.how, _allowed(tolerance, order, one, other))
+        rows += found
+        compared += bool(found)
+    forward = len(pairs)
+    if a.has_backward and b.has_backward:
+        least = _LEAST * _middle([row.grad_output for row in (*a.rows, *b.rows)])
+        for order, pair in enumerate(reversed(pairs)):
+            one, other = a.rows[pair.a], b.rows[pair.b]
+            allowed = _allowed(tolerance, forward + order, one, other)
+            sites = one.site, other.site
+            rows += _backward(sites, (one.grad_output, other.grad_output), "backward", pair.how, allowed, least)
+        rows += _parameters(a, b, tolerance, 2 * forward)
+    notes = _remarks(a, b, pairs, rows)
+    if compared < len(pairs):
+        notes.append(f"{len(pairs) - compared} calls returned nothing that can be compared: no real elements")
+    if a.has_backward != b.has_backward:
+        notes.append("only one of them has a backward pass: gradients were not compared")
+    by_order = sum(pair.how != "address" for pair in pairs)
+    if by_order:
+        notes.append(f"{by_order} of {len(pairs)} calls have no namesake: matched by their order and shape")
+    only_a, only_b = tuple(a.rows[at].site for at in left_a), tuple(b.rows[at].site for at in left_b)
+    return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
+
+
+def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[Row]) -> list[str]:
+    """What is worth knowing where nothing has parted yet: the first bits that differ, a type among others."""
+    notes = []
+    first = next((row for row in rows if row.state != "same"), None)
+    if first is not None and first.state == "close":
+        notes.append(f"the first bits that differ are those of {first.site}, {first.phase}, by {first.delta:.2g}")
+    odd = [pair for pair in pairs if a.rows[pair.a].dtype != b.rows[pair.b].dtype]
+    if odd and len(odd) < len(pairs):
+        one, other = a.rows[odd[0].a], b.rows[odd[0].b]
+        notes.append(f"{one.site} is {one.dtype} in A and {other.dtype} in B, the first of {len(odd)} such calls")
+    return notes
+
+
+def _made(trace: Trace) -> list[int]:
+    """When the output of each row was there: a module's after those of the modules inside it."""
+    order: list[int] = []
+    inside: list[int] = []
+    for at, row in enumerate(trace.rows):
+        while inside and trace.rows[inside[-1]].depth >= row.depth:
+            order.append(inside.pop())
+        inside.append(at)
+    order += reversed(inside)
+    place = {at: number for number, at in enumerate(order)}
+    return [place[at] for at in range(len(trace.rows))]
+
+
+def _middle(gradients: Sequence[Gradient | None]) -> float:
+    """The median norm."""
+    norms = sorted(
+        one.norm for one in gradients if one is not None and one.norm is not None and math.isfinite(one.norm)
+    )
+    return norms[len(norms) // 2] if norms else 0.0
+
+
+def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow) -> float:
+    """What rounding explains: it grows with the root of the number of ops before (Higham & Mary, 2019)."""
+    if tolerance is not None:
+        return tolerance
+    coarsest = max((_ROUNDOFF.get(row.dtype, 2.0**-24) for row in rows), default=2.0**-24)
+    return _OFTEN * coarsest * math.sqrt(order + 1)
+
+
+def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[Row]:
+    """Nothing where one has no numbers."""
+    if one.digest and one.digest == other.digest and one.dtype == other.dtype and one.output == other.output:
+        return [Row(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
+    if one.statistics is None or other.statistics is None:
+        return _of_sketches(one, other, how, tolerance)
+    number, delta = _farthest(one, other)
+    values = [getattr(row.statistics, number) for row in (one, other)]
+    if one.output != other.output:
+        number, delta = "shape", max(delta, _LITTLE)
+        state = state_of(delta, tolerance)
+        return [Row(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)]
+    if delta < math.inf and one.sketch and other.sketch:
+        delta = _sketched(one.sketch, other.sketch)
+        counts = [one.statistics.nonfinite, other.statistics.nonfinite]
+        if delta == 0 and counts[0] and one.dtype == other.dtype:  # then they are of other kinds, or elsewhere
+            number, delta, values = "nonfinite", math.inf, counts
+    delta = max(delta, _LITTLE)  # the bits differ, or the type
+    state = state_of(delta, tolerance)
+    told = shown(values[0]), shown(values[1])
+    return [Row(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
+
+
+def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[Row]:
+    """Of what has no moments, such as complex numbers; nothing where there is not even a sketch."""
+    if not one.sketch or not other.sketch:
+        return []
+    delta = max(_sketched(one.sketch, other.sketch), _LITTLE)
+    return [Row(one.site, other.site, "forward", state_of(delta, tolerance), delta, tolerance, "sketch", how=how)]
+
+
+def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
+    """The number that differs most, and by how much, relative to the larger rms; infinite where one is not finite."""
+    a, b = one.statistics, other.statistics
+    assert a is not None
+    assert b is not None
+    if a.nonfinite != b.nonfinite:
+        return "nonfinite", math.inf
+    size = max(math.hypot(a.mean, a.std), math.hypot(b.mean, b.std))
+    deltas = {name: abs(getattr(a, name) - getattr(b, name)) for name in _NUMBERS}
+    known = {name: delta for name, delta in deltas.items() if not math.isnan(delta)}
+    if not known:
+        return "mean", 0.0
+    worst = max(known, key=lambda name: known[name])
+    return worst, known[worst] / size if size else float(known[worst] > 0)
+
+
+def _sketched(a: Sequence[float], b: Sequence[float], least: float = 0.0) -> float:
+    """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third."""
+    difference = math.hypot(*(one - other for one, other in zip(a, b, strict=True)))
+    size = max(least, *(math.hypot(*values) for values in (a, b)))
+    return difference / size if size else float(difference > 0)
+
+
+def _backward(
+    sites: tuple[str, str],
+    gradients: tuple[Gradient | None, Gradient | None],
+    phase: str,
+    how: str,
+    tolerance: float,
+    least: float,
+) -> list[Row]:
+    """``least``: a norm below which a gradient counts as rounding of the others, such as that of a key's bias."""
+    one, other = gradients
+    if one is None or other is None or (one.norm is None and other.norm is None):
+        return []
+    a, b = _told(one), _told(other)
+    if one.norm is None or other.norm is None:
+        return [Row(*sites, phase, "parted", math.inf, tolerance, "gradient", a, b, how)]
+    if one.digest and one.digest == other.digest and one.shape == other.shape:
+        return [Row(*sites, phase, "same", 0.0, tolerance, how=how)]
+    is_finite = math.isfinite(one.norm), math.isfinite(other.norm)
+    if is_finite[0] != is_finite[1]:
+        delta = math.inf
+    elif one.sketch and other.sketch and one.shape == other.shape:
+        delta = _sketched(one.sketch, other.sketch, least)
+        delta = math.inf if delta == 0 and not all(is_finite) else delta
+    else:
+        size = max(one.norm, other.norm, least)
+        delta = abs(one.norm - other.norm) / size if size else 0.0
+        delta = math.inf if math.isnan(delta) else delta
+    delta = max(delta, _LITTLE)  # the bits differ
+    return [Row(*sites, phase, state_of(delta, tolerance), delta, tolerance, "norm", a, b, how)]
+
+
+def _told(gradient: Gradient) -> str:
+    return f"None: {gradient.reason}" if gradient.norm is None else shown(gradient.norm)
+
+
+def _parameters(a: Trace, b: Trace, tolerance: float | None, order: int) -> list[Row]:
+    by_shape: Callable[[ParameterRow], Any] = lambda row: row.shape  # noqa: E731
+    pairs, _, _ = pair_up(a.parameters, b.parameters, lambda row: row.site, [("shape", by_shape)])
+    rows: list[Row] = []
+    least = _LEAST * _middle([row.grad for row in (*a.parameters, *b.parameters)])
+    for pair in pairs:
+        one, other = a.parameters[pair.a], b.parameters[pair.b]
+        sites = tuple(row.site.removesuffix(":param") + ":grad" for row in (one, other))
+        allowed = _allowed(tolerance, order, one, other)
+        rows += _backward((sites[0], sites[1]), (one.grad, other.grad), "parameter", pair.how, allowed, least)
+    return rows

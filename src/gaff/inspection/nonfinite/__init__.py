@@ -1,0 +1,1 @@
+"""Where the first NaN or inf of a step began: op, line, ranges, likely cause."""

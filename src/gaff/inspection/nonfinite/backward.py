@@ -1,0 +1,151 @@
+"""A backward pass written down: which nodes ran, what they handed on, and where the first bad gradient began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gaff.address.grammar import Site
+from gaff.compat import distributed
+from gaff.compat.autograd import backward_task
+from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
+from gaff.inspection.nonfinite.backward_causes import backward_cause
+from gaff.inspection.nonfinite.provenance import STEP, Made, own_path, shown
+from gaff.inspection.nonfinite.ranges import has_nonfinite, range_of
+from gaff.inspection.nonfinite.report import Range, Report
+from gaff.inspection.op_log import Producers, code_at, place_text
+
+
+@dataclass(slots=True)
+class Passed:
+    """An autograd node that ran. ``bad``: which of the gradients that it handed on are not finite."""
+
+    seen: Seen
+    is_bad: bool
+    bad: frozenset[int]
+    cause: tuple[Range, Range] | None  # the gradient that came, the one handed on
+    is_overflow_of_scale: bool = False
+
+
+class Trail:
+    """Looks at every node that runs. ``scale``: a GradScaler's factor on the loss, once it is known."""
+
+    def __init__(self) -> None:
+        self.nodes = NodeWatch(self._ran)
+        self.scale: float | None = None
+        self.lost: list[Made] = []  # what made the losses, not finite, at which backward passes began
+        self._passed: list[Passed] = []
+        self._task = -1
+
+    def __len__(self) -> int:
+        return len(self._passed)
+
+    @property
+    def ops(self) -> int:
+        """How many nodes ran that are no leaves."""
+        return sum(one.seen.variable is None for one in self._passed)
+
+    def _ran(self, seen: Seen, incoming: Gradients, outgoing: Gradients) -> None:
+        is_bad = any(one is not None and has_nonfinite(one) for one in incoming)
+        bad = frozenset(at for at, one in enumerate(outgoing) if one is not None and has_nonfinite(one))
+        ranges = None
+        is_scale = False
+        if bad and not is_bad:
+            came = next((one for one in incoming if one is not None), None)
+            handed = outgoing[min(bad)]
+            if handed is not None:
+                name = "gradient that came"
+                before = range_of(came, name) if came is not None else Range(name, "", "", 0, None, None)
+                ranges = before, range_of(handed, "gradient handed on")
+            is_here = not any(one is not None and distributed.is_spread(one) for one in incoming)
+            is_scale = self.scale is not None and is_here and self._fits_unscaled(seen, incoming)
+        if backward_task() != self._task:  # a backward pass begins, at a loss
+            self._task = backward_task()
+            made = seen.owner.made
+            if made is not None and not made.is_scaling:
+                self.lost.append(made)
+        self._passed.append(Passed(seen, is_bad, bad, ranges, is_scale))
+
+    def _fits_unscaled(self, seen: Seen, incoming: Gradients) -> bool:
+        """Whether the node would hand on finite gradients had the loss not been multiplied by the scaler's factor."""
+        scaled = [None if one is None else one / (self.scale or 1.0) for one in incoming]
+        try:
+            handed = seen.node(*scaled)  # type: ignore[operator]
+        except (RuntimeError, TypeError):
+            return False
+        handed = handed if isinstance(handed, tuple) else (handed,)
+        return not any(isinstance(one, Tensor) and has_nonfinite(one) for one in handed)
+
+    def origin(self) -> Passed | None:
+        """From a leaf with a non-finite gradient back along what fed it, to the node that was given finite ones."""
+        by_node = {id(one.seen): one for one in self._passed}
+        feeding: dict[int, list[Passed]] = {}
+        for one in self._passed:
+            for at in one.bad:
+                onward = one.seen.onward[at] if at < len(one.seen.onward) else None
+                if onward is not None:
+                    feeding.setdefault(id(onward[0]), []).append(one)
+        waiting = [one for one in self._passed if (one.seen.variable is not None and one.is_bad) or _reaches_leaf(one)]
+        seen: set[int] = set()
+        origins = []
+        while waiting:
+            one = waiting.pop()
+            if id(one.seen) in seen:
+                continue
+            seen.add(id(one.seen))
+            before = feeding.get(id(one.seen), [])
+            if not one.is_bad or not before:
+                origins.append(by_node[id(one.seen)])
+            waiting += before if one.is_bad else []
+        return min(origins, key=self._passed.index, default=None)
+
+    def _count_feeding(self, origin: Passed) -> int:
+        """How many nodes that ran hand a gradient to this one."""
+        onward = [one for passed in self._passed for one in passed.seen.onward]
+        return sum(one is not None and one[0] is origin.seen for one in onward)
+
+    def tell(self, origin: Passed, producers: Producers, notes: list[str], ops: int) -> Report:
+        """The report of a gradient that began to be bad at ``origin``."""
+        position = ops - self.ops + self._passed.index(origin)
+        ran = origin.seen.owner
+        name = origin.seen.name
+        feeding = self._count_feeding(origin)
+        op = ran.site.op or name.removesuffix("Backward")
+        where = shown(str(Site(ran.site.path, op, ran.site.op_index)))
+        if origin.cause is None and not feeding:
+            cause = f"the gradient that backward began with, at {where}, is not finite: it was made outside the model"
+            return Report(True, STEP, "", STEP, "backward", cause=cause, notes=tuple(notes), ops=ops, position=position)
+        if origin.cause is None:  # what was given to it was finite piece by piece
+            came = handed = None
+            cause = f"the gradients that meet at {name} overflow when they are added up"
+            if feeding == 1:
+                cause = f"a gradient hook: {name} got something that is not finite, and what was handed to it was"
+        else:
+            came, handed = origin.cause
+            cause = backward_cause(ran.site.op or "", name, ran.given, came, handed)
+        leaves = [
+            producers.of(one.seen.variable) for one in self._passed if one.is_bad and one.seen.variable is not None
+        ]
+        return Report(
+            found=True,
+            site=where,
+            op=op,
+            module=own_path(ran.site.path),
+            direction="backward",
+            line=place_text(ran.place) if ran.place else "",
+            code=code_at(ran.place) if ran.place else "",
+            cause=cause,
+            output=handed,
+            inputs=((came,) if came is not None else ()) + tuple(ran.given),
+            passed=tuple(dict.fromkeys(shown(leaf) for leaf in leaves if leaf)),
+            notes=tuple(notes),
+            ops=ops,
+            position=position,
+        )
+
+
+def _reaches_leaf(passed: Passed) -> bool:
+    """Whether a node handed something bad to a leaf, also where ``autograd.grad`` took it and nothing accumulated."""
+    onward = [passed.seen.onward[at] for at in passed.bad if at < len(passed.seen.onward)]
+    return any(one is not None and one[0].variable is not None for one in onward)

@@ -1,0 +1,323 @@
+"""The likely cause of a NaN or inf in the forward, from the op and from what came into it: one small rule a family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.address.nested import iter_tensors, map_tensors
+from gaff.compat import modes
+from gaff.inspection.nonfinite.backward_causes import LIMITS
+from gaff.inspection.nonfinite.ranges import can_hold, plain, range_of
+from gaff.inspection.nonfinite.report import Range
+
+LOSSES = ("cross_entropy", "nll_loss", "kl_div", "ctc_loss", "binary_cross_entropy", "gaussian_nll_loss")
+UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An op that made a NaN or inf. ``ranges``: of its tensors, in the order of its arguments."""
+
+    op: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ranges: tuple[Range, ...]
+    output: Range
+
+    @property
+    def first(self) -> Range | None:
+        """The range of the first tensor that came in."""
+        return self.ranges[0] if self.ranges else None
+
+    def argument(self, position: int, name: str) -> Any:
+        """An argument given by position or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+
+
+def cause_of(case: Case) -> str:
+    """One sentence."""
+    with torch.no_grad(), modes.outside_modes():
+        for rule in (*_RULES.get(case.op.strip("_"), ()), _uninitialised, _infinities, _overflow):
+            said: str = rule(case)
+            if said:
+                return said
+    return f"finite inputs gave {case.output.kinds}; no rule knows why {case.op} does that: see the ranges"
+
+
+def _log(case: Case) -> str:
+    x, shift = case.first, -1 if case.op.startswith("log1p") else 0
+    if x is None or x.min is None:
+        return ""
+    zeros = x.zeros if not shift else _count(case.args[0], lambda value: value == shift)
+    if x.min < shift:
+        return f"{case.op.strip('_')} of numbers below {shift}, down to {x.min:.4g}: clamp the input first"
+    return (
+        f"{case.op.strip('_')} of {shift}: {zeros} of {x.elements} elements are exactly {shift}; "
+        "add an eps or clamp the input"
+        if zeros
+        else ""
+    )
+
+
+def _sqrt(case: Case) -> str:
+    x = case.first
+    if x is None or x.min is None:
+        return ""
+    if x.min < 0:
+        return f"{case.op.strip('_')} of a negative number, down to {x.min:.4g}: clamp the input at 0"
+    if "rsqrt" in case.op and x.zeros:
+        return f"division by zero: rsqrt of 0, for {x.zeros} of {x.elements} elements; add an eps inside"
+    return ""
+
+
+def _pow(case: Case) -> str:
+    base, exponent = case.argument(0, "input"), case.argument(1, "exponent")
+    if not isinstance(base, Tensor) or isinstance(exponent, Tensor) or exponent is None:
+        return ""
+    x = case.first
+    if x is not None and exponent < 0 and x.zeros:
+        return f"division by zero: 0 to the power of {exponent}, for {x.zeros} of {x.elements} elements"
+    if x is not None and x.min is not None and x.min < 0 and float(exponent) != int(exponent):
+        return f"a negative number, down to {x.min:.4g}, to the power of {exponent}: clamp the base at 0"
+    return ""
+
+
+def _div(case: Case) -> str:
+    below = case.argument(1, "other")
+    if case.op.strip("_") == "reciprocal" or getattr(case.func, "__name__", "") in ("__rdiv__", "__rtruediv__"):
+        below = case.args[0]
+    if isinstance(below, Tensor):
+        zeros = _count(below, lambda value: value == 0)
+        if zeros:
+            return f"division by zero: {zeros} of {below.numel()} elements of the divisor are 0; add an eps"
+    elif below == 0:
+        return "division by zero: the divisor is the number 0"
+    return ""
+
+
+def _softmax(case: Case) -> str:
+    scores = case.args[0] if case.args else case.kwargs.get("input")
+    dim = case.argument(1, "dim")
+    if not isinstance(scores, Tensor) or not can_hold(scores):
+        return ""
+    rows = (scores == -math.inf).all(-1 if dim is None else dim)
+    masked = int(rows.sum())
+    if masked:
+        return (
+            f"a fully masked row: in {masked} of {rows.numel()} rows every score is -inf, and softmax of that is 0/0; "
+            "leave at least one position open, or mask with a large negative number"
+        )
+    if bool((scores == math.inf).any()):
+        return "softmax of +inf: the scores overflowed before"
+    return ""
+
+
+def _attention(case: Case) -> str:
+    mask = case.argument(3, "attn_mask")
+    if not isinstance(mask, Tensor):
+        return ""
+    closed = ~mask if mask.dtype == torch.bool else mask == -math.inf
+    masked = int(closed.all(-1).sum())
+    if masked:
+        return f"a fully masked row: {masked} of {closed.all(-1).numel()} rows of attn_mask leave nothing to attend to"
+    return ""
+
+
+def _normalised(case: Case) -> str:
+    eps = case.kwargs.get("eps", 1e-5)
+    return "" if eps else f"division by zero variance: {case.op} with eps=0 on elements that are all equal"
+
+
+def _std(case: Case) -> str:
+    x = case.args[0] if case.args else None
+    if not isinstance(x, Tensor):
+        return ""
+    ratio = x.numel() // max(case.output.elements, 1)
+    if ratio <= 1:
+        return f"{case.op} of a single element divides by n - 1 = 0: pass correction=0, or give it more elements"
+    return ""
+
+
+def _mean(case: Case) -> str:
+    x = case.args[0] if case.args else None
+    return "the mean of no elements at all is 0/0" if isinstance(x, Tensor) and x.numel() == 0 else ""
+
+
+def _loss(case: Case) -> str:
+    target = case.argument(1, "target")
+    ignored = case.kwargs.get("ignore_index", -100)
+    if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == ignored).all()):
+        return f"every target is {ignored}, the ignore_index: the mean over no example is 0/0"
+    x = case.args[0] if case.args else None
+    if isinstance(x, Tensor) and x.numel() == 0:
+        return "the loss of an empty batch: the mean over no example is 0/0"
+    return ""
+
+
+def _cast(case: Case) -> str:
+    x, limit = case.first, LIMITS.get(case.output.dtype)
+    if x is None or limit is None or x.dtype == case.output.dtype or x.largest <= limit:
+        return ""
+    return f"overflow: a cast of {x.largest:.4g} from {x.dtype} to {case.output.dtype}, which holds up to {limit:.4g}"
+
+
+def _batch_norm(case: Case) -> str:
+    variance = case.argument(2, "running_var")
+    if isinstance(variance, Tensor) and bool((variance < 0).any()):
+        return f"running_var is negative, down to {float(variance.min()):.4g}: it is no variance any more"
+    return ""
+
+
+def _unit(case: Case) -> str:
+    if case.kwargs.get("eps", 1e-12):
+        return ""
+    return "division by zero: normalize with eps=0 of a vector whose norm is 0"
+
+
+def _masked_attention(case: Case) -> str:
+    for name in ("attn_mask", "key_padding_mask"):
+        mask = case.kwargs.get(name)
+        if isinstance(mask, Tensor):
+            rows = (mask if mask.dtype == torch.bool else mask == -math.inf).all(-1)
+            if bool(rows.any()):
+                return (
+                    f"a fully masked row: {int(rows.sum())} of {rows.numel()} rows of {name} leave nothing to attend to"
+                )
+    return ""
+
+
+def _impossible(case: Case) -> str:
+    if any(one.negative_inf for one in case.ranges):
+        return "a score of -inf is asked for: what a mask closed is a target, and its loss is +inf"
+    return "no path fits the targets: the input is shorter than they need" if case.op == "ctc_loss" else ""
+
+
+def _inside_one(case: Case) -> str:
+    x = case.first
+    if x is None or x.min is None or x.max is None:
+        return ""
+    if max(-x.min, x.max) > 1 or case.op in ("atanh", "erfinv"):
+        return f"{case.op} is defined between -1 and 1, and the input goes from {x.min:.6g} to {x.max:.6g}: clamp it"
+    return ""
+
+
+def _logit(case: Case) -> str:
+    x = case.first
+    if x is None or x.min is None or x.max is None or (x.min > 0 and x.max < 1):
+        return ""
+    return f"logit is finite only between 0 and 1, and the input goes from {x.min:.6g} to {x.max:.6g}: pass eps="
+
+
+def _uninitialised(case: Case) -> str:
+    return "memory that was never written to: torch.empty is not zeros" if case.op in UNINITIALISED else ""
+
+
+def _infinities(case: Case) -> str:
+    bad = [one for one in case.ranges if not one.is_finite]
+    if not bad:
+        return ""
+    zeros = any(one.zeros for one in case.ranges)
+    what = "0 * inf" if case.op.strip("_") in ("mul", "matmul", "bmm", "linear", "einsum") and zeros else "inf - inf"
+    return f"an infinite value that was put in on purpose ({bad[0].kinds} in {bad[0].name}) met another: {what} is NaN"
+
+
+def _overflow(case: Case) -> str:
+    """Runs the op again in float64: what is finite there was too large for the type."""
+    limit = LIMITS.get(case.output.dtype)
+    if limit is None or case.op.endswith("_") or "out" in case.kwargs:
+        return _exp_limit(case, limit)
+    try:
+        wide = case.func(*_wide(case.args), **_wide(case.kwargs))
+    except (RuntimeError, TypeError, ValueError):  # no float64 kernel, or arguments that do not go with it
+        return _exp_limit(case, limit)
+    tensors = [tensor for _, tensor in iter_tensors(wide) if can_hold(tensor)]
+    ranges = [range_of(tensor.double(), "") for tensor in tensors]
+    largest = max((_magnitude(tensor) for tensor in tensors), default=0.0)
+    if any(one.nan for one in ranges):
+        return ""
+    if largest <= limit and all(one.is_finite for one in ranges):
+        return (
+            f"overflow inside {case.op}: its result, at most {largest:.4g}, would fit {case.output.dtype} "
+            f"(up to {limit:.4g}), a step on the way does not"
+        )
+    over = f", {math.log2(largest / limit):.1f} bits too much" if math.isfinite(largest) and largest > 0 else ""
+    return (
+        f"overflow: {case.op} gives {_number(largest)}, and {case.output.dtype} holds up to {limit:.4g}{over}"
+        + _hint(case)
+    )
+
+
+def _exp_limit(case: Case, limit: float | None) -> str:
+    x = case.first
+    if limit is None or x is None or x.max is None:
+        return ""
+    if case.op.strip("_") in ("exp", "expm1") and x.max > math.log(limit):
+        return f"overflow: exp of {x.max:.4g}, and {case.output.dtype} holds exp up to {math.log(limit):.4g}"
+    return f"overflow: the inputs go up to {x.largest:.4g}, and {case.output.dtype} holds up to {limit:.4g}"
+
+
+def _hint(case: Case) -> str:
+    x = case.first
+    if case.op.strip("_") in ("exp", "expm1") and x is not None and x.max is not None:
+        return f"; exp of {x.max:.4g}: subtract the maximum first"
+    return "; use bfloat16 or scale down" if case.output.dtype == "float16" else ""
+
+
+def _wide(value: Any) -> Any:
+    """Arguments with floating tensors in float64, and without a dtype that would undo it."""
+    if isinstance(value, dict):
+        value = {name: one for name, one in value.items() if name != "dtype"}
+    return map_tensors(value, lambda one: one.detach().double() if can_hold(one) and one.is_floating_point() else one)
+
+
+def _magnitude(tensor: Tensor) -> float:
+    return float(plain(tensor).abs().max())
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "more than float64 holds"
+
+
+def _count(value: Any, is_wanted: Callable[[Tensor], Tensor]) -> int:
+    return int(is_wanted(value).sum()) if isinstance(value, Tensor) else 0
+
+
+Rule = Callable[[Case], str]
+
+
+def _table(rows: Sequence[tuple[str, Rule]]) -> dict[str, list[Rule]]:
+    found: dict[str, list[Rule]] = {}
+    for names, rule in rows:
+        for name in names.split():
+            found.setdefault(name, []).append(rule)
+    return found
+
+
+_RULES = _table(
+    (
+        ("log log2 log10 log1p", _log),
+        ("sqrt rsqrt", _sqrt),
+        ("pow float_power", _pow),
+        ("div divide true_divide reciprocal floor_divide remainder fmod", _div),
+        ("softmax log_softmax", _softmax),
+        ("scaled_dot_product_attention", _attention),
+        ("multi_head_attention_forward", _masked_attention),
+        ("to half bfloat16 float type type_as", _cast),
+        ("batch_norm", _batch_norm),
+        ("normalize", _unit),
+        ("layer_norm batch_norm instance_norm group_norm rms_norm", _normalised),
+        ("std var std_mean var_mean", _std),
+        ("mean nanmean", _mean),
+        (" ".join(LOSSES), _impossible),
+        ("cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss smooth_l1_loss kl_div", _loss),
+        ("acos arccos asin arcsin atanh arctanh erfinv", _inside_one),
+        ("logit", _logit),
+    )
+)

@@ -1,0 +1,370 @@
+"""The first op that made a NaN or inf: one run of a step with every op and every autograd node looked at.
+
+A tensor that holds something non-finite is marked with the op that began it, and the mark travels with what is
+computed from it; so an infinite value that is healed again (a mask before a softmax) is no finding, and one that
+reaches a loss, an output or a gradient is told with where it began, not with where it was seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.grammar import STATE_PORTS, Site, fits_op, parse
+from gaff.address.nested import iter_deep, iter_tensors, map_tensors
+from gaff.address.resolve import Found, is_container, iter_modules, join, need_module, resolve
+from gaff.compat import distributed
+from gaff.engine.ops.calls import OpCall
+from gaff.engine.process.optimizer import StepWatch
+from gaff.engine.session import Session
+from gaff.engine.taps import CallTap, OpTap
+from gaff.errors import NonFiniteError, PlanError
+from gaff.inspection.nonfinite.attribution import Now, before
+from gaff.inspection.nonfinite.backward import Trail
+from gaff.inspection.nonfinite.backward_causes import STEEP
+from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, Case, cause_of
+from gaff.inspection.nonfinite.provenance import (
+    NOWHERE,
+    RETURNED,
+    UPDATED,
+    Made,
+    Marks,
+    Ran,
+    adds_masks,
+    has_nan,
+    has_positive,
+    is_deliberate,
+    is_mask,
+    is_scaling,
+    own_path,
+    shown,
+    users_place,
+)
+from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
+from gaff.inspection.nonfinite.report import BEFORE, Range, Report
+from gaff.inspection.op_log import Producers, code_at, place_text
+
+
+class Step(nn.Module):
+    """What is examined, as a module around the model: its own ops are those outside the model."""
+
+    def __init__(self, run: Callable[[], Any], model: nn.Module | None) -> None:
+        super().__init__()
+        self._run = run
+        if model is not None:
+            self.model = model
+
+    def forward(self) -> Any:
+        return self._run()
+
+
+class Examination:
+    """Looks at one step. ``allow``: patterns of sites whose non-finite values are meant.
+
+    With ``from_step`` it looks at a whole training run, step by step, from the optimizer's step with this number on,
+    and raises NonFiniteError at the first that is bad.
+    """
+
+    def __init__(self, model: nn.Module | None, allow: Iterable[str] = (), from_step: int | None = None) -> None:
+        self._from_step = from_step
+        self._steps = 0
+        self._is_asleep = from_step is not None and from_step > 1
+        if model is not None:
+            need_module(model)
+        self._model = model
+        self._allow = [parse(pattern) for pattern in allow]
+        for pattern in self._allow:
+            if model is not None:
+                resolve(model, replace(pattern, op=None, op_index=None))  # a slip in the path is told
+        self._marks = Marks()
+        self._open: list[tuple[OpCall, list[tuple[Tensor, Made | None]], list[Range] | None]] = []
+        self._trail = Trail()
+        self._sinks: list[Made] = []
+        self._before: deque[str] = deque(maxlen=BEFORE)  # the last ops that ran
+        self._chains: dict[int, tuple[str, ...]] = {}  # those before something that is not finite was made
+        self._now = Now()
+        self._last: Made | None = None  # of the last op outside the model
+        self._bad_gradients: set[int] = set()  # of parameters, before the step
+        self.notes: list[str] = []
+
+    def run(self, step: Callable[[], Any]) -> Report:
+        """Call ``step`` once, as it is; its exceptions pass through."""
+        around = Step(step, self._model)
+        self._producers = Producers(around)
+        session = Session(around, list(self._taps(around)))
+        self._note_state(around)
+        with ExitStack() as closing:
+            closing.callback(lambda: self._trail.nodes.close())
+            if self._from_step is not None:
+                closing.enter_context(StepWatch(None, self._before_step))
+            session.open()
+            try:
+                output = around()
+            except Exception as error:
+                self._explain(error)
+                raise
+            finally:
+                session.close()
+            self.notes += session.notes
+            self._sink(output)
+            if output is None and not len(self._trail) and self._last is not None:
+                self._sinks.append(self._last)  # neither returned nor sent backward: the last that the step computed
+            report = self._report()
+            return report if report else self._look_after(around, report)
+
+    def _before_step(self, optimizer: Any) -> None:
+        self._steps += 1
+        if not self._is_asleep:
+            report = self._report()
+            if report:
+                raise NonFiniteError(f"{report}", report)
+            self._trail.nodes.close()
+            self._trail, self._marks, self._sinks = Trail(), Marks(), []
+        self._is_asleep = self._steps + 1 < (self._from_step or 0)
+
+    def _explain(self, error: Exception) -> None:
+        """The step raised: where something was not finite, that is why, more often than not."""
+        if isinstance(error, NonFiniteError):
+            return
+        bad = [made for made in self._marks if not made.is_meant]
+        if bad and hasattr(error, "add_note"):
+            first = min(bad, key=lambda made: made.number)
+            error.add_note(f"gaff: before this was raised, {self._tell(first, self._now.ops)}")
+
+    def _look_after(self, around: nn.Module, report: Report) -> Report:
+        """Parameters that are bad now: a gradient that was so before and was added to, or the optimizer's own doing."""
+        for path, module, _ in iter_modules(around):
+            for name, parameter in module._parameters.items():
+                site = Site(join(path, name), port="param")
+                grad = parameter.grad if parameter is not None and id(parameter) in self._bad_gradients else None
+                if grad is not None and has_nonfinite(grad):
+                    return self._tell(self._note_before(grad, replace(site, port="grad")), report.ops)
+                if parameter is not None and has_nonfinite(parameter):
+                    made = Made(site, "update", None, UPDATED, range_of(parameter, "value"))
+                    return self._tell(made, report.ops)
+        return report
+
+    def _taps(self, around: nn.Module) -> Iterable[OpTap | CallTap]:
+        seen: set[int] = set()
+        for path, module, chain in iter_modules(around):
+            if id(module) in seen or is_container(module):
+                continue
+            seen.add(id(module))
+            self._now.modules[path] = module
+            found = Found(Site(path), module, chain)
+            yield OpTap(found, self._enter, self._leave, is_again=True)
+            if path:
+                yield CallTap(found, partial(self._called, path), self._returned(path))
+
+    def _note_state(self, around: nn.Module) -> None:
+        """Parameters and buffers that are bad already come first."""
+        for path, module, _ in iter_modules(around):
+            for port, owned in (("param", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in owned.items():
+                    self._now.is_spread |= tensor is not None and distributed.is_spread(tensor)
+                    if tensor is not None and has_nonfinite(tensor):
+                        site = Site(join(path, name), port=port)
+                        self._note_before(tensor, site, is_meant=port == "buffer" and is_mask(tensor))
+                    if tensor is not None and tensor.grad is not None and has_nonfinite(tensor.grad):
+                        self._bad_gradients.add(id(tensor))
+
+    def _note_before(self, tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:
+        made = before(tensor, site, is_meant=is_meant)
+        self._marks.put(tensor, made)
+        return made
+
+    def _look(self, tensor: Tensor, site: Site = NOWHERE) -> Made | None:
+        """The mark of a tensor that comes in; one that is not known yet is looked at."""
+        if self._marks.knows(tensor):
+            return self._marks.of(tensor)
+        if not can_hold(tensor):
+            return None
+        made = None
+        if has_nonfinite(tensor):
+            made = self._marks.of_base(tensor) or self._now.made_of(tensor, self._trail.nodes, site)
+        self._marks.put(tensor, made)
+        return made
+
+    def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        if self._is_asleep:
+            return
+        given = [tensor for _, tensor in iter_tensors((args, kwargs))]
+        self._trail.nodes.follow(given, Ran(Site(self._now.inside[-1]), None, ()))
+        self._now.inside.append(path)
+        for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs}):
+            self._look(tensor, Site(path, port="input", key=key))
+
+    def _returned(self, path: str) -> Callable[[Any, Any, int], None]:
+        def returned(output: Any, run: Any, call: int) -> None:
+            tensors = [tensor for _, tensor in iter_tensors(output)] if not self._is_asleep else []
+            self._trail.nodes.follow(tensors, Ran(Site(path), None, ()))
+            while len(self._now.inside) > 1 and self._now.inside.pop() != path:
+                pass
+            for tensor in tensors:
+                made = self._look(tensor, Site(path))
+                if made is not None:
+                    made.passed[path] = None
+            self._producers.note_all(output, Site(path))
+            if path == "model":
+                self._sink(output)
+
+        return returned
+
+    def _enter(self, call: OpCall) -> None:
+        if self._is_asleep:
+            return
+        given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
+        marks = [(tensor, self._look(tensor)) for tensor in given]
+        writes = (call.site.op or "").endswith("_") or call.site.op == "setitem" or "out" in call.kwargs
+        steep = (call.site.op or "").strip("_") in STEEP
+        ranges = [self._range(tensor, number) for number, tensor in enumerate(given)] if writes or steep else None
+        if is_scaling(call):
+            self._note_scale(call)
+        self._trail.nodes.follow(given, Ran(Site(call.site.path), users_place(call.place), ()))
+        self._open.append((call, marks, ranges))
+
+    def _leave(self, call: OpCall, output: Any) -> None:
+        if self._is_asleep or not any(one[0] is call for one in self._open):
+            return
+        while self._open[-1][0] is not call:
+            self._open.pop()
+        _, marks, ranges = self._open.pop()
+        self._now.ops += 1
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        ran = self._ran_here(call, tuple(ranges or ()))
+        for tensor in tensors:
+            made = self._marks.of(tensor)  # by an op inside a composite one
+            if made is None and has_nonfinite(tensor):
+                made = self._judge(call, tensor, marks, ranges)
+                self._chains.setdefault(made.number, tuple(self._before))
+            ran.made = ran.made or made
+            if made is not None and tensor.grad_fn is not None:
+                ran.bad[tensor.grad_fn, tensor.output_nr] = made
+            self._marks.put(tensor, made)
+            if made is not None and tensor._base is not None:
+                self._marks.put(tensor._base, made)
+        shapes = ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors[:2])
+        self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))
+        self._now.latest = ran.made
+        if not call.site.path:
+            self._last = ran.made if ran.made is None or not ran.made.is_meant else None
+        self._producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
+        self._trail.nodes.follow(tensors, ran)
+
+    def _ran_here(self, call: OpCall, given: tuple[Range, ...]) -> Ran:
+        return Ran(call.site, users_place(call.place), given)
+
+    def _judge(
+        self, call: OpCall, tensor: Tensor, marks: list[tuple[Tensor, Made | None]], ranges: list[Range] | None
+    ) -> Made:
+        """Whose the NaN or inf in ``tensor`` is: of something that came in, meant, or of this op."""
+        came = [made for _, made in marks if made is not None]
+        real = [made for made in came if not made.is_meant]
+        if real:
+            return min(real, key=lambda made: made.number)
+        output = range_of(tensor, "output")
+        op = call.site.op or ""
+        is_meant = self._is_allowed(call.site) or op in UNINITIALISED or is_deliberate(call) or is_scaling(call)
+        lasting = [made for made in came if made.output.nan]  # a NaN that was put in stays one
+        is_asked = op in LOSSES and output.positive_inf and not any(has_positive(one) for one, _ in marks)
+        if lasting or (came and not output.nan and not is_asked):
+            return (lasting or came)[0]
+        if not came and not is_meant and not output.nan and not output.positive_inf and adds_masks(op, marks):
+            is_meant = True
+        given = ranges if ranges is not None else [self._range(one, number) for number, (one, _) in enumerate(marks)]
+        place, position = users_place(call.place), self._now.ops - 1
+        unseen = [one for one, (_, made) in zip(given, marks, strict=True) if made is None and not one.is_finite]
+        if unseen:
+            what = f"{unseen[0].name} held {unseen[0].kinds} that no op put there"
+            cause = f"{what}: it was written to past torch, by .data or NumPy"
+            return Made(call.site, "forward", place, cause, output, tuple(given), position)
+        args, kwargs = map_tensors((call.args, call.kwargs), distributed.local_of)  # other processes are not here now
+        case = Case(op, call.func, args, kwargs, tuple(given), output)
+        is_constant = is_meant and op not in UNINITIALISED
+        cause = "it was put in by a constant" if is_constant else cause_of(case)
+        return Made(call.site, "forward", place, cause, output, tuple(given), position, is_meant, is_scaling(call))
+
+    def _range(self, tensor: Tensor, number: int) -> Range:
+        producer = self._producers.of(tensor)
+        return range_of(tensor, f"input[{number}]" + (f" <- {shown(producer)}" if producer else ""))
+
+    def _is_allowed(self, site: Site) -> bool:
+        path = own_path(site.path)
+        for pattern in self._allow:
+            is_op = pattern.op is None or fits_op(pattern.op, site.op or "")
+            is_index = pattern.op_index in (None, site.op_index)
+            is_path = pattern.path == path if isinstance(pattern, Site) else pattern.matches(path) or not pattern.names
+            if is_op and is_index and is_path:
+                return True
+        return False
+
+    def _note_scale(self, call: OpCall) -> None:
+        """A GradScaler multiplies the loss: the factor is told apart from the gradients by it."""
+        factors = [one for one in iter_deep(call.args) if one.numel() == 1]
+        if call.site.op == "mul" and len(factors) >= 2:
+            self._trail.scale = float(factors[1])
+
+    def _sink(self, output: Any) -> None:
+        """What the step or the model returned: here something non-finite matters, if it was not meant."""
+        for _, tensor in iter_tensors(output):
+            made = self._look(tensor, RETURNED)
+            if made is not None and (not made.is_meant or has_nan(tensor)):
+                self._sinks.append(made)
+            elif made is not None and tensor.numel() == 1 and tensor.requires_grad and not made.is_scaling:
+                self._sinks.append(made)  # a loss
+
+    def _report(self) -> Report:
+        ops = self._now.ops + self._trail.ops
+        self._sinks += self._trail.lost
+        origin = self._trail.origin()
+        if origin is not None:  # then a returned gradient is no input
+            self._sinks = [made for made in self._sinks if made.site != RETURNED]
+        if self._sinks:
+            return self._tell(min(self._sinks, key=lambda made: made.number), ops)
+        if origin is None:
+            return Report(False, notes=tuple(self.notes), ops=ops)
+        if origin.is_overflow_of_scale:
+            factor = f"{self._trail.scale:g}"
+            self.notes.append(
+                f"gradients overflowed under the GradScaler's factor {factor}: it skips such a step itself"
+            )
+            return Report(False, notes=tuple(self.notes), ops=ops)
+        return self._trail.tell(origin, self._producers, self.notes, ops)
+
+    def _tell(self, made: Made, ops: int) -> Report:
+        path = own_path(made.site.path.rpartition(".")[0] if made.site.port in STATE_PORTS else made.site.path)
+        names = ("the model" if one == "model" else shown(one) for one in made.passed if one != made.site.path)
+        passed = tuple(dict.fromkeys(names))
+        return Report(
+            found=True,
+            site=shown(str(replace(made.site, call=None))),
+            op=made.site.op or "",
+            module=path,
+            direction=made.direction,
+            line=place_text(made.place) if made.place else "",
+            code=code_at(made.place) if made.place else "",
+            cause=made.cause,
+            output=made.output,
+            inputs=made.inputs,
+            passed=passed,
+            notes=tuple(self.notes),
+            ops=ops,
+            before=self._chains.get(made.number, ()),
+            position=ops if made.direction == "update" else made.position,
+        )
+
+
+def find_nonfinite(step: Callable[[], Any], model: nn.Module | None, allow: Iterable[str]) -> Report:
+    """See ``gaff.find_nonfinite``."""
+    if not callable(step):
+        raise PlanError(
+            f"step is a {type(step).__name__}, which cannot be called: expected a function, such as "
+            "lambda: loss(model(x), y).backward()"
+        )
+    return Examination(model, allow).run(step)

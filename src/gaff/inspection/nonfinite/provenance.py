@@ -1,0 +1,148 @@
+"""Marks on tensors that are not finite: what made them, whether it was meant, and where that is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.address.grammar import Site
+from gaff.compat.memory import version_of
+from gaff.engine.ops.calls import OpCall
+from gaff.inspection.nonfinite.ranges import plain
+from gaff.inspection.nonfinite.report import Range
+from gaff.inspection.op_log import place_of
+from gaff.version import FOLDER
+
+RETURNED = Site("returned")  # by the step, of a tensor that nothing seen has made, such as a gradient
+NOWHERE = Site(port="input")  # a tensor that nothing seen has made
+UPDATED = (
+    "the optimizer's step made it of a finite value and a finite gradient: look at the learning rate, at eps, and at "
+    "what the optimizer keeps"
+)
+STEP = "(step)"  # stands for the path of code outside the model
+_WRAPPING = ("accelerate/hooks.py", "accelerate\\hooks.py", "diffusers/hooks/hooks.py")
+_TORCH = torch.__file__.rpartition("__init__")[0]
+
+
+@dataclass(slots=True)
+class Made:
+    """An op, or something that was there before, with a non-finite value that nothing before it accounts for."""
+
+    site: Site
+    direction: str
+    place: tuple[str, int] | None
+    cause: str
+    output: Range
+    inputs: tuple[Range, ...] = ()
+    position: int = -1  # how many ops ran before
+    is_meant: bool = False  # put in by a constant, such as a mask's -inf
+    is_scaling: bool = False  # by a GradScaler, which skips what overflows
+    number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were made
+    passed: dict[str, None] = field(default_factory=dict)  # modules that passed it on, in order
+
+
+class Marks:
+    """What is known of tensors by now: what made them bad, or None. Holds none of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Made | None]] = {}
+
+    def __iter__(self) -> Iterator[Made]:
+        return (made for _, _, made in self._known.values() if made is not None)
+
+    def put(self, tensor: Tensor, made: Made | None) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor), version_of(tensor), made
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it was looked at, and nobody has written to it since."""
+        known = self._known.get(id(tensor))
+        return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
+
+    def of(self, tensor: Tensor) -> Made | None:
+        return self._known[id(tensor)][2] if self.knows(tensor) else None
+
+    def of_base(self, tensor: Tensor) -> Made | None:
+        """Of what a view shows a part of, or what it was taken from."""
+        base = tensor._base
+        known = self._known.get(id(base)) if base is not None else None
+        return known[2] if known is not None and known[0]() is base else None
+
+
+@dataclass(slots=True)
+class Ran:
+    """An op that ran, for what backward makes of it."""
+
+    site: Site
+    place: tuple[str, int] | None
+    given: tuple[Range, ...]  # of ops with steep derivatives
+    made: Made | None = None
+    bad: dict[tuple[Any, int], Made] = field(default_factory=dict)  # by autograd node and number of an output
+
+
+def shown(name: str) -> str:
+    """An address within the step as one within the model; what is outside the model is in parentheses."""
+    if name.startswith("model."):
+        return name[6:]
+    if name.startswith("model") and (len(name) == 5 or not (name[5].isalnum() or name[5] == "_")):
+        return name[5:] or ":output"
+    return f"{STEP}{name}" if name else name
+
+
+def own_path(path: str) -> str:
+    return "" if path == "model" else shown(path) if path else STEP
+
+
+def users_place(frame: FrameType) -> tuple[str, int]:
+    """The line of the user's code: where a layer of torch runs the op, the line that calls the layer."""
+    first = place_of(frame)
+    here: FrameType | None = frame
+    while here is not None:
+        name = here.f_code.co_filename
+        if not name.startswith((_TORCH, FOLDER)) and not name.endswith(_WRAPPING):
+            return place_of(here)
+        here = here.f_back
+    return first
+
+
+def is_scaling(call: OpCall) -> bool:
+    """Whether a GradScaler runs the op: what overflows there it skips by itself."""
+    return call.place.f_code.co_filename.endswith("grad_scaler.py")
+
+
+def is_deliberate(call: OpCall) -> bool:
+    """Whether a constant among the arguments is itself infinite or NaN: it was put there on purpose."""
+    constants = [*call.args, *call.kwargs.values()]
+    flat = [one for value in constants for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    return any(isinstance(one, float) and not math.isfinite(one) for one in flat)
+
+
+def adds_masks(op: str, marks: list[tuple[Tensor, Made | None]]) -> bool:
+    """Adding to the lowest number of a type, as masks do, may give -inf: that is meant as well."""
+    if op.strip("_") not in ("add", "sub", "mul"):
+        return False
+    return any(float(plain(one).min()) <= torch.finfo(one.dtype).min / 2 for one, _ in marks if one.is_floating_point())
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor from outside holds -inf, 0 and nothing else that is not finite: an additive mask."""
+    value = plain(tensor)
+    if tensor.is_complex() or not bool((value == -math.inf).any()):
+        return False
+    rest = value[value != -math.inf]
+    return bool(torch.isfinite(rest).all()) and bool((rest == 0).all())
+
+
+def has_positive(tensor: Tensor) -> bool:
+    return bool((plain(tensor) == math.inf).any())
+
+
+def has_nan(tensor: Tensor) -> bool:
+    return bool(plain(tensor).isnan().any())

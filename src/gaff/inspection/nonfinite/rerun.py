@@ -1,0 +1,146 @@
+"""Running a batch once more with every op looked at, and leaving the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.nested import iter_tensors, map_tensors
+from gaff.compat import memory
+from gaff.errors import GaffError
+from gaff.inspection.nonfinite.examination import Examination
+from gaff.inspection.nonfinite.report import Report
+from gaff.inspection.untouched import untouched
+
+# What a model may raise when it is given a batch for the second time: used-up iterators, files, its own checks.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, GaffError, LookupError, OSError, RuntimeError,
+             StopIteration, TypeError, ValueError)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one run was given, to run it again. Holds the inputs by reference, and what autograd brought back."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: list[Tensor]
+    autocast: list[tuple[str, torch.dtype]]
+    has_grad: bool
+    versions: list[tuple[Tensor, int]]
+    sums: list[tuple[Any, Tensor]] = field(default_factory=list)  # one number a module output, with who asked
+    gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # of the outputs, by position
+    handles: list[Any] = field(default_factory=list)  # of the hooks that bring them
+    is_unseen: bool = False  # of what the run was given nothing is known
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """To be called when the model is about to be."""
+        args, kwargs = map_tensors((args, kwargs), _itself, _itself)  # the model may take things out of a dict
+        versions = [(tensor, memory.version_of(tensor)) for _, tensor in iter_tensors((args, kwargs))]
+        return cls(args, kwargs, _random_states(), _autocasts(), torch.is_grad_enabled(), versions)
+
+
+def run_again(
+    model: nn.Module, batch: Batch, allow: Iterable[str] = (), *, assume_ones: bool = False
+) -> tuple[Report, str]:
+    """The origin of what is not finite in this batch, and why it could not be run again, if it could not.
+
+    Backward runs from the gradients that the batch holds, or with ``assume_ones`` from ones, which the report tells.
+    The model's modules may count it as one more call.
+    """
+    changed = any(memory.version_of(tensor) != version for tensor, version in batch.versions)
+    examination = Examination(model, allow)
+    if changed:
+        examination.notes.append("the batch was written to after the run: this is of what it is now")
+    try:
+        args, kwargs = map_tensors((batch.args, batch.kwargs), _Own(), _itself)
+        inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
+        with ExitStack() as stack:
+            stack.enter_context(untouched(model, inputs))
+            replayed(stack, batch)
+            if assume_ones:
+                examination.notes.append(
+                    "backward was run from ones, for what the loss sent back is not known any more"
+                )
+            return examination.run(lambda: _again(model, args, kwargs, batch.gradients, assume_ones)), ""
+    except _FAILURES as error:  # what fails when it is run again must not take the place of the alarm
+        return Report(False), f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0]
+
+
+def replayed(stack: ExitStack, batch: Batch) -> None:
+    """Autocast, grad mode and random numbers as the batch met them; who calls restores the random numbers."""
+    for device, dtype in batch.autocast:
+        stack.enter_context(torch.autocast(device, dtype))
+    stack.enter_context(torch.set_grad_enabled(batch.has_grad))
+    _set_random_states(batch.random)
+
+
+def _again(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: list[tuple[int, Tensor]], ones: bool
+) -> Any:
+    output = model(*args, **kwargs)
+    tensors = [tensor for _, tensor in iter_tensors(output)]
+    pairs = [(tensors[at], gradient) for at, gradient in gradients if at < len(tensors)]
+    if ones:
+        pairs = [(tensor, torch.ones_like(tensor)) for tensor in tensors if tensor.is_floating_point()]
+    pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    return output
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Of what is expanded only what there is."""
+    if tensor.layout != torch.strided or 0 not in tensor.stride():
+        return tensor.clone()
+    small = tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            small = small.narrow(dimension, 0, 1)
+    return small.clone().expand(tensor.shape)
+
+
+class _Own:
+    """Copies of tensors: the model may write into what it is given, and backward has used up the graph behind it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Tensor] = {}  # the same tensor twice stays one
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        known = self._known.get(id(tensor))
+        if known is None:
+            known = _copy(tensor.detach())
+            if tensor.requires_grad and not tensor.is_inference():
+                known.requires_grad_()
+                if tensor.grad_fn is not None:
+                    known = known.clone()  # no leaf: the model may write into it, as it did
+            self._known[id(tensor)] = known
+        return known
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _autocasts() -> list[tuple[str, torch.dtype]]:
+    """The kinds of device for which autocast is on, with its type."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]

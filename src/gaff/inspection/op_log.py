@@ -1,0 +1,223 @@
+"""What is noted of every op of a run: where it stands in the code, what came in from where, what came out."""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.exported_calls import place_in_model
+from gaff.address.grammar import Site, print_key
+from gaff.address.nested import iter_tensors
+from gaff.address.resolve import Found, is_container, iter_modules, join
+from gaff.compat.autograd import next_sequence
+from gaff.engine.ops.calls import OpCall
+from gaff.engine.session import Session
+from gaff.engine.taps import CallTap, OpTap
+from gaff.inspection.call_log import shape_text, shapes_text
+from gaff.inspection.untouched import untouched
+
+# Ops that torch runs as one, with more inside than can be seen: what to do about it.
+FUSED = {
+    "lstm": "one fused call, its gates and time steps cannot be seen: an nn.LSTMCell in a loop shows them",
+    "gru": "one fused call, its gates and time steps cannot be seen: an nn.GRUCell in a loop shows them",
+    "rnn_tanh": "one fused call, its time steps cannot be seen: an nn.RNNCell in a loop shows them",
+    "rnn_relu": "one fused call, its time steps cannot be seen: an nn.RNNCell in a loop shows them",
+    "scaled_dot_product_attention": "one fused call: its softmax shows with attention written out "
+    "(transformers: attn_implementation='eager'; nn.MultiheadAttention: need_weights=True)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """One op of one module, at its first call. ``inputs``: shape and producer of each tensor that came in."""
+
+    site: str
+    path: str
+    op: str
+    place: str  # file and line
+    code: str  # that line
+    inputs: tuple[tuple[str, str], ...]
+    output: str
+    dtype: str
+    calls: int
+    note: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Site, place, inputs with what made them, output and dtype, as texts."""
+        came = ", ".join(f"{shape} {producer}".rstrip() for shape, producer in self.inputs)
+        return self.site, self.place, came, self.output, self.dtype
+
+
+@dataclass(slots=True)
+class OpNotes:
+    """One call of one op, while it runs and after it. Holds no tensor."""
+
+    site: Site
+    run: Any
+    place: tuple[str, int]  # file, line
+    function: str
+    inputs: tuple[tuple[str, str], ...]
+    first_node: int  # sequence number of autograd nodes before and after it
+    last_node: int = 0
+    output: str = ""
+    dtype: str = ""
+    is_complete: bool = False
+
+
+class Producers:
+    """Who made a tensor: a parameter, an input of the model, a module, an op. Holds none of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        for path, module, _ in iter_modules(model):
+            for port, owned in (("param", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in owned.items():
+                    if tensor is not None and not self.of(tensor):  # tied: the first of its names
+                        self.note(tensor, str(Site(join(path, name), port=port)))
+
+    def note(self, tensor: Tensor, name: str) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor), name
+
+    def note_all(self, value: Any, site: Site) -> None:
+        """All tensors in ``value``; those inside a structure with their keys."""
+        for key, tensor in iter_tensors(value):
+            port = ":output" if key and site.port == "output" else ""
+            self.note(tensor, f"{site}{port}{print_key(key)}")
+
+    def of(self, tensor: Tensor) -> str:
+        """Empty for a tensor that something else made, such as a constant."""
+        found = self._known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else ""
+
+
+class OpLog:
+    """All ops of a run, in the order in which they began."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ops: list[OpNotes] = []
+        self.producers = Producers(model)
+        self._open: list[OpNotes] = []
+        self._model = model
+
+    def taps(self) -> Iterator[OpTap | CallTap]:
+        """What to open a session with: the ops of every module, and who returned what."""
+        seen: set[int] = set()
+        for path, module, chain in iter_modules(self._model):
+            if id(module) in seen or is_container(module):
+                continue
+            seen.add(id(module))
+            found = Found(Site(path), module, chain)
+            yield OpTap(found, self.enter, self.leave)
+            yield CallTap(found, self._entered, self._returned(path))
+
+    def enter(self, call: OpCall) -> OpNotes:
+        """An op begins."""
+        tensors = [tensor for _, tensor in iter_tensors((call.args, call.kwargs))]
+        notes = OpNotes(
+            call.site,
+            call.run,
+            place_of(call.place),
+            call.place.f_code.co_name,
+            tuple((shape_text(tensor), self.producers.of(tensor)) for tensor in tensors),
+            next_sequence(),
+        )
+        self.ops.append(notes)
+        self._open.append(notes)
+        return notes
+
+    def leave(self, call: OpCall, output: Any) -> OpNotes:
+        """It is done."""
+        while self._open and self._open[-1].site != call.site:
+            self._open.pop()  # ended by an exception, or no op after all
+        notes = self._open.pop()
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        notes.last_node = next_sequence()
+        notes.output = shapes_text(output)
+        notes.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        notes.is_complete = True
+        self.producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
+        return notes
+
+    def done(self) -> list[OpNotes]:
+        """Those that returned something to see."""
+        return [notes for notes in self.ops if notes.is_complete]
+
+    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        if len(run.frames) == 1:  # what the model itself was given
+            for number, arg in enumerate(args):
+                self._note_argument(arg, number)
+            for name, arg in kwargs.items():
+                self._note_argument(arg, name)
+
+    def _note_argument(self, value: Any, name: int | str) -> None:
+        for key, tensor in iter_tensors(value):
+            if not self.producers.of(tensor):
+                self.producers.note(tensor, f":input{print_key((name, *key))}")
+
+    def _returned(self, path: str) -> Any:
+        def returned(output: Any, run: Any, call: int) -> None:
+            if path:
+                self.producers.note_all(output, Site(path))
+
+        return returned
+
+
+def place_of(frame: FrameType) -> tuple[str, int]:
+    """File and line at which ``frame`` is; for a node of an exported graph where the model has that operation."""
+    return place_in_model(frame) or (frame.f_code.co_filename, frame.f_lineno)
+
+
+def place_text(place: tuple[str, int]) -> str:
+    """``resnet.py:103``."""
+    return f"{Path(place[0]).name}:{place[1]}"
+
+
+def code_at(place: tuple[str, int]) -> str:
+    """The line of source; empty where there is none."""
+    return linecache.getline(*place).strip()
+
+
+def rows_of(log: OpLog) -> list[OpRow]:
+    """Each op site once, by module and in the order of their first calls."""
+    counts: dict[Site, int] = {}
+    first: dict[Site, OpNotes] = {}
+    for notes in log.done():
+        site = Site(notes.site.path, notes.site.op, notes.site.op_index)
+        counts[site] = counts.get(site, 0) + 1
+        first.setdefault(site, notes)
+    return [
+        OpRow(
+            str(site),
+            site.path,
+            site.op or "",
+            place_text(notes.place),
+            code_at(notes.place),
+            notes.inputs,
+            notes.output,
+            notes.dtype,
+            counts[site],
+            FUSED.get(site.op or "", ""),
+        )
+        for site, notes in first.items()
+    ]
+
+
+def list_ops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[OpRow], list[str]]:
+    """Run the model once, leave it as it was, and tell its ops; also why they are not those of a bare run."""
+    log = OpLog(model)
+    session = Session(model, list(log.taps()))
+    with untouched(model, [tensor for _, tensor in iter_tensors((args, kwargs))]):
+        session.open()
+        try:
+            model(*args, **kwargs)
+        finally:
+            session.close()
+    return rows_of(log), session.notes

@@ -1,0 +1,90 @@
+"""Small stand-ins for tensors, so that two traces can be compared without keeping what passed.
+
+A digest is equal for equal bits. A sketch is a linear map to 32 numbers: element ``i`` is multiplied by a random sign
+and added to the number ``i mod 32``. The squared norm of the difference of two sketches has as its mean the squared
+norm of the difference of the tensors, and a relative deviation of at most ``sqrt(2 / 32)`` (Charikar, Chen &
+Farach-Colton, "Finding frequent items in data streams", 2002; the signs of every further 1,048,576 elements are the
+same ones, turned).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gaff.compat import distributed
+from gaff.record.picture import LENGTH
+
+_PERIOD = 1 << 20
+_DENSE = 1 << 24  # elements of a sparse tensor that is written out
+_NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def marks_of(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Digest and sketch of several tensors as one; None where none of them can be read element by element."""
+    known = [plain for tensor in tensors if (plain := readable(tensor)) is not None]
+    if not known:
+        return None
+    total, bits = sketch(known[0]), digest(known[0])
+    for at, tensor in enumerate(known[1:], 1):
+        total = total + sketch(tensor).roll(at)
+        bits = bits * 31 + digest(tensor)
+    return bits, total
+
+
+def readable(tensor: Tensor) -> Tensor | None:
+    """With real elements side by side, of this process; None of what has none."""
+    tensor = distributed.local_of(tensor)
+    is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta or not tensor.numel()
+    if is_odd or tensor.layout not in (torch.strided, torch.sparse_coo):
+        return None
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        if tensor.numel() > _DENSE:
+            return None
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def sketch(tensor: Tensor) -> Tensor:
+    """[32] float64 on the tensor's device; elements that are not finite count as zero. No synchronisation."""
+    flat = tensor.detach().reshape(-1)
+    total = torch.zeros(LENGTH, dtype=torch.float64, device=tensor.device)
+    signs = _signs(str(tensor.device))
+    for begin in range(0, flat.numel(), _PERIOD):
+        part = flat[begin : begin + _PERIOD].to(torch.float32 if tensor.dtype in _NARROW else torch.float64)
+        turned = signs.roll(begin // _PERIOD * 7919) if begin else signs
+        part = part.nan_to_num(0.0, 0.0, 0.0) * turned[: part.numel()]
+        padding = -part.numel() % LENGTH
+        if padding:
+            part = torch.nn.functional.pad(part, (0, padding))
+        total += part.view(-1, LENGTH).sum(0, dtype=torch.float64)
+    return total
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A number of 64 bits, equal for equal bits and shapes alike. No synchronisation."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    factors = _factors(str(tensor.device))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin in range(0, words.numel(), _PERIOD):
+        part = words[begin : begin + _PERIOD].to(torch.int64)
+        total = total * 1000003 + ((part + 1) * factors[: part.numel()]).sum()  # wraps, which is meant
+    return total
+
+
+@lru_cache(maxsize=8)
+def _signs(device: str) -> Tensor:
+    made = torch.randint(0, 2, (_PERIOD,), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    return (made * 2 - 1).to(device)
+
+
+@lru_cache(maxsize=8)
+def _factors(device: str) -> Tensor:
+    made = torch.randint(-(2**62), 2**62, (_PERIOD,), generator=torch.Generator().manual_seed(2), dtype=torch.int64)
+    return (made | 1).to(device)

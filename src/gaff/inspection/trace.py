@@ -1,0 +1,107 @@
+"""The numbers of a run, without tensors: plain values that save, load and print without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+
+from gaff.errors import PlanError, RecordError
+from gaff.record.picture import Picture
+from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row
+from gaff.views import trace_text
+from gaff.views.notebook import framed
+
+_FORMAT = 1
+_MOST_BYTES = 500 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One run, told: ``rows`` in the order in which modules were entered. ``str`` is the table, ``tree()`` the tree.
+
+    ``given``: a digest of the inputs. ``edges``: (row, row, known): the second was given what the first has made; where
+    nobody is known to have made it, for it was an op, the first is the call before. ``pictures``: with
+    ``gaff.trace(..., pictures=True)``.
+    """
+
+    model: str
+    rows: tuple[CallRow, ...]
+    parameters: tuple[ParameterRow, ...] = ()
+    unused_modules: tuple[str, ...] = ()
+    unused_parameters: tuple[str, ...] = ()
+    has_backward: bool = False
+    has_flops: bool = True
+    device: str = "cpu"
+    notes: tuple[str, ...] = ()
+    given: str = ""
+    edges: tuple[tuple[int, int, bool], ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+    def __str__(self) -> str:
+        return trace_text.render_table(self)
+
+    __repr__ = __str__
+
+    def table(self, width: int | None = None, *, is_plain: bool = False) -> str:
+        """The table cut to ``width`` characters; ``is_plain`` separates cells by tabs."""
+        return trace_text.render_table(self, width, is_plain=is_plain)
+
+    def tree(self) -> str:
+        """The same calls, indented by module; repeated blocks are folded."""
+        return trace_text.render_tree(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page in a frame of its own; without numpy plain tables."""
+        if find_spec("numpy") is None:
+            return trace_text.render_html(self)
+        return framed(self.to_html())
+
+    def to_html(self) -> str:
+        """A page with the table, the tree, the graph and the pictures. Raises PlanError without numpy."""
+        if find_spec("numpy") is None:
+            raise PlanError("a page of a trace needs numpy, which is not installed: pip install 'gaff[page]'")
+        from gaff.views.page.trace import document
+
+        return document(self).to_html()
+
+    def to_json(self) -> str:
+        pictures = [one.to_dict() for one in self.pictures]
+        return json.dumps({"gaff_trace": _FORMAT, **asdict(replace(self, pictures=())), "pictures": pictures}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Inverse of ``to_json``. Raises RecordError when ``text`` is no trace."""
+        try:
+            data = json.loads(text)
+            if data.pop("gaff_trace") != _FORMAT:
+                raise ValueError(f"another format, expected {_FORMAT}")
+            data["rows"] = tuple(call_row(row) for row in data["rows"])
+            data["parameters"] = tuple(
+                build_row(ParameterRow, {**row, "grad": optional_row(Gradient, row["grad"])})
+                for row in data["parameters"]
+            )
+            for name in ("unused_modules", "unused_parameters", "notes"):
+                data[name] = tuple(str(item) for item in data[name])
+            data["edges"] = tuple((int(one), int(other), bool(known)) for one, other, known in data.get("edges", ()))
+            data["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
+            return build_row(cls, data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecordError(f"trace cannot be read: {error!r}; expected what Trace.to_json wrote") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """A page where the name ends in ``.html``, else JSON, which ``load`` reads."""
+        is_page = Path(path).suffix.lower() in (".html", ".htm")
+        text = self.to_html() if is_page else self.to_json()
+        Path(path).write_text(text + "\n", encoding="utf-8", errors="replace" if is_page else "strict")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Trace:
+        file = Path(path)
+        if not file.is_file():
+            raise RecordError(f"trace {str(path)!r} is no file: expected one that Trace.save wrote")
+        if file.stat().st_size > _MOST_BYTES:
+            raise RecordError(f"trace {str(path)!r} is larger than {_MOST_BYTES} bytes: not read")
+        return cls.from_json(file.read_text(encoding="utf-8"))

@@ -1,0 +1,272 @@
+"""``gaff.trace``: one run told as a table in execution order, with gradients when a backward function is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.grammar import Site, parse_site
+from gaff.address.nested import iter_tensors
+from gaff.address.resolve import Found, is_container, iter_modules, join, need_module, unwrap
+from gaff.compat import libraries
+from gaff.compat.memory import version_of
+from gaff.compat.modes import outside_modes
+from gaff.engine.flops import FlopCount
+from gaff.engine.gradients.reach import used_leaves
+from gaff.engine.ops.calls import OpCall
+from gaff.engine.session import Session
+from gaff.engine.taps import CallTap, OpTap, Tap
+from gaff.errors import PlanError
+from gaff.inspection.call_log import (
+    CallLog,
+    CallNotes,
+    GradientLog,
+    ParameterLog,
+    numbers_of,
+    shape_text,
+    statistics_of,
+)
+from gaff.inspection.op_log import place_of, place_text
+from gaff.inspection.pictures import Album, are_probabilities, attention_of
+from gaff.inspection.trace import Trace
+from gaff.inspection.untouched import untouched
+from gaff.record.picture import Picture
+from gaff.record.trace_rows import CallRow, ParameterRow
+
+Backward = Callable[[Any], Any]
+
+
+def trace_run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: Backward | None,
+    *,
+    has_flops: bool,
+    has_ops: bool = False,
+    has_pictures: bool = False,
+) -> Trace:
+    """See ``gaff.trace``."""
+    need_module(model)
+    if backward is not None:
+        _check_backward(model, backward)
+    device = libraries.device_of(model)
+    counter = FlopCount.warm() if has_flops else None
+    modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
+    album = Album(len(modules) * (2 if backward is not None else 1)) if has_pictures else None
+    log = CallLog(lambda: counter.total if counter is not None else 0, device, album)
+    log.own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
+    taps = _taps(model, modules, log, parameters if backward is not None else {}, has_ops=has_ops)
+    session = Session(model, taps)
+    inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
+    versions = {path: version_of(parameter) for path, parameter in _iter_parameters(model)}
+    used: set[int] | None = None
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model, inputs))
+        if backward is not None:
+            stack.enter_context(torch.enable_grad())
+        session.open()
+        try:
+            with counter or nullcontext():
+                output = model(*args, **kwargs)
+            used = used_leaves([tensor for _, tensor in iter_tensors(output)])
+            if backward is not None:
+                _run_backward(backward, output)
+        finally:
+            session.close()
+    if backward is not None:
+        _check_gradients(log, parameters)
+    facts = {
+        "has_backward": backward is not None,
+        "has_flops": has_flops,
+        "device": str(device),
+        "notes": (*session.notes, *_notes(model, counter, versions)),
+        "given": "" if log.given is None else f"{log.given.item():x}",
+    }
+    return _build(model, modules, log, parameters, used, facts)
+
+
+def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]) -> list[str]:
+    notes = []
+    if counter is not None and counter.uncounted:
+        notes.append(f"flops are lower bounds: torch has no formula for {', '.join(sorted(counter.uncounted))}")
+    changed = [path for path, parameter in _iter_parameters(model) if version_of(parameter) != versions[path]]
+    if changed:
+        notes.append(f"this run itself changed parameters in place: {', '.join(changed[:5])}; they are not restored")
+    return notes
+
+
+def _taps(
+    model: nn.Module, modules: list[Any], log: CallLog, parameters: dict[str, ParameterLog], *, has_ops: bool
+) -> list[Tap | CallTap | OpTap]:
+    taps: list[Tap | CallTap | OpTap] = []
+    seen: set[int] = set()
+    for path, module, chain in modules:
+        if id(module) in seen or is_container(module):
+            continue
+        seen.add(id(module))
+        found = Found(Site(path), module, chain)
+        taps.append(CallTap(found, partial(log.enter, found.site, type(module).__name__), _leave(log, found.site)))
+        for port in ("grad_output", "grad_input") if parameters else ():
+            log_gradient = GradientLog(log, found.site, port)
+            taps.append(Tap(Found(Site(path, port=port), module, chain), log_gradient, is_exact=False))
+            if has_ops:
+                taps.append(Tap(Found(Site(path, "*", port=port), module, chain), log_gradient, is_exact=False))
+        if has_ops:
+            taps.append(OpTap(found, partial(_enter_op, log), partial(_leave_op, log)))
+        if log.album is not None:
+            taps.append(OpTap(found, lambda call: None, partial(_picture_op, log.album)))
+    for path, _ in _iter_parameters(model):
+        if path in parameters:
+            owner, chain, name = _owner(modules, path)
+            taps.append(Tap(Found(Site(path, port="grad"), owner, chain, name), parameters[path]))
+    return taps
+
+
+def _leave(log: CallLog, site: Site) -> Callable[[Any, Any, int], None]:
+    return lambda output, run, call: log.leave(site, output)
+
+
+def _enter_op(log: CallLog, call: OpCall) -> None:
+    site = replace(call.site, call=None)
+    log.enter(site, place_text(place_of(call.place)), call.args, call.kwargs, call.run, call.site.call or 0)
+
+
+def _leave_op(log: CallLog, call: OpCall, output: Any) -> None:
+    log.leave(replace(call.site, call=None), output)
+
+
+def _named(picture: Picture, counts: dict[Site, int]) -> Picture:
+    """Without the call where there was only one, as rows have it."""
+    site = parse_site(picture.site)
+    is_single = counts.get(Site(site.path), 0) <= 1
+    return replace(picture, site=str(replace(site, call=None))) if is_single else picture
+
+
+def _picture_op(album: Album, call: OpCall, output: Any) -> None:
+    """Attention: what a softmax has returned, or what is inside a fused call."""
+    name = str(call.site)
+    with outside_modes():  # what is computed here is not counted as the model's
+        found = attention_of(call.args, call.kwargs) if call.site.op == "scaled_dot_product_attention" else None
+        if found is not None:
+            album.add(name, found, is_attention=True)
+        elif call.site.op == "softmax" and are_probabilities(output):
+            album.add(name, output, is_attention=True)
+
+
+def _owner(modules: list[Any], path: str) -> tuple[nn.Module, tuple[nn.Module, ...], str]:
+    owner_path, _, name = path.rpartition(".")
+    return next((module, chain, name) for found, module, chain in modules if found == owner_path)
+
+
+def _iter_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter once, under the first of its names."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module, _ in iter_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (join(path, name), parameter))
+    return list(found.values())
+
+
+def _run_backward(backward: Backward, output: Any) -> None:
+    loss = backward(output)
+    if loss is None:
+        return  # it ran backward itself
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise PlanError(f"backward returned {what}: expected a scalar tensor, such as lambda y: y.mean()")
+    if not loss.requires_grad:
+        raise PlanError("backward returned a loss that does not depend on any parameter that requires grad")
+    loss.backward()
+
+
+def _check_gradients(log: CallLog, parameters: dict[str, ParameterLog]) -> None:
+    """A backward function that returned None may have run backward itself, or have forgotten to return the loss."""
+    gradients = [row.grad for row in parameters.values() if row.grad is not None]
+    gradients += [gradient for call in log.calls for gradient in call.gradients.values()]
+    if all(gradient.norm is None for gradient in gradients):
+        raise PlanError("backward ran nothing: no gradient came; return the loss, such as lambda y: y.mean()")
+
+
+def _check_backward(model: nn.Module, backward: Backward) -> None:
+    if not callable(backward):
+        raise PlanError(f"backward={backward!r} cannot be called: expected a function such as lambda y: y.mean()")
+    if torch.is_inference_mode_enabled():
+        raise PlanError("backward= cannot run in torch.inference_mode: leave it, or trace without backward=")
+    for path, parameter in _iter_parameters(model):
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise PlanError(
+                f"{path}: has post-accumulate hooks, which may step an optimizer inside backward and change weights; "
+                "trace without backward=, or remove them first"
+            )
+
+
+def _build(
+    model: nn.Module,
+    modules: list[Any],
+    log: CallLog,
+    parameters: dict[str, ParameterLog],
+    used: set[int] | None,
+    facts: dict[str, Any],
+) -> Trace:
+    classes = {path: module for path, module, _ in modules}
+    counts: dict[Site, int] = {}
+    for call in log.calls:
+        counts[call.site] = counts.get(call.site, 0) + 1
+    shown = [call for call in log.calls if call.is_complete or call.site.op is None]
+    rows = tuple(_row(call, classes[call.site.path], counts[call.site]) for call in shown)
+    place = {id(call): at for at, call in enumerate(shown)}
+    edges = tuple(
+        (place[id(one)], at, is_known)
+        for at, call in enumerate(shown)
+        for is_known, makers in ((True, call.takes), (False, call.follows))
+        for one in makers
+        if id(one) in place
+    )
+    pictures = tuple(_named(one, counts) for one in log.album.pictures) if log.album is not None else ()
+    called = {id(classes[site.path]) for site in counts}
+    unused = [path for path, module, _ in modules if path and not is_container(module) and id(module) not in called]
+    states = []
+    without: list[str] = []
+    for path, parameter in _iter_parameters(model):
+        grad = parameters[path].grad if facts["has_backward"] else None
+        shape, dtype = shape_text(parameter), str(parameter.dtype).removeprefix("torch.")
+        states.append(ParameterRow(f"{path}:param", shape, dtype, parameter.numel(), parameter.requires_grad, grad))
+        is_unused = grad.norm is None if grad is not None else used is not None and id(parameter) not in used
+        if parameter.requires_grad and is_unused:
+            without.append(path)
+    name = type(unwrap(model)).__name__
+    return Trace(name, rows, tuple(states), tuple(unused), tuple(without), **facts, edges=edges, pictures=pictures)
+
+
+def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
+    owned = [] if call.site.op is not None else list(module._parameters.values())
+    own = sum(parameter.numel() for parameter in owned if parameter is not None)
+    site = replace(call.site, call=call.call if count > 1 else None)
+    return CallRow(
+        site=str(site),
+        path=call.site.path,
+        cls=call.cls,
+        call=call.call,
+        depth=call.depth,
+        input=call.input,
+        output=call.output if call.is_complete else "did not return",
+        dtype=call.dtype,
+        parameters=own,
+        time_s=call.time_s,
+        memory_bytes=call.memory_bytes,
+        flops=call.flops if call.is_complete else 0,
+        statistics=statistics_of(call.statistics),
+        grad_output=call.gradients.get("grad_output"),
+        grad_input=call.gradients.get("grad_input"),
+        digest=f"{call.marks[0].item():x}" if call.marks is not None else "",
+        sketch=numbers_of(call.marks[1]) if call.marks is not None else (),
+    )

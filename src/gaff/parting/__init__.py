@@ -1,1 +1,0 @@
-"""Where two runs, or two models, first part. Needs no torch."""

@@ -1,0 +1,112 @@
+"""The rows of a trace: one for each call and each parameter, as plain values without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of all elements of one tensor; ``std`` is the population's. ``nonfinite`` counts NaN and inf elements."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One gradient: shape as text, L2 norm, share of exact zeros. ``reason`` says why there is none.
+
+    ``digest``, ``sketch``: as of a ``CallRow``.
+    """
+
+    shape: str = ""
+    norm: float | None = None
+    zeros: float | None = None
+    reason: str = ""
+    digest: str = ""
+    sketch: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        if self.norm is None:
+            return f"None: {self.reason}"
+        return f"{self.shape} zero" if self.norm == 0 else f"{self.shape} {self.norm:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """One call of one module, or of an op, whose ``cls`` is its place in the code.
+
+    Shapes are texts such as ``1x3x8x8``; ``dtype`` is that of the first output tensor. ``digest`` is equal for equal
+    bits of it; ``sketch`` stands for it when traces are compared (``gaff.inspection.sketches``).
+    """
+
+    site: str
+    path: str
+    cls: str
+    call: int
+    depth: int
+    input: str
+    output: str
+    dtype: str
+    parameters: int  # elements that the module owns itself
+    time_s: float  # with everything inside, and the cost of looking at it
+    memory_bytes: int  # of the output tensors
+    flops: int  # matrix products, convolutions, attention; with everything inside
+    statistics: Statistics | None = None
+    grad_output: Gradient | None = None
+    grad_input: Gradient | None = None
+    digest: str = ""
+    sketch: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """One parameter and, after a backward pass, its gradient."""
+
+    site: str
+    shape: str
+    dtype: str
+    elements: int
+    requires_grad: bool
+    grad: Gradient | None = None
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("site", "path", "cls", "input", "output", "dtype", "digest"), str),
+    **dict.fromkeys(("call", "depth", "parameters", "flops"), int),
+    "time_s": (int, float),
+}
+
+
+def call_row(row: dict[str, Any]) -> CallRow:
+    for name, kind in _KINDS.items():
+        if name in row and not isinstance(row[name], kind):
+            raise TypeError(f"a row has {name!r} {row[name]!r:.40}")
+    parts: dict[str, Callable[[Any], Any]] = {
+        "statistics": lambda value: optional_row(Statistics, value),
+        "grad_output": lambda value: optional_row(Gradient, value),
+        "grad_input": lambda value: optional_row(Gradient, value),
+    }
+    return build_row(CallRow, {name: parts[name](value) if name in parts else value for name, value in row.items()})
+
+
+def optional_row(cls: type[_Row], data: dict[str, Any] | None) -> _Row | None:
+    return None if data is None else build_row(cls, data)
+
+
+def build_row(cls: type[_Row], data: dict[str, Any]) -> _Row:
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    unknown = [name for name in data if name not in known]
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r} of {cls.__name__}")
+    if "sketch" in data:
+        data["sketch"] = tuple(float(one) for one in data["sketch"])
+    return cls(**data)

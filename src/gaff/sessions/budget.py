@@ -1,0 +1,116 @@
+"""The memory budget of a capture: counts what is held, and refuses or lets the oldest go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, Protocol
+
+import torch
+
+from gaff.address.grammar import Site
+from gaff.address.nested import size_bytes
+from gaff.compat.memory import memory_of
+from gaff.errors import PlanError
+from gaff.views.text import bytes_text
+
+_LOOK_FIRST_AT = 64 * 2**20  # below this nobody asks the system how much memory is free
+
+
+class Holder(Protocol):
+    """Something that holds values and can let the oldest go."""
+
+    site: Site
+    records: Sized
+
+    def oldest(self) -> int | None: ...
+
+    def evict(self) -> None: ...  # and tells the ledger
+
+    def iter_held(self) -> Iterator[Any]: ...
+
+
+class Ledger:
+    """Bytes held by one capture. ``budget`` None: half of the memory that was free, looked up when it matters.
+
+    ``holders`` is a weak method: what is kept must be freed with the capture, without waiting for a collector.
+    """
+
+    def __init__(
+        self, budget: int | None, evict: str, holders: Callable[[], Callable[[], Iterable[Holder]] | None]
+    ) -> None:
+        self.held = 0
+        self.limit = min(budget, _LOOK_FIRST_AT) if budget is not None else _LOOK_FIRST_AT
+        self._budget = budget
+        self._evict = evict
+        self._holders = holders
+
+    def check(self, site: Site) -> None:
+        """Called when ``held`` passes ``limit``. Raises PlanError when the budget is really exceeded."""
+        self.held = self._count()
+        if self._budget is None:
+            self._budget = (_free_bytes(self._device()) + self.held) // 2
+        self.limit = self._budget
+        if self._evict == "oldest":
+            self._let_go()
+        if self.held > self.limit:
+            raise PlanError(
+                f"{site}: capture holds {bytes_text(self.held)}, over its budget of {bytes_text(self.limit)}; "
+                "keep less: last=n, reduce=gaff.keep.rows(0), dtype=, to='cpu', evict='oldest', or a larger budget="
+            )
+
+    def _iter_holders(self) -> Iterable[Holder]:
+        holders = self._holders()
+        return holders() if holders is not None else ()
+
+    def _device(self) -> torch.device | None:
+        """The GPU on which something is held, if any."""
+        held = (tensor for holder in self._iter_holders() for tensor in holder.iter_held())
+        return next((tensor.device for tensor in held if tensor.is_cuda), None)
+
+    def _let_go(self) -> None:
+        while self.held > self.limit:
+            holders = [(age, holder) for holder in self._iter_holders() if (age := holder.oldest()) is not None]
+            if sum(len(holder.records) for _, holder in holders) < 2:
+                return  # what has just come is too large by itself
+            min(holders, key=lambda pair: pair[0])[1].evict()
+
+    def _count(self) -> int:
+        """Exact: memory that several values share is counted once."""
+        held = (tensor for holder in self._iter_holders() for tensor in holder.iter_held())
+        return sum({_address(tensor): _storage_bytes(tensor) for tensor in held}.values())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return memory_of(tensor)
+    except RuntimeError:
+        return id(tensor)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except RuntimeError:
+        return size_bytes(tensor)
+
+
+def _free_bytes(device: torch.device | None) -> int:
+    """Memory that could still be taken, on a GPU or (None) of the host.
+
+    Linux tells the latter directly; elsewhere free pages are what there is.
+    """
+    if device is not None:
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 * 2**30  # chosen: a system that tells nothing

@@ -1,0 +1,262 @@
+"""``gaff.capture``: a plan opened on a model, with streams that keep what passes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+from types import TracebackType
+from typing import Any
+from weakref import WeakMethod
+
+from torch import Tensor, nn
+
+from gaff.address.grammar import Site, every_call
+from gaff.address.resolve import first_name, identity, is_there, need_module, place_of, resolve
+from gaff.compat import distributed
+from gaff.engine.session import Session
+from gaff.engine.taps import Tap, TensorTap
+from gaff.errors import NeverFiredError, PlanError, SiteError
+from gaff.sessions.budget import Ledger
+from gaff.sessions.exact import Keeper
+from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, Stream, make_keeper
+from gaff.sessions.plan import Plan
+from gaff.sessions.reading import Reading
+from gaff.sessions.receipt import Receipt, ReceiptRow, counted, tidy
+
+
+class RunView:
+    """The events of one run of a capture: ``got.run(2)["a@1"]``."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    def __getitem__(self, address: str) -> Any:
+        return self._reading.one(address)
+
+    def all(self, address: str) -> list[Any]:
+        return self._reading.all(address)
+
+
+class Capture:
+    """An open or closed capture. Read it by address, inside the ``with`` block or after it.
+
+    ``got["a"]`` is the value of a site that fired once; ``got["a@1"]`` its second call within the only run;
+    ``got.run(2)["a"]`` that of the third run; ``got.all("a")`` every value in order. A site whose value was None
+    gives None, and the receipt says why.
+    """
+
+    def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+        if model is not None:
+            need_module(model)
+        if plan.is_edit:
+            raise PlanError("the plan edits: expected one of captures, Plan.of('layer3'); open it with gaff.edit")
+        options = plan.options
+        self._plan = plan
+        self._ledger = Ledger(options.budget, options.evict, WeakMethod(self._iter_streams))
+        self._by_name: dict[str, Stream] = {}  # plain tensors
+        self._by_object: dict[tuple[object, ...], Stream] = {}
+        self._missing: list[str] = []
+        self._keepers: list[Keeper] = []
+        self._places: list[Any] = []  # where the modules hung at opening
+        self._model = model
+        self._taps = self._make_taps(model) if model is not None else []
+        tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
+        is_traceable = not (options.graph or options.reference)
+        self._session = Session(model, self._taps, tensor_taps, options.threads, is_traceable=is_traceable)
+
+    def __enter__(self) -> Capture:
+        if self._model is not None and any(keeper.reduce for keeper in self._keepers):
+            ranks = distributed.ranks_of(self._model.parameters())  # what reduces a DTensor talks to the others
+            distributed.agree(ranks, f"capture {'; '.join(map(str, self._plan.requests))}")
+        self._session.open()
+        for keeper in self._keepers:
+            keeper.is_foreign = self._session.clock.is_foreign
+            if self._session.is_traced:
+                keeper.copy_all()
+        for stream in self._iter_streams() if self._session.is_traced else ():
+            stream.copy_all()
+        streams = zip(self._taps, self._by_object.values(), strict=True)
+        self._places = [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
+        self._session.clock.at_begin.append(self._look_for_replaced)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.close()
+        self._report_replaced(is_quiet=kind is not None)  # never mask the user's own exception
+        if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
+            raise_if_silent(self.receipt, self._ran())
+
+    def __getitem__(self, address: str) -> Any:
+        """Raises SiteError when nothing or several events fit, ExactnessError when the value cannot be trusted."""
+        if not isinstance(address, str):
+            raise SiteError(f"got[{address!r}]: expected an address as text, such as got['conv'] or got[':output']")
+        if not hasattr(self._session, "clock"):
+            raise PlanError(f"got[{address!r}]: this session was never opened: use `with gaff.capture(...) as got:`")
+        return self.run(None)[address]
+
+    def __contains__(self, address: str) -> bool:
+        try:
+            return bool(self.all(address))
+        except SiteError:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def keys(self) -> list[str]:
+        """Addresses of the sites that fired, in the order asked for."""
+        names = {id(stream): name for name, stream in self._by_name.items()}
+        return [names.get(id(stream), str(stream.site)) for stream in self._iter_streams() if stream.fired]
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Address and value of every site that fired; raises like ``got[address]``."""
+        return ((name, self[name]) for name in self.keys())
+
+    def all(self, address: str) -> list[Any]:
+        """Every value of a site, in order of run, call and backward pass."""
+        return self.run(None).all(address)
+
+    def run(self, index: int | None) -> RunView:
+        """The events of the run with this number, from 0; None for all runs."""
+        return RunView(Reading(self._by_name, list(self._iter_streams()), self._find, index, self._ran()))
+
+    def clear(self) -> None:
+        """Let go of all values kept so far; the receipt goes on counting. For sessions that stay open for long."""
+        for stream in (*self._by_object.values(), *self._by_name.values()):
+            stream.clear()
+        self._ledger.held = 0
+
+    @property
+    def receipt(self) -> Receipt:
+        """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""
+        streams = [stream for stream in self._iter_streams() if stream.fired or not stream.inner]
+        rows = tidy([row for stream in streams for row in stream.rows()])
+        rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
+        needed = {str(request) for request in self._plan.requests if not request.optional}
+        optional = frozenset(str(request) for request in self._plan.requests) - needed
+        return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional)
+
+    def __repr__(self) -> str:
+        was_opened = hasattr(self._session, "clock")
+        state = "open" if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
+        return f"<gaff capture, {state}>\n{self.receipt}"
+
+    def _look_for_replaced(self, run: Any) -> None:
+        for inside, name, child, stream in self._places:
+            if inside.get(name) is not child:
+                stream.is_replaced = True
+
+    def _report_replaced(self, *, is_quiet: bool) -> None:
+        """A module that was replaced while the session was open no longer fires; that must not go unnoticed."""
+        for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
+            if not is_there(tap.found):
+                stream.skip("the module was replaced while the session was open: what its successor did was not seen")
+                if stream.fired and not is_quiet:
+                    warnings.warn(f"gaff: {stream.site}: {list(stream.reasons)[-1]}", stacklevel=3)
+
+    def _ran(self) -> int:
+        return self._session.clock.latest.index + 1 if hasattr(self._session, "clock") else 0
+
+    def _make_taps(self, model: nn.Module) -> list[Tap]:
+        taps = []
+        options = self._plan.options
+        matched = set()
+        by_object = self._by_object
+        places: list[tuple[object, ...]] = []
+        exact: set[tuple[object, ...]] = set()  # named by a pattern first, and by their own address later
+        for number, rows in groupby(self._plan.check(model), key=attrgetter("request")):
+            request = self._plan.requests[number]
+            pattern, keeper = str(request), None
+            matched.add(number)
+            for found, _, is_exact in rows:
+                same = identity(found.module, found.name, found.site)
+                if same in by_object:  # kept once, and told for each pattern
+                    by_object[same].serves(pattern, request.reduce or options.reduce)
+                    exact.update([same] if is_exact and not request.optional else [])
+                    continue
+                keeper = keeper or self._make_keeper(request.reduce, found.site)
+                by_object[same] = stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
+                taps.append(Tap(found, stream, is_exact and not request.optional))
+                places.append(same)
+        if exact:
+            taps = [Tap(*tap[:2], tap.is_exact or same in exact) for tap, same in zip(taps, places, strict=True)]
+        self._missing = [str(request) for at, request in enumerate(self._plan.requests) if at not in matched]
+        return taps
+
+    def _make_keeper(self, reduce: Any, site: Site) -> Keeper:
+        keeper = make_keeper(self._plan.options, reduce, site)
+        self._keepers.append(keeper)
+        return keeper
+
+    def _make_tensor_tap(self, name: str, tensor: Tensor) -> TensorTap:
+        if any(stream.site.path == name for stream in self._by_object.values()):
+            raise PlanError(
+                f"name {name!r} is also the path of a captured site: expected another keyword for the tensor"
+            )
+        site = Site(name, port="grad")
+        keeper = self._make_keeper(None, site)
+        stream = self._by_name[name] = Stream(name, site, keeper, self._ledger, self._plan.options.last)
+        return TensorTap(name, tensor, stream)
+
+    def _find(self, site: Site) -> Stream | None:
+        """The stream of an address: by its text, then by what it names (a shared module has several names)."""
+        whole = every_call(site)
+        if site.op is not None and self._model is not None:
+            site, whole = (replace(one, path=first_name(self._model, one.path)) for one in (site, whole))
+        for stream in self._iter_streams():
+            if stream.site in (site, whole):
+                found: Stream = stream
+                return found
+        if self._model is None:
+            return None
+        try:
+            named = resolve(self._model, whole)[0]
+        except (SiteError, PlanError):
+            return None
+        for wanted in (site, whole):
+            if same := self._by_object.get(identity(named.module, named.name, wanted)):
+                return same
+        return None
+
+    def _iter_streams(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for stream in (*self._by_object.values(), *self._by_name.values()):
+            yield from _with_inner(stream, seen)
+
+
+def _with_inner(stream: Stream, seen: set[int]) -> Iterator[Stream]:
+    if id(stream) not in seen:
+        seen.add(id(stream))
+        yield stream
+        for inner in stream.inner.values():
+            yield from _with_inner(inner, seen)
+
+
+def raise_if_silent(receipt: Receipt, runs: int) -> None:
+    """Raises NeverFiredError when a pattern stayed silent; it carries the receipt."""
+    if not receipt.silent:
+        return
+    names = ", ".join(repr(name) for name in receipt.silent)
+    rows = [row for row in receipt.rows if row.pattern in receipt.silent]
+    reasons = [row.reason for row in rows if row.reason not in ("", NOT_CALLED, NO_BACKWARD)]
+    if any(name.rpartition(":")[2].partition("[")[0] in ("grad", "grad_output", "grad_input", "input_grad")
+           for name in receipt.silent):  # fmt: skip
+        hint = "a gradient needs backward() inside the session"
+    elif runs == 0:
+        hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
+    else:
+        hint = "the modules were not called in these runs"
+        hint += ", or not so often" if any("@" in name for name in receipt.silent) else ""
+    why = reasons[0] if reasons else hint
+    raise NeverFiredError(
+        f"{names} never fired in {counted(runs, 'run')}: {why}; allow it with gaff.maybe(pattern), see error.receipt",
+        receipt,
+    )

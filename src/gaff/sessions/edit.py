@@ -1,0 +1,229 @@
+"""``gaff.edit``: a plan of edits opened on a model, as a session or for good."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.grammar import GRADIENT_PORTS, Site, parse
+from gaff.address.resolve import identity, is_there, need_module
+from gaff.compat import distributed
+from gaff.edits.places import Skip, When
+from gaff.engine.session import Session
+from gaff.engine.taps import EditTap, TensorTap
+from gaff.errors import ExactnessError, PlanError, SiteError
+from gaff.sessions.capture import raise_if_silent
+from gaff.sessions.edited_site import EditStream, Family
+from gaff.sessions.plan import Plan
+from gaff.sessions.receipt import CHANGING, Receipt, ReceiptRow, tidy
+
+REPLACED = "the module was replaced while the session was open: its successor was not edited"
+
+
+class Editing:
+    """Edits on a model while it is open: as a context (``gaff.edit``), or until ``remove`` (``plan.attach``).
+
+    ``receipt`` tells what was changed; ``on``, ``off`` and ``strength`` change it meanwhile.
+    """
+
+    _state = "open"
+    _has_warned = False
+
+    def __init__(self, model: nn.Module | None, plan: Plan) -> None:
+        if model is not None:
+            need_module(model)
+        if not all(request.edit is not None for request in plan.requests):
+            raise PlanError("the plan captures: expected one of edits, Plan.edit({'layer3': gaff.edits.scale(0.5)})")
+        self._plan = plan
+        self._model = model
+        self._family = Family(check_finite=plan.options.check_finite)
+        self._streams = self._family.streams  # one for each edited site, then those of single ops as they come
+        self._missing: list[str] = []
+        self._taps = self._make_taps(model) if model is not None else []
+        tensors = [self._make_tensor_tap(request) for request in plan.requests if isinstance(request.target, Tensor)]
+        self._session = Session(model, self._taps, tensors, plan.options.threads, is_traceable=True)
+
+    def __enter__(self) -> Editing:
+        if self._state == "attached" and self._session.is_open:
+            return self  # ``with plan.attach(model) as handle``
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(is_quiet=kind is not None)  # never mask the user's own exception
+
+    def attach(self) -> None:
+        """Open without a block, until ``remove``; warns once where nothing was hit in the first full step."""
+        self._open()
+        self._state = "attached"
+        self._session.clock.at_end.append(self._warn)
+
+    def _open(self) -> None:
+        if self._model is not None:
+            asked = sorted(f"{request}: {type(request.edit).__name__}" for request in self._plan.requests)
+            distributed.agree(distributed.processes_of(self._model), f"edit {'; '.join(asked)}")
+        self._session.open()
+        CHANGING.add(self)
+
+    def remove(self) -> None:
+        """Take attached edits away. Raises NeverFiredError, with the receipt, for a pattern that never acted."""
+        if self._session.is_open:
+            self._close(is_quiet=False)
+
+    @property
+    def receipt(self) -> Receipt:
+        """What happened so far, site by site. Reads the numbers from their device."""
+        rows = tidy([stream.row() for stream in self._streams if not stream.spawned])
+        rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
+        needed = {str(request) for request in self._plan.requests if not request.optional}
+        optional = frozenset(str(request) for request in self._plan.requests) - needed
+        lingering = self._session.lingering
+        armed = len(lingering) if lingering is not None else 0
+        return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional, is_edit=True, armed=armed)
+
+    def on(self, pattern: str | None = None) -> None:
+        """Let the edits of ``pattern`` (as given, or a site it matched; None: all) act again."""
+        for stream in self._named(pattern):
+            stream.switch.set(is_on=True)
+
+    def off(self, pattern: str | None = None) -> None:
+        """Let values pass as they are, until ``on``."""
+        for stream in self._named(pattern):
+            stream.switch.set(is_on=False)
+
+    def strength(self, strength: float, pattern: str | None = None) -> None:
+        """1: as given; 0: nothing; between or beyond: ``value + strength * (edited - value)``."""
+        streams = self._named(pattern)
+        skipping = [stream for stream in streams if stream.is_skip]
+        if skipping and strength not in (0, 1):
+            raise PlanError(
+                f"{skipping[0].site}: a module is skipped or not: expected strength 0 or 1, got {strength!r}"
+            )
+        for stream in streams:
+            stream.switch.set(strength=float(strength))
+
+    def release(self) -> None:
+        """After closing: remove the hooks that graphs with checkpoints still need; their backward then raises."""
+        if self._session.is_open:
+            raise PlanError("the edits are still open: close them first, then release what is armed for recomputation")
+        if self._session.lingering is not None:
+            self._session.released.is_done = bool(len(self._session.lingering))
+            self._session.lingering.release()
+
+    def __repr__(self) -> str:
+        was_opened = hasattr(self._session, "clock")
+        state = (
+            self._state if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
+        )
+        return f"<gaff edit, {state}>\n{self.receipt}"
+
+    def _close(self, *, is_quiet: bool) -> None:
+        for stream in self._streams:
+            stream.is_open = False
+        for tap, stream in zip(self._taps, self._streams, strict=False):
+            if not is_there(tap.found):
+                stream.skip(REPLACED)
+                if stream.hits and not is_quiet:
+                    warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
+        self._session.close()
+        lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
+        if lost and not is_quiet:
+            raise ExactnessError(f"{lost[0]}; backward went on without the edit")
+        if not is_quiet and not any(stream.has_failed for stream in self._streams):
+            raise_if_silent(self.receipt, self._ran())
+
+    def _warn(self, run: Any, output: Any) -> None:
+        if output is None or any(stream.has_failed for stream in self._streams):
+            return  # an exception ended the run
+        if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
+            self._has_warned = True
+            warnings.warn(f"gaff: {REPLACED}: attach the plan again", stacklevel=4)
+        if not self._has_warned and (run.step or not run.index):
+            needs_backward = (*GRADIENT_PORTS, "grad")
+            optional = {str(request) for request in self._plan.requests if request.optional}
+            silent = [stream for stream in self._streams if stream.is_overdue and stream.pattern not in optional]
+            due = [str(stream.site) for stream in silent if run.step or stream.site.port not in needs_backward]
+            if due:
+                self._has_warned = True
+                warnings.warn(
+                    f"gaff: attached edits at {', '.join(due[:4])} were not hit in the first full step", stacklevel=4
+                )
+
+    def _ran(self) -> int:
+        return self._session.clock.latest.index + 1 if hasattr(self._session, "clock") else 0
+
+    def _named(self, pattern: str | None) -> list[EditStream]:
+        if pattern is None:
+            return self._streams
+        wanted = str(parse(pattern))
+        found = [stream for stream in self._streams if wanted in (stream.pattern, str(stream.site))]
+        if not found:
+            known = ", ".join(dict.fromkeys(stream.pattern for stream in self._streams))
+            raise SiteError(f"{pattern!r} is not edited: expected one of {known}, or a site that one matched")
+        return found
+
+    def _make_taps(self, model: nn.Module) -> list[EditTap]:
+        taps = []
+        matched = set()
+        for found, number, _ in self._plan.check(model):
+            request = self._plan.requests[number]
+            matched.add(number)
+            place = identity(found.module, found.name, found.site)
+            stream = self._make_stream(str(request), found.site, place, request.edit)
+            inner = request.edit.edit if isinstance(request.edit, When) else request.edit
+            taps.append(EditTap(found, stream, isinstance(inner, Skip)))
+            _check_port(found.site, inner, self._plan.options.threads)
+        asked = [
+            (at, request) for at, request in enumerate(self._plan.requests) if not isinstance(request.target, Tensor)
+        ]
+        self._missing = [str(request) for at, request in asked if at not in matched]
+        return taps
+
+    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditStream:
+        stream = EditStream(pattern, site, place, edit, self._family)
+        self._streams.append(stream)
+        return stream
+
+    def _make_tensor_tap(self, request: Any) -> TensorTap:
+        site = Site(str(request), port="grad")
+        stream = self._make_stream(str(request), site, id(request.target), request.edit)
+        return TensorTap(str(request), request.target, stream, is_edit=True)
+
+
+def attach(model: nn.Module, plan: Plan) -> Editing:
+    """See ``Plan.attach``."""
+    if not plan.is_edit:
+        raise PlanError("only a plan of edits can be attached: expected Plan.edit({'layer3': gaff.edits.scale(0.5)})")
+    has_swap = any(found.site.port == "param" for found, _, _ in plan.check(model))
+    threads = plan.options.threads if has_swap else "all"
+    attached = Editing(model, replace(plan, options=replace(plan.options, threads=threads)))
+    attached.attach()
+    return attached
+
+
+def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:
+    """See ``gaff.edit``."""
+    if changes is None and not isinstance(model, nn.Module):
+        model, changes = None, model
+    plan = Plan.edit(changes, **options)
+    needs_model = [request for request in plan.requests if not isinstance(request.target, Tensor)]
+    if model is None and needs_model:
+        raise PlanError(f"pattern {str(needs_model[0])!r} needs a model: expected gaff.edit(model, {{pattern: edit}})")
+    return Editing(model, plan)
+
+
+def _check_port(site: Site, inner: Any, threads: str) -> None:
+    if site.port == "buffer":
+        raise PlanError(
+            f"{site}: buffers cannot be edited, modules write into them: set the buffer, or edit the output"
+        )
+    if isinstance(inner, Skip) and (site.port != "output" or site.key or site.op is not None):
+        raise PlanError(f"{site}: skip takes the place of a whole module: expected it at {Site(site.path)}")
+    if site.port == "param" and threads == "all":
+        raise PlanError(f"{site}: a parameter is edited for one thread's run: expected threads='own'")

@@ -1,0 +1,251 @@
+"""Exact values without copies: what a tensor is at this moment, whatever is written into it later.
+
+A tensor that the run itself made is kept as a copy-on-write copy: the price of a reference, and a later in-place
+write copies first. Memory that others hold (parameters, buffers, arguments, other devices) is kept by reference and
+its version counter is checked on reading; where there is none (inference mode) it is cloned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gaff.address.grammar import Site
+from gaff.address.nested import Opaque, iter_tensors, map_tensors, size_bytes
+from gaff.compat import distributed, memory
+from gaff.compat.compiler import is_reduced
+from gaff.errors import ExactnessError
+from gaff.keep import Reduce, is_pure
+from gaff.sessions.request import Options
+
+
+class Moment(Protocol):
+    """When a value was seen: the engine's run."""
+
+    index: int
+    step: int
+
+
+class Kept:
+    """A value that is handed out only after a check: of version counters, or of a copy still under way."""
+
+    __slots__ = ("checks", "value")
+
+    def __init__(self, value: Any, checks: list[Callable[[Site], None]]) -> None:
+        self.value = value
+        self.checks = checks
+
+
+class Refused:
+    """Stands for a value that cannot be told exactly."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def read(kept: Any, site: Site) -> Any:
+    """The value behind what a ``Keeper`` returned. Raises ExactnessError if it can no longer be trusted."""
+    if type(kept) is Kept:
+        for check in kept.checks:
+            check(site)
+        return kept.value
+    if type(kept) is Refused:
+        raise ExactnessError(f"{site}: {kept.reason}")
+    return kept
+
+
+def own(value: Any, *, is_shared: bool) -> Any:
+    """``value`` for the reader, who may write into it: neither what is kept nor the model's memory changes with it.
+
+    Copy-on-write where that is safe, else a copy; ``is_shared``: others hold the memory. Elsewhere than on the CPU
+    what is kept is handed out itself.
+    """
+    lazy = memory.lazy_clone()
+
+    def own_tensor(tensor: Tensor) -> Tensor:
+        if distributed.is_spread(tensor):
+            return distributed.with_local(tensor, own_tensor(distributed.local_of(tensor)))
+        if is_shared:  # torch itself refuses to write into expanded tensors
+            if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+                return tensor.clone()
+            if is_traceable_wrapper_subclass(tensor):  # copy_ into a plain tensor is not what such a class expects
+                return tensor.clone()
+            if 0 in tensor.stride():
+                return tensor
+            strided = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return strided.copy_(tensor)
+        if lazy is None or type(tensor) is not Tensor or not tensor.is_cpu or tensor.is_quantized:
+            return tensor
+        try:
+            return lazy(tensor)
+        except RuntimeError:
+            return tensor  # sparse, nested or borrowed memory
+
+    return map_tensors(value, own_tensor)
+
+
+def size_of(kept: Any) -> int:
+    """Bytes of the tensors in what a ``Keeper`` returned."""
+    value = kept.value if type(kept) is Kept else kept
+    return sum(size_bytes(tensor) for _, tensor in iter_tensors(value))
+
+
+class Keeper:
+    """Turns a passing value into one that can be read later.
+
+    ``is_foreign`` tells memory that others hold; whoever opens the session sets it.
+    """
+
+    def __init__(self, options: Options, reduce: Callable[[Tensor], Tensor] | None, is_state: bool) -> None:
+        self.reduce = reduce
+        self._dtype = options.dtype
+        self._device = torch.device(options.to) if options.to is not None else None
+        self._graph = options.graph
+        self._clone = options.clone or is_state
+        self.is_loose = self._graph or options.reference
+        self.is_foreign: Callable[[Tensor, Any], bool] = lambda tensor, run: True
+        self._is_bare = False  # no copy-on-write, not even for a moment
+        self._is_number = type(reduce) is Reduce and not (self._dtype or self._device or self._graph)
+        self.is_plain = not (self.reduce or self._dtype or self._device or self._graph or self._clone)
+
+    def copy_all(self) -> None:
+        """What passes lies in memory that is written to without torch's knowledge: copy at once."""
+        self._clone = self._is_bare = True
+        self.is_plain = False
+
+    def reduces_by(self, reduce: Any) -> bool:
+        """Whether ``reduce`` is how this keeper reduces."""
+        return reduce is self.reduce or (is_pure(reduce) and reduce == self.reduce)
+
+    def keep(self, value: Any, run: Any) -> Any:
+        """``value``: a tensor or a nested value. Never synchronises with a device."""
+        number = self._number(value) if self._is_number and type(value) is Tensor else None
+        if number is not None:
+            return number
+        checks: list[Callable[[Site], None]] = []
+
+        def keep_tensor(tensor: Tensor) -> Tensor:
+            return self._keep_tensor(tensor, checks, lambda other: self.is_foreign(other, run))
+
+        kept = map_tensors(value, keep_tensor, lambda other: Opaque(type(other).__name__))
+        return Kept(kept, checks) if checks else kept
+
+    def _number(self, tensor: Tensor) -> Tensor | None:
+        """What the keeper is for, in memory of its own, the short way; None where that is not certain."""
+        if is_reduced(tensor):
+            return tensor.clone()
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            return None
+        found: Tensor = self.reduce(tensor.detach())  # type: ignore[misc]
+        return found if found.numel() < tensor.numel() else None
+
+    def _keep_tensor(
+        self, tensor: Tensor, checks: list[Callable[[Site], None]], is_foreign: Callable[[Tensor], bool]
+    ) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+            if self.reduce is not None and not is_reduced(tensor):
+                exact = self._safe(tensor, is_foreign)
+                part = distributed.settled(self.reduce(exact))
+                is_part = shares_memory(part, exact)
+                tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
+            moved = self._move(tensor, checks)
+            if moved is not tensor:
+                return moved
+            if self._clone:
+                return tensor.clone() if self._graph else tensor.detach().clone()
+            return hold(tensor, self._graph, is_foreign, checks)
+
+    def _safe(self, tensor: Tensor, is_foreign: Callable[[Tensor], bool]) -> Tensor:
+        """``tensor`` for a function of the user: what it writes into it must not reach the model or the caller."""
+        if self._is_bare:
+            return tensor.detach() if is_pure(self.reduce) else tensor.detach().clone()
+        checks: list[Callable[[Site], None]] = []
+        held = hold(tensor, self._graph, is_foreign, checks)
+        return held.clone() if checks and not is_pure(self.reduce) else held
+
+    def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        device = self._device or tensor.device
+        source = tensor if self._graph else tensor.detach()
+        if tensor.is_cuda and device.type == "cpu" and not self._graph:
+            return _to_pinned(source, dtype, checks)
+        if dtype == tensor.dtype and device.type == tensor.device.type and device.index in (None, tensor.device.index):
+            return tensor
+        return source.to(device=device, dtype=dtype)
+
+
+def hold(
+    tensor: Tensor, has_graph: bool, is_foreign: Callable[[Tensor], bool], checks: list[Callable[[Site], None]]
+) -> Tensor:
+    """``tensor`` as it is now, without a copy where that is possible; otherwise a check is added to ``checks``.
+
+    With ``has_graph`` the result stays connected to the autograd graph of ``tensor``.
+    """
+    if distributed.is_spread(tensor) and not has_graph:
+        with torch.no_grad():
+            local = hold(distributed.local_of(tensor), False, is_foreign, checks)
+            return distributed.with_local(tensor, local)
+    lazy = memory.lazy_clone()
+    if lazy is not None and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
+        try:
+            if not is_foreign(tensor):
+                return lazy(tensor if has_graph else tensor.detach())
+        except RuntimeError:
+            pass  # sparse, nested or borrowed memory: torch refuses to share it
+    if tensor.is_inference() or tensor.is_quantized:
+        return tensor.clone()
+    alias = tensor.detach()  # shares the version counter, and does not hold the graph
+    checks.append(_version_check(alias, memory.version_of(tensor)))
+    return tensor if has_graph else alias
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two strided tensors lie in the same memory; False where torch cannot tell."""
+    if one is other:
+        return True
+    try:
+        return memory.memory_of(one) == memory.memory_of(other)
+    except RuntimeError:
+        return False
+
+
+def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
+    def check(site: Site) -> None:
+        if memory.version_of(tensor) != version:
+            raise ExactnessError(
+                f"{site}: its memory was changed in place after the capture "
+                f"({memory.version_of(tensor) - version} writes), and belongs to a parameter, "
+                "buffer or argument; capture it with clone=True"
+            )
+
+    return check
+
+
+def _to_pinned(tensor: Tensor, dtype: torch.dtype, checks: list[Callable[[Site], None]]) -> Tensor:
+    """A copy in pinned host memory, made beside the model's own queue; waited for on reading.
+
+    The device copies first, in its queue: what the model writes into ``tensor`` next does not reach what is on its way.
+    """
+    buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
+    source = tensor.to(dtype, copy=True)
+    side = _side_stream(tensor.device)
+    side.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(side):
+        buffer.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(side)
+    source.record_stream(side)  # its memory is not used again before the copy is done
+    checks.append(lambda site: event.synchronize())
+    return buffer
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,201 @@
+"""Capture: keep the values of sites, every call of them, and read them by address in any order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.address.grammar import GRADIENT_PORTS, Key, Site
+from gaff.address.nested import iter_tensors
+from gaff.compat import memory
+from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
+from gaff.compat.memory import memory_of
+from gaff.errors import GaffError, PlanError
+from gaff.keep import in_graph
+from gaff.sessions.budget import Ledger
+from gaff.sessions.exact import Keeper, Moment, Refused, size_of
+from gaff.sessions.receipt import ReceiptRow, merge_reasons
+from gaff.sessions.request import Options
+
+REPLACED = "the module was replaced while the session was open: what is at this address now was not seen"
+NOT_CALLED = "it was not called"
+NO_BACKWARD = "no backward pass reached it"
+
+
+class Stream:
+    """The kept events of one site, in order: run, call, what was kept."""
+
+    none = 0  # events whose value was None
+    evicted = 0  # events that were let go
+    remarks: AbstractSet[str] = frozenset()
+    is_replaced = False  # what fires is no longer what the address names
+
+    def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
+        self.patterns = [pattern]  # all that asked for this site
+        self.site = site
+        self.records: deque[tuple[Moment, int, Any]] = deque()
+        self.inner: dict[Key | Site, Stream] = {}  # of single tensors inside this site's value, of single ops
+        self.reasons: dict[str, int] = {}
+        self._keeper = keeper
+        self._ledger = ledger
+        self._last = last
+        self._lazy = memory.lazy_clone() if keeper.is_plain else None
+        self.in_graph = in_graph(keeper.reduce)
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        if self.is_replaced:
+            self.refuse(run, call, REPLACED)
+            return
+        held = self._hold(value, run) if type(value) is Tensor and self._lazy is not None else None
+        if held is not None:
+            self.records.append((run, call, held))
+            size = held.nbytes
+        elif value is None:
+            self.absent(run, call, "the value is None")
+            return
+        else:
+            kept = self._keep(value, run)
+            self.records.append((run, call, kept))
+            size = size_of(kept)
+        ledger = self._ledger
+        ledger.held += size
+        if ledger.held > ledger.limit:
+            ledger.check(self.site)
+        if self._last is not None:
+            self._trim()
+
+    def copy_all(self) -> None:
+        """See ``Keeper.copy_all``."""
+        self._lazy = None
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self.none += 1
+        self._note(reason)
+        self.records.append((run, call, None))
+        self._trim()
+
+    def refuse(self, run: Any, call: int, reason: str) -> None:
+        self._note(reason)
+        self.records.append((run, call, Refused(reason)))
+        self._trim()
+
+    def skip(self, reason: str) -> None:
+        self._note(reason)
+
+    def remark(self, text: str) -> None:
+        self.remarks = {*self.remarks, text}
+
+    def at(self, key: Key) -> Stream:
+        found = self.inner.get(key)
+        if found is None:
+            site = replace(self.site, key=(*self.site.key, *key))
+            found = self.inner[key] = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
+            found.patterns = self.patterns
+        return found
+
+    def spawn(self, site: Site, known: Any) -> Stream:
+        if known is None:
+            new = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
+            new.patterns = list(self.patterns)
+        else:
+            new = known
+            for pattern in self.patterns:
+                new.serves(pattern, self._keeper.reduce)
+        self.inner[site] = new
+        return new
+
+    def _trim(self) -> None:
+        if self._last is not None and len(self.records) > self._last:
+            self.evict()
+
+    def _note(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether values are handed out as they are: with their graph, or by reference, as was asked."""
+        return self._keeper.is_loose
+
+    @property
+    def fired(self) -> int:
+        return len(self.records) + self.evicted
+
+    def oldest(self) -> int | None:
+        return self.records[0][0].index if self.records else None
+
+    def evict(self) -> None:
+        kept = self.records.popleft()[2]
+        size = kept.nbytes if type(kept) is Tensor and kept.layout == torch.strided else size_of(kept)
+        self.evicted += 1
+        self._ledger.held -= size
+
+    def clear(self) -> None:
+        """Let all events go."""
+        self.evicted += len(self.records)
+        self.records.clear()
+        if self.inner:
+            for inner in self.inner.values():
+                inner.clear()
+
+    def iter_held(self) -> Iterator[Tensor]:
+        for _, _, kept in self.records:
+            yield from (tensor for _, tensor in iter_tensors(getattr(kept, "value", kept)))
+
+    def serves(self, pattern: str, reduce: Any) -> None:
+        """Another pattern names the same site. Raises PlanError when it wants another part of it."""
+        if not self._keeper.reduces_by(reduce):
+            raise PlanError(
+                f"{self.site}: {self.patterns[0]!r} and {pattern!r} both name it, with different reductions: "
+                "expected one, or two sessions"
+            )
+        self.patterns.append(pattern)
+
+    def rows(self) -> list[ReceiptRow]:
+        if not self.fired and not self.reasons:
+            is_gradient = self.site.port in (*GRADIENT_PORTS, "grad")
+            missing = NO_BACKWARD if is_gradient else NOT_CALLED
+            return [ReceiptRow(name, str(self.site), reason=missing) for name in self.patterns]
+        reasons = [*self.reasons.items(), *((text, 1) for text in self.remarks)]
+        if self.evicted:
+            reasons.append((f"{self.evicted} older events let go", 1))
+        skipped = sum(self.reasons.values()) - self.none
+        why = merge_reasons(reasons)
+        return [ReceiptRow(name, str(self.site), self.fired, self.none, skipped, why) for name in self.patterns]
+
+    def _hold(self, value: Tensor, run: Any) -> Tensor | None:
+        """The common case of ``exact.hold``, at the price of a reference; None where it is not that case."""
+        had_grad = is_grad_enabled()
+        if had_grad:
+            set_grad_enabled(False)  # cheaper than detaching first
+        try:
+            address = memory_of(value)
+            if address not in run.model and address not in run.arguments and value.is_cpu and not value.is_quantized:
+                return self._lazy(value)  # type: ignore[misc]
+        except RuntimeError:
+            pass  # sparse, nested or borrowed memory
+        finally:
+            if had_grad:
+                set_grad_enabled(True)
+        return None
+
+    def _keep(self, value: Any, run: Any) -> Any:
+        try:
+            return self._keeper.keep(value, run)
+        except GaffError as error:
+            raise type(error)(f"{self.site}: {error}") from error
+        except Exception as error:
+            error.add_note(f"gaff: while keeping {self.site}") if hasattr(error, "add_note") else None
+            raise
+
+
+def make_keeper(options: Options, reduce: Any, site: Site) -> Keeper:
+    """How values of ``site`` are kept; ``reduce`` of its request goes before the plan's own."""
+    # batch norm writes into its buffers without torch's version counter: a reference to one could not be checked
+    is_state = site.port == "buffer" or (site.port == "param" and not options.reference)
+    return Keeper(options, reduce or options.reduce, is_state)

@@ -1,0 +1,124 @@
+"""A plan: what was asked for, as a frozen value. Checked against a model before anything is installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.grammar import Site
+from gaff.address.resolve import resolve
+from gaff.edits.places import as_edit
+from gaff.errors import PlanError, SiteError
+from gaff.sessions.request import Options, Request, Resolved, edit_text, read_options, requests_of
+from gaff.views.text import table
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sites to capture and how (``Plan.of``, for ``gaff.capture``), or to edit and how (``Plan.edit``)."""
+
+    requests: tuple[Request, ...] = ()
+    options: Options = field(default_factory=Options)
+
+    @classmethod
+    def of(cls, *patterns: Any, **options: Any) -> Plan:
+        """``patterns`` as ``gaff.capture`` takes them; ``options`` are the fields of ``Options``."""
+        if len(patterns) == 1 and isinstance(patterns[0], Plan):
+            if not options:
+                return patterns[0]
+            return replace(patterns[0], options=replace(patterns[0].options, **read_options(options)))
+        return cls(tuple(requests_of(patterns)), Options(**read_options(options)))
+
+    @classmethod
+    def edit(cls, changes: Any, **options: Any) -> Plan:
+        """``changes``: a dict from pattern to edit, as ``gaff.edit`` takes it; ``options``: check_finite, threads."""
+        if isinstance(changes, Plan):
+            return replace(changes, options=replace(changes.options, **read_options(options))) if options else changes
+        if not isinstance(changes, Mapping) or not changes:
+            raise PlanError(f"edits {changes!r:.60} are no dict: expected {{'layer3': gaff.edits.scale(0.5)}}")
+        unknown = [name for name in options if name not in ("check_finite", "threads")]
+        if unknown:
+            raise PlanError(f"option {unknown[0]!r} is not known to an edit: expected check_finite or threads")
+        requests = []
+        for pattern, edit in changes.items():
+            asked = [Request(pattern)] if isinstance(pattern, Tensor) else requests_of([pattern])
+            requests += [replace(request, edit=as_edit(edit)) for request in asked]
+        return cls(tuple(requests), Options(**read_options(options)))
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether the plan changes what passes."""
+        return any(request.edit is not None for request in self.requests)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the plan says, tensors included; equal for equal plans."""
+        found: str = _files().digest_of(self)
+        return found
+
+    def __str__(self) -> str:
+        rows = [
+            (str(request), edit_text(request.edit), "maybe" if request.optional else "") for request in self.requests
+        ]
+        return table(("pattern", "edit", ""), rows)
+
+    def attach(self, model: nn.Module) -> Any:
+        """Edit ``model`` until ``.remove()`` of the handle that is returned; see ``gaff.edit`` for the rest.
+
+        Unlike a session it sees the runs of every thread, and stays when the calling code returns: for a Trainer, a
+        pipeline, ``generate``.
+        """
+        from gaff.sessions.edit import attach  # the plan is what the verbs are built on
+
+        return attach(model, self)
+
+    def check(self, model: nn.Module) -> list[Resolved]:
+        """Every site that the plan names in ``model``. Installs nothing. Raises SiteError or PlanError."""
+        resolved = []
+        for number, request in enumerate(self.requests):
+            if isinstance(request.target, Tensor):
+                continue  # itself: nothing to look up
+            try:
+                found = resolve(model, request.target)
+            except SiteError:  # names nothing; what cannot be done (PlanError) is never forgiven
+                if not request.optional:
+                    raise
+                found = []
+            is_exact = isinstance(request.target, (Site, nn.Module))
+            resolved += [Resolved(item, number, is_exact) for item in found]
+        return resolved
+
+    def to_json(self, tensors: dict[str, Tensor] | None = None) -> str:
+        """The plan as text; tensors that edits hold are put into ``tensors``, and named in the text.
+
+        Raises PlanError, naming the request, when the plan holds a function, a capture or a module object, or tensors
+        and no place for them.
+        """
+        text: str = _files().to_json(self, tensors)
+        return text
+
+    @classmethod
+    def from_json(cls, text: str, tensors: dict[str, Tensor] | None = None) -> Plan:
+        """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
+        plan: Plan = _files().from_json(text, tensors or {})
+        return plan
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
+        _files().save(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Plan:
+        """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
+        plan: Plan = _files().load(path)
+        return plan
+
+
+def _files() -> Any:
+    """What writes and reads plans; loaded when it is needed."""
+    return importlib.import_module("gaff.sessions.plan_files")

@@ -1,0 +1,147 @@
+"""Plans as files: JSON, and tensors beside it as safetensors. Nothing is unpickled; what is read may be hostile."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff import keep as keep_part
+from gaff.address.grammar import Pattern, Site, parse
+from gaff.edits import files as edit_part
+from gaff.errors import GaffError, PlanError, RecordError
+from gaff.sessions.plan import Plan
+from gaff.sessions.request import Options, Reducer, Request, read_options
+
+_FORMAT = 1
+_TENSORS = ".safetensors"
+
+
+def digest_of(plan: Plan) -> str:
+    """SHA-256 of what the plan says, tensors included; equal for equal plans."""
+    tensors: dict[str, Tensor] = {}
+    digest = hashlib.sha256(to_json(plan, tensors).encode())
+    for name, tensor in tensors.items():
+        whole = _whole(name, tensor)
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+        digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def to_json(plan: Plan, tensors: dict[str, Tensor] | None = None) -> str:
+    """The plan as text; tensors that edits hold are put into ``tensors``, and named in the text.
+
+    Raises PlanError, naming the request, when the plan holds a function, a capture or a module object, or tensors
+    and no place for them.
+    """
+    held: dict[str, Tensor] = {}
+    requests = []
+    for request in plan.requests:
+        if not isinstance(request.target, (Site, Pattern)):
+            raise PlanError(f"plan cannot be saved: {request} is no address; name its sites by text")
+        row: dict[str, Any] = {"pattern": str(request.target)}
+        if request.optional:
+            row["optional"] = True
+        if request.reduce is not None:
+            row["reduce"] = keep_part.to_dict(request.reduce)
+        if request.edit is not None:
+            row["edit"] = edit_part.to_dict(request.edit, held)
+        requests.append(row)
+    if held and tensors is None:
+        raise PlanError(f"plan holds {len(held)} tensors, which are no text: save it with plan.save(path)")
+    if tensors is not None:
+        tensors.update(held)
+    return json.dumps({"gaff_plan": _FORMAT, "requests": requests, "options": _options_dict(plan.options)}, indent=1)
+
+
+def from_json(text: str, tensors: dict[str, Tensor]) -> Plan:
+    """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
+    try:
+        return _read(json.loads(text), tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, GaffError) as error:
+        what = str(error) if isinstance(error, GaffError) else f"{error!r:.200}"
+        raise RecordError(f"plan cannot be read: {what}; expected what Plan.to_json wrote") from None
+
+
+def save(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
+    if str(path).endswith(_TENSORS):
+        raise PlanError(f"{str(path)!r} is a name for the tensors of a plan: expected another ending, such as .json")
+    tensors: dict[str, Tensor] = {}
+    text = to_json(plan, tensors)
+    if tensors:
+        text = json.dumps({**json.loads(text), "digest": digest_of(plan)}, indent=1)
+        whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
+        _safetensors().save_file(whole, f"{path}{_TENSORS}")
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: str | PathLike[str]) -> Plan:
+    """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
+    beside = Path(f"{path}{_TENSORS}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RecordError(f"plan {str(path)!r} cannot be read: {error}") from None
+    if '"tensor"' not in text or not beside.exists():
+        return from_json(text, {})
+    library = _safetensors()
+    failure: Any = importlib.import_module("safetensors").SafetensorError
+    try:
+        tensors = library.load_file(beside)
+    except (OSError, ValueError, failure) as error:
+        raise RecordError(f"tensors {str(beside)!r} of the plan cannot be read: {error}") from None
+    plan = from_json(text, tensors)
+    if json.loads(text).get("digest") != digest_of(plan):
+        raise RecordError(f"{str(beside)!r} holds the tensors of another plan: expected both files of one plan.save")
+    return plan
+
+
+def _read(data: Any, tensors: dict[str, Tensor]) -> Plan:
+    if type(data["gaff_plan"]) is not int or data["gaff_plan"] != _FORMAT:
+        raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
+    requests = []
+    for row in data["requests"]:
+        optional = row.get("optional", False)
+        if not isinstance(optional, bool):
+            raise ValueError(f"optional {optional!r}, expected true or false")
+        edit = edit_part.from_dict(row["edit"], tensors) if "edit" in row else None
+        requests.append(Request(parse(row["pattern"]), optional, _maybe_keep(row.get("reduce")), edit))
+    if not requests or not isinstance(data["options"], dict):
+        raise ValueError("nothing is asked for, or the options are no table")
+    options = dict(data["options"])
+    options["reduce"] = _maybe_keep(options.get("reduce"))
+    return Plan(tuple(requests), Options(**read_options(options)))
+
+
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    """A copy of a plan's tensor that can be written. Raises PlanError for one that has no plain memory."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        raise PlanError(
+            f"tensor {name!r} of the plan is {tensor.layout} on {tensor.device}: expected a plain one to save"
+        )
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
+
+
+def _safetensors() -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise PlanError("a plan with tensors needs the package safetensors: install gaff[files]") from None
+
+
+def _options_dict(options: Options) -> dict[str, Any]:
+    row = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    row["dtype"] = str(options.dtype).removeprefix("torch.") if options.dtype is not None else None
+    row["reduce"] = keep_part.to_dict(options.reduce) if options.reduce is not None else None
+    return {name: value for name, value in row.items() if value != getattr(Options(), name)}
+
+
+def _maybe_keep(data: dict[str, Any] | None) -> Reducer | None:
+    return None if data is None else keep_part.from_dict(data)

@@ -1,0 +1,113 @@
+"""A receipt: what a session did, pattern by pattern, site by site. Printable, and as data.
+
+Of an edit the first sixteen events at a site are measured, later ones when their number is a power of two.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gaff.views.text import table
+
+CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()  # limits on gradients, and sessions of edits, opened in this process
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptRow:
+    """One site of one pattern. From ``hits`` on the numbers are an edit's; a capture changes nothing."""
+
+    pattern: str
+    site: str
+    fired: int = 0  # events, those with None included
+    none: int = 0  # events whose value was None
+    skipped: int = 0  # events that could not be shown
+    reason: str = ""
+    hits: int = 0  # events at which an edit acted; the numbers below are of the ``measured`` ones among them
+    measured: int = 0
+    seen: int = 0  # elements that came to the edit
+    changed: int = 0  # elements that it changed
+    rows_changed: int = 0  # rows (indices of dimension 0) with a changed element
+    added_nonfinite: int = 0  # elements that it made NaN or inf
+    delta: float = 0.0  # norm of the change relative to the norm of the value
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """``rows`` in the order asked for. ``notes``: why the run was not, bit by bit, what a bare run would be."""
+
+    rows: tuple[ReceiptRow, ...]
+    runs: int = 0
+    notes: tuple[str, ...] = ()
+    optional: frozenset[str] = field(default_factory=frozenset)
+    is_edit: bool = False
+    armed: int = 0  # modules that keep a hook for the recomputation of a graph that is still alive
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Patterns of which no site fired, apart from those marked ``gaff.maybe``."""
+        fired = {row.pattern for row in self.rows if (row.hits if self.is_edit else row.fired)}
+        asked = dict.fromkeys(row.pattern for row in self.rows)
+        return tuple(name for name in asked if name not in fired and name not in self.optional)
+
+    def __str__(self) -> str:
+        lines = [f"{counted(self.runs, 'run')}, {counted(len(self.rows), 'site')}"]
+        lines += [f"not bitwise: {note}" for note in self.notes]
+        if self.armed:
+            what = f"{counted(self.armed, 'module')} armed for recomputation"
+            lines.append(f"{what}, until the graph is freed (del the loss) or .release()")
+        return "\n".join([*lines, self._edit_table() if self.is_edit else self._table()])
+
+    def _table(self) -> str:
+        rows = [
+            (row.pattern, row.site, str(row.fired), _some(row.none), _some(row.skipped), row.reason)
+            for row in self.rows
+        ]
+        return table(("pattern", "site", "fired", "none", "skipped", "reason"), rows)
+
+    def _edit_table(self) -> str:
+        rows = [
+            (row.pattern, row.site, str(row.hits), _some(row.none), _some(row.measured * (row.measured != row.hits)),
+             f"{row.changed}/{row.seen}" if row.hits else "", _some(row.rows_changed),
+             f"{row.delta:.3g}" if row.hits else "", row.reason)
+            for row in self.rows
+        ]  # fmt: skip
+        head = ("pattern", "site", "hits", "none", "measured", "changed", "rows", "delta", "reason")
+        return table(head, rows, right=("hits", "changed", "rows", "delta"))
+
+    __repr__ = __str__
+
+
+def merge_reasons(reasons: Sequence[tuple[str, int]]) -> str:
+    """``a (3x); b``: what happened, most often first."""
+    ordered = sorted(reasons, key=lambda pair: -pair[1])
+    return "; ".join(text if count == 1 else f"{text} ({count}x)" for text, count in ordered)
+
+
+def tidy(rows: list[ReceiptRow]) -> list[ReceiptRow]:
+    """Without the modules that ran no op of a pattern: none where others did, one row for all where nobody did."""
+    acted = {row.pattern for row in rows if row.fired}
+    silent: dict[str, list[ReceiptRow]] = {}
+    for row in rows:
+        if "/" in row.pattern and not row.fired and row.pattern not in acted:
+            silent.setdefault(row.pattern, []).append(row)
+    kept = []
+    for row in rows:
+        if row.fired or "/" not in row.pattern or (row.pattern in silent and len(silent[row.pattern]) == 1):
+            kept.append(row)
+        elif row.pattern in silent and row is silent[row.pattern][0]:
+            count = len(silent[row.pattern])
+            why = f"none of the {count} modules that it names ran such an op, see gaff.sites(model, x, ops=True)"
+            kept.append(replace(row, site="", skipped=0, reason=why))
+    return kept
+
+
+def counted(count: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _some(count: int) -> str:
+    return str(count) if count else ""

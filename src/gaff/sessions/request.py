@@ -1,0 +1,194 @@
+"""What is asked of a session: one pattern after another, and how values are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.grammar import Address, Pattern, Site, parse
+from gaff.address.resolve import Found
+from gaff.edits.event import Edit
+from gaff.errors import PlanError
+
+Reducer = Callable[[Tensor], Tensor]
+Target = Address | nn.Module | Tensor | Callable[[Site], bool]
+_THREADS = ("own", "all")
+_EVICT = ("raise", "oldest")
+
+
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """Patterns that may match nothing or stay silent without an error."""
+
+    patterns: tuple[Any, ...]
+
+
+def maybe(*patterns: Any) -> Maybe:
+    """Allow these patterns to match nothing, or never to fire; the receipt still says so."""
+    return Maybe(patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One pattern of a plan. ``reduce`` overrides the plan's own for its sites; ``edit`` changes them."""
+
+    target: Target
+    optional: bool = False
+    reduce: Reducer | None = None
+    edit: Edit | None = None  # of a plan to edit by
+
+    def __str__(self) -> str:
+        if isinstance(self.target, (Site, Pattern)):
+            return str(self.target)
+        if isinstance(self.target, Tensor):
+            return f"<tensor {'x'.join(map(str, self.target.shape)) or 'scalar'}>"
+        if isinstance(self.target, nn.Module):
+            return f"<module {type(self.target).__name__}>"
+        return f"<predicate {getattr(self.target, '__name__', type(self.target).__name__)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How values are kept; the meaning of each is told at ``gaff.capture``."""
+
+    to: str | None = None
+    dtype: torch.dtype | None = None
+    reduce: Reducer | None = None
+    last: int | None = None
+    budget: int | None = None  # bytes
+    evict: str = "raise"
+    clone: bool = False
+    reference: bool = False  # parameters: not cloned
+    graph: bool = False
+    threads: str = "own"
+    check_finite: bool = False  # of edits
+
+    def __post_init__(self) -> None:
+        for name in ("clone", "reference", "graph", "check_finite"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)!r} is no truth value: expected True or False")
+        if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
+            raise PlanError(f"last={self.last!r} keeps nothing: expected a number of events per site, 1 or more")
+        if self.threads not in _THREADS:
+            raise PlanError(f"threads={self.threads!r} is not known: expected one of {', '.join(map(repr, _THREADS))}")
+        if self.evict not in _EVICT:
+            raise PlanError(f"evict={self.evict!r} is not known: expected one of {', '.join(map(repr, _EVICT))}")
+        if self.to is not None:
+            try:
+                torch.device(self.to)
+            except RuntimeError as error:
+                raise PlanError(f"to={self.to!r} is no device: {str(error).splitlines()[0]}") from None
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise PlanError(f"dtype={self.dtype!r} is no floating type: expected one, such as torch.float16")
+        if self.reduce is not None and not callable(self.reduce):
+            raise PlanError(f"reduce={self.reduce!r} cannot be called: expected gaff.keep.rows(0) or a function")
+
+
+class Resolved(NamedTuple):
+    """One site that a request names in the checked model."""
+
+    found: Found
+    request: int  # position in the plan
+    is_exact: bool  # asked for by its own address, not through a pattern
+
+
+def parse_bytes(size: int | str) -> int:
+    """``2_000_000``, ``"500MB"``, ``"4 GB"`` (powers of 1000) or ``"4 GiB"`` (powers of 1024) as bytes."""
+    if isinstance(size, int):
+        if size <= 0:
+            raise PlanError(f"budget={size!r} leaves no room: expected a positive number of bytes, or '4GB'")
+        return size
+    units = {
+        "KB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "TB": 1e12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+        "B": 1,
+    }
+    text = size.strip().upper()
+    for unit, factor in units.items():
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdigit() and float(number) > 0:
+            return int(float(number) * factor)
+    raise PlanError(f"budget={size!r} is no size: expected bytes as a number, or text such as '500MB' or '4GiB'")
+
+
+def edit_text(edit: Edit | None) -> str:
+    """``scale(factor=0.5)``: an edit as it would be written, tensors by their shape."""
+    if edit is None:
+        return ""
+    parts = []
+    for name, value in ((part.name, getattr(edit, part.name)) for part in fields(edit) if part.init):  # type: ignore[arg-type]
+        if isinstance(value, Tensor):
+            text = "x".join(map(str, value.shape)) or "scalar"
+        elif isinstance(value, tuple) and value and isinstance(value[0], Edit):
+            text = f"[{', '.join(map(edit_text, value))}]"
+        elif isinstance(value, Edit) and is_dataclass(value):
+            text = edit_text(value)
+        else:
+            text = getattr(value, "__name__", None) or f"{value!r:.40}".partition("\n")[0]
+        if value is not None:
+            parts.append(f"{name}={text}")
+    return f"{type(edit).__name__.lower()}({', '.join(parts)})"
+
+
+def requests_of(patterns: Iterable[Any], optional: bool = False) -> Iterable[Request]:
+    for pattern in patterns:
+        if isinstance(pattern, Maybe):
+            yield from requests_of(pattern.patterns, optional=True)
+        elif isinstance(pattern, dict):
+            for name, reduce in pattern.items():
+                if not callable(reduce):
+                    raise PlanError(f"{name!r}: {reduce!r} cannot be called: expected gaff.keep.rows(0) or a function")
+                yield from (replace(request, reduce=reduce) for request in requests_of([name], optional))
+        elif isinstance(pattern, (list, tuple, set, frozenset)):
+            yield from requests_of(pattern, optional)
+        elif isinstance(pattern, str):
+            yield Request(parse(pattern), optional)
+        elif isinstance(pattern, Tensor):
+            raise PlanError(
+                "a tensor was given as a pattern: expected it by keyword, gaff.capture(model, b=b), to name it"
+            )
+        elif isinstance(pattern, (Site, Pattern, nn.Module)) or callable(pattern):
+            yield Request(pattern, optional)
+        else:
+            raise PlanError(
+                f"pattern {pattern!r} is a {type(pattern).__name__}: "
+                "expected an address, a module of the model, a predicate on a site, or a list of these"
+            )
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as the user writes them, as ``Options`` holds them. Raises PlanError for what is not known."""
+    known = dict(options)
+    unknown = [name for name in known if name not in Options.__dataclass_fields__]
+    if unknown:
+        raise PlanError(
+            f"option {unknown[0]!r} is not known: expected {', '.join(Options.__dataclass_fields__)}, "
+            "or a tensor to capture under this name"
+        )
+    tensors = [name for name, value in known.items() if isinstance(value, Tensor)]
+    if tensors:
+        raise PlanError(f"{tensors[0]!r} is an option of capture, but was given a tensor: name the tensor differently")
+    if known.get("budget") is not None:
+        known["budget"] = parse_bytes(known["budget"])
+    if isinstance(known.get("to"), torch.device):
+        known["to"] = str(known["to"])
+    if isinstance(known.get("dtype"), str):
+        known["dtype"] = _dtype(known["dtype"])
+    return known
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"dtype={name!r} is no type of torch: expected 'float16', 'bfloat16', 'float32' or 'float64'")
+    return dtype

@@ -1,0 +1,303 @@
+"""``gaff.take``: a feature extractor that runs a model only as far as the last wanted site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gaff.address.grammar import GRADIENT_PORTS, Key, Site
+from gaff.address.nested import first_tensor, map_tensors
+from gaff.address.resolve import need_module
+from gaff.compat import distributed, libraries
+from gaff.engine.session import Session
+from gaff.engine.stop import StopForward
+from gaff.engine.taps import Tap
+from gaff.errors import PlanError, SiteError
+from gaff.sessions.capture import raise_if_silent
+from gaff.sessions.exact import Keeper, read
+from gaff.sessions.plan import Plan
+from gaff.sessions.receipt import Receipt, ReceiptRow, merge_reasons
+from gaff.sessions.request import Options, Resolved
+
+_OPTIONS = ("to", "dtype", "reduce", "clone")
+
+
+class Feature:
+    """The value of one wanted site in one run: its first call, or the one that its address names."""
+
+    def __init__(self, pattern: str, site: Site, keeper: Keeper, done: Callable[[], None]) -> None:
+        self.pattern = pattern
+        self.site = site
+        self.kept: Any = None
+        self.fired = 0
+        self.reasons: dict[str, int] = {}
+        self.keeper = keeper
+        self.op: Site | None = None  # of several: the first
+        self._done = done
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        self.fired += 1
+        if self.fired == 1:
+            self.kept = None if value is None else self.keeper.keep(value, run)
+            if self.op is None:
+                self._done()
+
+    def end(self) -> None:
+        """The call in which the op is looked for has ended."""
+        if self.op is not None and self.fired:
+            self._done()
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self.add(None, run, call)
+
+    def refuse(self, run: Any, call: int, reason: str) -> None:
+        raise PlanError(f"{self.site}: {reason}")
+
+    def skip(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def remark(self, text: str) -> None:
+        self.skip(text)
+
+    def spawn(self, site: Site, known: Any) -> Feature:
+        """Of an op without a number: only the end of its module's call tells that there is one."""
+        if self.op is not None:
+            raise SiteError(
+                f"{self.site}: is 2 ops or more: say which, "
+                f"{replace(self.op, call=None)}, {replace(site, call=None)} ..."
+            )
+        self.op = site
+        return self
+
+    def at(self, key: Key) -> Feature:
+        raise PlanError(f"{self.site}: holds several tensors: expected the address of one")
+
+
+class Take(nn.Module):
+    """Calls ``model`` and returns its values at ``patterns`` as a dict, from address to value.
+
+    The model runs only until every wanted site has fired. An address without ``@call`` means the first call; when
+    more calls were seen before the run could end, that is an error which says how to choose. Values keep their
+    autograd graph (call it under ``torch.no_grad()`` to drop it) and are what they were at their site, even if a
+    later module overwrites them. ``model`` is a submodule, so the extractor moves, trains and saves like any other.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        _check(model, plan)
+        if not distributed.can_stop(model):
+            raise PlanError(f"FSDP2 of torch {torch.__version__} cannot be stopped early: expected gaff.capture")
+        if distributed.meshes_of(model):
+            distributed.agree(distributed.processes_of(model), f"take {'; '.join(map(str, plan.requests))}")
+        super().__init__()
+        self.model = model
+        self._plan = plan
+        self._receipt: Receipt | None = None
+
+    @property
+    def receipt(self) -> Receipt:
+        """Of the latest call. Raises PlanError before the first."""
+        if self._receipt is None:
+            raise PlanError("the extractor has not been called yet: there is no receipt")
+        return self._receipt
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Takes what the model takes; a single DataLoader goes to ``over``."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], DataLoader):
+            return self.over(args[0])
+        if isinstance(self.model, nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
+            raise PlanError(
+                "DistributedDataParallel that is stopped early does not average gradients: expected "
+                "DistributedDataParallel(gaff.take(model.module, ...)), or a call under torch.no_grad()"
+            )
+        wanted = [(row, self._plan.requests[row.request]) for row in self._plan.check(self.model)]
+        waiting: set[int] = set()
+        features = [
+            Feature(str(request), row.found.site, self._keeper(request.reduce), lambda at=at: _arrived(at, waiting))  # type: ignore[misc]
+            for at, (row, request) in enumerate(wanted)
+        ]
+        waiting.update(range(len(features)))
+        taps = [
+            Tap(row.found, feature, row.is_exact and not request.optional)
+            for (row, request), feature in zip(wanted, features, strict=True)
+        ]
+        session = Session(self.model, taps)
+        is_stopped = self._run(session, features, args, kwargs)
+        self._receipt = _receipt(features, session, self._plan, waiting, is_stopped)
+        raise_if_silent(self._receipt, 1)
+        return self._collect(features)
+
+    def over(
+        self,
+        loader: Iterable[Any],
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+        to: str = "cpu",
+        progress: bool = True,
+    ) -> dict[str, Tensor]:
+        """Features of a whole data set, batches joined along dimension 0, without gradients, kept on ``to``.
+
+        Raises SiteError for a feature whose first dimension is not the batch's: its rows cannot be joined.
+        Batches are moved to the model's device. A dict is passed as keywords, of a tuple or list the first element
+        (the rest are labels); ``inputs`` turns a batch into what the model takes instead (a tuple: several
+        arguments). ``progress`` draws a bar on stderr when the package ``rich`` is there and stderr is a terminal.
+        """
+        if inputs is not None and not callable(inputs):
+            raise PlanError(f"inputs={inputs!r} cannot be called: expected a function from a batch to arguments")
+        parts: dict[str, list[Tensor]] = {}
+        device = libraries.device_of(self.model)
+        for batch in _progress(loader, progress):
+            args, kwargs = _arguments(batch, inputs)
+            moved = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+            with torch.no_grad():
+                found = self.forward(*moved[0], **moved[1])
+            first = first_tensor(*moved)
+            size = first[1].shape[0] if first is not None and first[1].dim() else None
+            for address, value in found.items():
+                parts.setdefault(address, []).append(_rows(address, value, size).to(to))
+        if not parts:
+            raise PlanError("the loader gave no batch: there are no features")
+        return {address: _join(address, tensors) for address, tensors in parts.items()}
+
+    def extra_repr(self) -> str:
+        return ", ".join(str(request) for request in self._plan.requests)
+
+    def _keeper(self, reduce: Any) -> Keeper:
+        options = replace(self._plan.options, graph=torch.is_grad_enabled())
+        return Keeper(options, reduce or options.reduce, is_state=False)
+
+    def _run(self, session: Session, features: list[Feature], args: Any, kwargs: Any) -> bool:
+        session.open()
+        had_grad = torch.is_grad_enabled()
+        try:
+            for feature in features:
+                feature.keeper.is_foreign = session.clock.is_foreign
+            self.model(*args, **kwargs)
+        except StopForward as stop:
+            stop.__traceback__ = None  # its frames hold tensors
+            distributed.reset_sharded(self.model)
+            return True
+        finally:
+            torch.set_grad_enabled(had_grad)  # the model may have been stopped while it had switched it off
+            session.close()
+        return False
+
+    def _collect(self, features: list[Feature]) -> dict[str, Any]:
+        values = {}
+        for feature in features:
+            if feature.fired > 1 and feature.site.call is None and feature.site.port not in ("param", "buffer"):
+                first = str(replace(feature.site, call=0))
+                raise SiteError(
+                    f"{feature.site}: was called {feature.fired} times in the run: say which, such as {first!r}"
+                )
+            if feature.fired:
+                values[str(feature.site)] = read(feature.kept, feature.site)
+        return values
+
+
+def take(model: nn.Module, patterns: tuple[Any, ...], options: dict[str, Any]) -> Take:
+    """See ``gaff.take``."""
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise PlanError(f"option {unknown[0]!r} is not known to take: expected {', '.join(_OPTIONS)}")
+    plan = Plan.of(*patterns, **options)
+    if not plan.requests:
+        raise PlanError("take was given no site: expected gaff.take(model, 'layer4', ...)")
+    return Take(model, plan)
+
+
+def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
+    """Everything that can be known before the first call."""
+    need_module(model)
+    if plan.options != Options(to=plan.options.to, dtype=plan.options.dtype, reduce=plan.options.reduce,
+                               clone=plan.options.clone):  # fmt: skip
+        raise PlanError(f"take knows only the options {', '.join(_OPTIONS)}; the plan has others: {plan.options}")
+    resolved = plan.check(model)
+    counts: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        counts.setdefault(id(module), []).append(path)
+    for row in resolved:
+        site = row.found.site
+        if site.port in (*GRADIENT_PORTS, "grad"):
+            raise PlanError(f"{site}: take gives forward values only: expected gaff.capture for gradients")
+        names = counts.get(id(row.found.module), [])
+        if row.is_exact and site.call is None and len(names) > 1 and not row.found.name:
+            raise PlanError(
+                f"{site}: is one module under {len(names)} names ({', '.join(names[:4])}), called more than once: "
+                f"say which call, such as {str(replace(site, call=0))!r}"
+            )
+    return resolved
+
+
+def _arrived(at: int, waiting: set[int]) -> None:
+    waiting.discard(at)
+    if not waiting:
+        raise StopForward("gaff has all it wanted")
+
+
+def _receipt(features: list[Feature], session: Session, plan: Plan, waiting: set[int], is_stopped: bool) -> Receipt:
+    rows = tuple(
+        ReceiptRow(
+            feature.pattern,
+            str(feature.site),
+            feature.fired,
+            skipped=sum(feature.reasons.values()),
+            reason=merge_reasons(list(feature.reasons.items())),
+        )
+        for feature in features
+    )
+    notes = list(session.notes)
+    if not waiting and not is_stopped:
+        notes.append("the model swallowed the early stop and ran on; the values are complete")
+    optional = frozenset(str(request) for request in plan.requests if request.optional)
+    return Receipt(rows, 1, tuple(notes), optional)
+
+
+def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if inputs is not None:
+        batch = inputs(batch)
+        return (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, dict) else ((batch,), {})
+    if isinstance(batch, (tuple, list)):
+        return (batch[0],), {}
+    if hasattr(batch, "keys"):
+        return (), {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118  # also tokenizers' batches
+    return (batch,), {}
+
+
+def _rows(address: str, value: Any, size: int | None) -> Tensor:
+    """A feature of one batch, if it has one row for each example."""
+    if not isinstance(value, Tensor):
+        raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
+    if value.dim() == 0 or value.shape[0] != size:
+        raise SiteError(
+            f"{address}: has shape {tuple(value.shape)}, and the batch {size} examples: it cannot be joined by rows; "
+            "move the examples to the front with reduce=, or loop over the batches"
+        )
+    return value
+
+
+def _join(address: str, tensors: list[Tensor]) -> Tensor:
+    shapes = sorted({tuple(tensor.shape[1:]) for tensor in tensors})
+    if len(shapes) > 1:
+        raise SiteError(
+            f"{address}: its shape differs between batches, {shapes[0]} and {shapes[1]} after the first dimension: "
+            "pad the batches alike, or reduce it, such as reduce=gaff.keep.mean(1)"
+        )
+    return torch.cat(tensors)
+
+
+def _progress(loader: Iterable[Any], is_wanted: bool) -> Iterable[Any]:
+    if not is_wanted:
+        return loader
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return loader
+    total = len(loader) if isinstance(loader, Sized) else None
+    console = Console(stderr=True)
+    return track(loader, "gaff take", total=total, console=console, transient=True) if console.is_terminal else loader

@@ -1,1 +1,0 @@
-"""Sinks look: they receive the events of sites and keep something of them. They know nothing of hooks."""

@@ -1,0 +1,413 @@
+"""``gaff.clip_gradients``: gradients limited and guarded at the moment when the optimizer is about to use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.resolve import iter_modules, join, need_module
+from gaff.compat import distributed, foreach
+from gaff.engine.process.optimizer import AccumulationWatch, BackwardGuard, StepGuard, unwrap_optimizer
+from gaff.errors import NonFiniteError, PlanError
+from gaff.sessions.receipt import CHANGING
+from gaff.training.clipping_audit import Audit
+from gaff.training.clipping_limits import Limits
+
+_FLOOR = 1e-3  # of a weight's norm in adaptive clipping: Brock et al. 2021, section 4.1
+_TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
+
+class Clipping:
+    """Limits on an optimizer's gradients, until ``remove`` or the end of a ``with`` block.
+
+    ``audit`` tells how often and by how much; ``views(name)`` the last step's gradient in its four states.
+    """
+
+    def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None, views: Sequence[str]) -> None:
+        real = unwrap_optimizer(optimizer)
+        if not isinstance(real, torch.optim.Optimizer):
+            raise PlanError(
+                f"expected a torch optimizer, got a {type(optimizer).__name__}; gradients of single layers are edited: "
+                "gaff.edit(model, {'conv1.*:grad': gaff.edits.clamp(-1, 1)})"
+            )
+        if isinstance(real, torch.optim.LBFGS) and "skip" in (limits.nonfinite, limits.spike):
+            raise PlanError("LBFGS evaluates several times within a step and keeps state of each: it cannot be skipped")
+        if model is not None:
+            need_module(model)
+        if limits.when == "backward" and views:
+            raise PlanError("views= shows the stations of a step: expected when='step'")
+        spread_over = [one for group in real.param_groups for one in group["params"] if distributed.is_spread(one)]
+        if spread_over and limits.when == "backward" and model is None:
+            raise PlanError("when='backward' on parameters of several processes needs model=: expected the model")
+        if spread_over and limits.norm_type <= 0:
+            raise PlanError(
+                f"norm_type={limits.norm_type:g} over several processes: expected a positive number, or inf"
+            )
+        distributed.agree(distributed.ranks_of(spread_over), f"clip_gradients {limits}")
+        self._limits = limits
+        self._model = model
+        self._optimizer = real
+        is_at_step = limits.when == "step"
+        self._guard = StepGuard(real, self._before if is_at_step else self._at_step, self._begin, self._after)
+        self._parameters: list[Tensor] = []
+        self.audit = Audit()
+        self._look()
+        self._norms = _Window(limits.window) if limits.deviations is not None else None
+        self._views = _Views([(name, self._named(name)) for name in ((views,) if isinstance(views, str) else views)])
+        self._backward = BackwardGuard(self._in_backward)
+        self._guard.open()
+        if not is_at_step:
+            self._backward.follow(self._parameters, self._model)
+        self._views.watch.open()
+        self._is_open = True
+        CHANGING.add(self)
+
+    def remove(self) -> None:
+        """Take the limits away; the audit stays readable."""
+        self._guard.close()
+        self._backward.close()
+        self._views.watch.close()
+        self._is_open = False
+
+    def __enter__(self) -> Clipping:
+        if not self._is_open:
+            raise PlanError("these limits were removed: expected a new gaff.clip_gradients(...)")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def views(self, name: str) -> dict[str, Tensor | None]:
+        """The last step's gradient of a parameter named in ``views=``.
+
+        ``scaled``: as backward left it; ``unscaled``: as it came to the step; ``clipped``: as the optimizer got it;
+        ``applied``: by how much the step changed the parameter. Copies, of the parameter's shape.
+        """
+        return self._views.read(name)
+
+    def __repr__(self) -> str:
+        return f"<gaff clip_gradients, {'open' if self._is_open else 'removed'}>\n{self.audit}"
+
+    def _look(self) -> None:
+        """The parameters that there are now: groups may have been added."""
+        parameters = self._guard.parameters()
+        known = self._parameters
+        if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)):
+            return
+        self._parameters = parameters
+        self._names = self.audit.names = _names(self._optimizer, self._model)
+        self._units = _units(self._model, parameters, self._names) if self._limits.adaptive is not None else []
+
+    def _begin(self) -> None:
+        self._look()
+        self._views.begin()
+
+    def _at_step(self) -> bool:
+        """Of limits in backward: nothing is left to do, but there may be new parameters."""
+        self._backward.follow(self._parameters, self._model)
+        self.audit.add(None)
+        return False
+
+    @torch.no_grad()
+    def _before(self) -> bool | Tensor:
+        """At every step: clip, and tell whether it is to be skipped."""
+        given = [(number, one) for number, one in enumerate(self._parameters) if one.grad is not None]
+        self._views.note("unscaled")
+        if not given:
+            self.audit.add(None)
+            return False
+        if self._limits.adaptive is not None and any(one.grad.is_sparse for _, one in given if one.grad is not None):
+            raise PlanError("adaptive= cannot tell the units of a sparse gradient: expected norm= or value=")
+        gradients = [_dense(one) for _, one in given]
+        numbers = [number for number, _ in given]
+        norms, total = foreach.norms_of(gradients, self._limits.norm_type)
+        is_told = self._guard.can_tell() and "skip" in (self._limits.nonfinite, self._limits.spike)
+        bad: tuple[str, ...] = ()
+        if not (is_told and self._limits.nonfinite == "skip") and not bool(total.isfinite()):
+            if self._guard.is_overflow_of_scaler():
+                self.audit.add(total, skipped=True)
+                return False  # the scaler has this step skipped itself
+            bad = self._nonfinite(gradients, numbers)
+            if bad and self._limits.nonfinite == "skip":
+                self.audit.add(total, skipped=True, nonfinite=bad)
+                return True
+            for gradient in gradients if bad else ():
+                local = distributed.local_of(gradient)
+                local.masked_fill_(~local.isfinite(), 0)
+            norms, total = foreach.norms_of(gradients, self._limits.norm_type)
+            if not bool(total.isfinite()):  # of finite numbers whose squares are too large
+                norms, total = foreach.norms_of([one.double() for one in gradients], self._limits.norm_type)
+                if not bool(total.isfinite()):
+                    raise NonFiniteError("the norm of finite gradients overflows float64; nothing was stepped")
+        skip = self._clip(gradients, numbers, norms, total, bad, is_told)
+        self._views.note("clipped")
+        return skip
+
+    def _clip(
+        self,
+        gradients: list[Tensor],
+        numbers: list[int],
+        norms: list[Tensor] | None,
+        total: Tensor,
+        bad: tuple[str, ...],
+        is_told: bool,
+    ) -> bool | Tensor:
+        limits = self._limits
+        skip: bool | Tensor = ~total.isfinite() if limits.nonfinite == "skip" and is_told else False
+        largest = torch.stack(norms).argmax() if norms is not None else None
+        factor: Tensor | None = None
+        limit: Any = None  # to which gradients are scaled down
+        told: Any = None  # what the audit tells
+        if limits.value is not None:
+            changed = _any_each([distributed.local_of(one).abs() > limits.value for one in gradients], gradients)
+            foreach.clamp_all(gradients, limits.value)
+            self.audit.add_each(numbers, changed)
+        elif limits.adaptive is not None:
+            self.audit.add_each(
+                numbers,
+                [self._clip_units(number, gradient) for number, gradient in zip(numbers, gradients, strict=True)],
+            )
+        elif limits.per == "tensor" and limits.norm is not None:
+            factors = [
+                (limits.norm / (one + _TINY)).clamp(max=1.0) for one in _each(gradients, norms, limits.norm_type)
+            ]
+            foreach.scale_each(gradients, factors)
+            self.audit.add_each(numbers, [one < 1 for one in factors])
+        elif limits.norm is not None or self._norms is not None:
+            limit = told = limits.norm
+            if self._norms is not None:
+                usual = self._norms.limit(limits.deviations or 0.0, limits.warmup, total)
+                self._norms.add(torch.minimum(total, usual), total)
+                if limits.spike == "skip":
+                    skip = (skip | (total > usual)) if is_told else bool(skip) or bool(total > usual)
+                    told = usual if told is None else told
+                else:
+                    limit = told = usual if limit is None else usual.clamp(max=limit)
+            if limit is not None:
+                factor = (limit / (total + _TINY)).clamp(max=1.0)
+                foreach.scale_all(gradients, factor)
+        largest = largest if factor is not None else None
+        self.audit.add(total, factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
+        return skip
+
+    def _clip_units(self, number: int, gradient: Tensor) -> Tensor:
+        """Adaptive clipping, unit by unit: Brock et al. 2021, equation 3. Returns whether anything changed."""
+        shape, dims = self._units[number]
+        ratio = self._limits.adaptive or 0.0
+        weight, change = self._parameters[number].detach().reshape(shape), gradient.reshape(shape)
+        most = _unit_norm(weight, dims).clamp(min=_FLOOR) * ratio
+        norm = _unit_norm(change, dims)
+        factor = torch.where(norm > most, most / norm.clamp(min=_TINY), 1.0).to(gradient.dtype)
+        new = (change * factor).reshape(gradient.shape)
+        if distributed.is_spread(gradient):
+            new = new.redistribute(placements=gradient.placements)  # type: ignore[attr-defined]
+        gradient.copy_(new)
+        is_any = (factor < 1).any()
+        return is_any.full_tensor() if distributed.is_spread(is_any) else is_any  # type: ignore[attr-defined]
+
+    def _in_backward(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        limits = self._limits
+        if gradient.is_sparse:
+            raise PlanError("when='backward' cannot clip a sparse gradient as it comes: expected when='step'")
+        number = next(at for at, one in enumerate(self._parameters) if one is parameter)
+        if distributed.is_spread(gradient):
+            return self._in_backward_spread(number, gradient)
+        norm = torch.linalg.vector_norm(gradient, limits.norm_type)
+        if not bool(norm.isfinite()):
+            if self._nonfinite([gradient], [number]):
+                gradient = torch.where(gradient.isfinite(), gradient, 0)
+            norm = torch.linalg.vector_norm(gradient, limits.norm_type, dtype=torch.float64)
+        if limits.value is not None:
+            new = gradient.clamp(-limits.value, limits.value)
+            self.audit.add_each([number], [(gradient.abs() > limits.value).any()])
+        elif limits.norm is not None:
+            factor = (limits.norm / (norm + _TINY)).clamp(max=1.0)
+            new = gradient * factor.to(gradient.dtype)
+            self.audit.add_each([number], [factor < 1])
+        else:
+            new = gradient
+        return new
+
+    def _in_backward_spread(self, number: int, gradient: Tensor) -> Tensor:
+        limits = self._limits
+        gradient = distributed.settled(gradient).clone()
+        total = foreach.norms_of([gradient], limits.norm_type)[1]
+        local = distributed.local_of(gradient)
+        if not bool(total.isfinite()) and self._nonfinite([gradient], [number]):
+            local.masked_fill_(~local.isfinite(), 0)
+            total = foreach.norms_of([gradient], limits.norm_type)[1]
+        if limits.value is not None:
+            self.audit.add_each([number], _any_each([local.abs() > limits.value], [gradient]))
+            local.clamp_(-limits.value, limits.value)
+        elif limits.norm is not None:
+            factor = (limits.norm / (total + _TINY)).clamp(max=1.0)
+            self.audit.add_each([number], [factor < 1])
+            local.mul_(factor.to(local.dtype))
+        return gradient
+
+    def _nonfinite(self, gradients: list[Tensor], numbers: list[int]) -> tuple[str, ...]:
+        """The parameters with NaN or inf. Raises where the policy says so."""
+        found = _any_each([~distributed.local_of(one).isfinite() for one in gradients], gradients)
+        bad = tuple(self._names[number] for number, one in zip(numbers, found, strict=True) if bool(one))
+        if bad and self._limits.nonfinite == "raise":
+            names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
+            raise NonFiniteError(
+                f"{names}: the gradient is NaN or inf; nothing was stepped: expected finite ones, or nonfinite='skip' "
+                "or 'zero'"
+            )
+        return bad
+
+    def _after(self) -> None:
+        self._views.note_applied()
+
+    def _named(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise PlanError(
+                f"views={name!r} is no parameter of the optimizer: expected one of {', '.join(self._names[:8])}"
+            )
+        return self._parameters[self._names.index(name)]
+
+
+class _Window:
+    """The last global norms; what was not finite never enters the mean."""
+
+    def __init__(self, size: int) -> None:
+        self._norms: Tensor | None = None
+        self._size = size
+        self._count = 0
+
+    def add(self, norm: Tensor, raw: Tensor) -> None:
+        """``norm`` as limited; left out where the ``raw`` one is not finite."""
+        norm = torch.where(raw.isfinite(), norm, float("nan"))
+        if self._norms is None:
+            self._norms = torch.full((self._size,), float("nan"), device=norm.device)
+        self._norms[self._count % self._size] = norm
+        self._count += int(self._norms.device.type != "cpu" or bool(norm.isfinite()))
+
+    def limit(self, deviations: float, warmup: int, like: Tensor) -> Tensor:
+        """Mean + ``deviations`` * standard deviation; inf before ``warmup`` finite norms have been seen."""
+        if self._norms is None:
+            return torch.full_like(like, float("inf"))
+        is_seen = self._norms.isfinite()
+        count = is_seen.sum()
+        known = torch.where(is_seen, self._norms, 0.0)
+        mean = known.sum() / count
+        deviation = (torch.where(is_seen, known - mean, 0.0).square().sum() / (count - 1)).sqrt()
+        return torch.where(count >= warmup, mean + deviations * deviation, float("inf")).to(like.dtype)
+
+
+class _Views:
+    """Copies of some parameters' gradients at the stations of a step."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._parameters = dict(named)
+        self._kept: dict[str, dict[str, Tensor | None]] = {name: {} for name in self._parameters}
+        self._scaled: dict[str, Tensor] = {}  # of the step to come
+        self._before: dict[str, Tensor] = {}
+        self.watch = AccumulationWatch(self._parameters.values(), self._accumulated)
+
+    def begin(self) -> None:
+        """A step begins: what is left of the last one goes."""
+        for name, parameter in self._parameters.items():
+            self._kept[name] = {"scaled": self._scaled.pop(name, None)}
+            self._before[name] = parameter.detach().clone()
+
+    def note(self, station: str) -> None:
+        for name, parameter in self._parameters.items():
+            self._kept[name][station] = None if parameter.grad is None else parameter.grad.detach().clone()
+
+    def note_applied(self) -> None:
+        for name, parameter in self._parameters.items():
+            if name in self._before:
+                self._kept[name]["applied"] = parameter.detach() - self._before.pop(name)
+
+    def read(self, name: str) -> dict[str, Tensor | None]:
+        if name not in self._kept:
+            raise PlanError(f"{name!r} was not asked for: expected views=({name!r},) at gaff.clip_gradients")
+        return {station: self._kept[name].get(station) for station in ("scaled", "unscaled", "clipped", "applied")}
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        for name, known in self._parameters.items():
+            if known is parameter and parameter.grad is not None:
+                self._scaled[name] = parameter.grad.detach().clone()
+
+
+def _names(optimizer: Any, model: nn.Module | None) -> list[str]:
+    """A name for each parameter: its path, the one the optimizer was given, or its place."""
+    paths = {}
+    if model is not None:
+        for path, module, _ in iter_modules(model):
+            paths.update(
+                {id(one): join(path, name) for name, one in module._parameters.items() if id(one) not in paths}
+            )
+    names = []
+    for at, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [
+            f"group {at}, parameter {number}" for number in range(len(group["params"]))
+        ]
+        names += [paths.get(id(one), name) for one, name in zip(group["params"], given, strict=True)]
+    return names
+
+
+def _units(
+    model: nn.Module | None, parameters: Iterable[Tensor], names: Sequence[str]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each parameter a shape and the dimensions over which a unit's norm goes.
+
+    A unit is what feeds one output: a row of a linear weight or of an embedding, a filter of a convolution; of a
+    transposed one, and of GPT-2's Conv1D, outputs are dimension 1. Vectors (biases, gains) are one unit each.
+    """
+    if model is None:
+        raise PlanError("adaptive= needs model=, whose modules tell what a unit of each weight is")
+    owners = {id(one): module for _, module, _ in iter_modules(model) for one in module._parameters.values()}
+    units = []
+    for name, parameter in zip(names, parameters, strict=True):
+        owner = owners.get(id(parameter))
+        if owner is None:
+            raise PlanError(
+                f"parameter {name!r} of the optimizer is not in the model: adaptive= needs the model it is in"
+            )
+        shape = tuple(parameter.shape)
+        if parameter.dim() < 2:
+            units.append((shape, tuple(range(parameter.dim()))))
+        elif isinstance(owner, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+            groups = owner.groups
+            units.append(((groups, shape[0] // groups, *shape[1:]), (1, *range(3, parameter.dim() + 1))))
+        elif type(owner).__name__ == "Conv1D" and parameter.dim() == 2:
+            units.append((shape, (0,)))
+        else:
+            units.append((shape, tuple(range(1, parameter.dim()))))
+    return units
+
+
+def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().to(wide)
+
+
+def _any_each(flags: list[Tensor], owners: list[Tensor]) -> list[Tensor]:
+    """Whether any flag of each owner is set, in whatever process."""
+    if not any(distributed.is_spread(one) for one in owners):
+        return [flag.any() for flag in flags]
+    return [one > 0 for one in distributed.over_parts([flag.any().float() for flag in flags], owners, "max")]
+
+
+def _each(gradients: list[Tensor], norms: list[Tensor] | None, kind: float) -> list[Tensor]:
+    return norms if norms is not None else [torch.linalg.vector_norm(one, kind) for one in gradients]
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    """What is to be clipped in place: the gradient, or the values of a sparse one, summed up first."""
+    gradient = parameter.grad
+    if gradient is not None and distributed.is_spread(gradient):
+        parameter.grad = gradient = distributed.settled(gradient)
+    if gradient is None or not gradient.is_sparse:
+        return gradient  # type: ignore[return-value]
+    parameter.grad = gradient.coalesce()
+    return parameter.grad._values()

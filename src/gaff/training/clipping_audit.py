@@ -1,0 +1,153 @@
+"""What clipping did, step by step: kept on the device, read when somebody looks."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gaff.views.text import table
+
+_ROWS = 1000  # steps told one by one; counts go on
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step. ``factor``: what gradients were multiplied with; ``largest``: the parameter of the largest norm."""
+
+    step: int
+    norm: float
+    limit: float | None
+    factor: float
+    largest: str
+    is_clipped: bool
+    is_skipped: bool
+    nonfinite: tuple[str, ...]
+
+
+class _Raw(NamedTuple):
+    step: int
+    norm: Any
+    limit: Any
+    factor: Any
+    largest: Any
+    numbers: Sequence[int]
+    skip: Any
+    nonfinite: tuple[str, ...]
+    changed: Any
+
+
+class Audit:
+    """Counts over all steps, and the last thousand one by one. Reading waits for the device."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # evaluations, where steps have closures
+        self.names: list[str] = []
+        self._rows: deque[_Raw] = deque(maxlen=_ROWS)
+        self._clipped: Any = 0
+        self._skipped: Any = 0
+        self._nonfinite: Counter[str] = Counter()
+        self._each: dict[int, Any] = {}
+        self._is_any: Tensor | None = None  # whether a rule for single parameters changed something in this step
+
+    def add(
+        self,
+        norm: Tensor | None,
+        factor: Tensor | None = None,
+        limit: Any = None,
+        largest: Tensor | None = None,
+        *,
+        numbers: Sequence[int] = (),
+        skipped: bool | Tensor = False,
+        nonfinite: tuple[str, ...] = (),
+    ) -> None:
+        """One step, as tensors where they are."""
+        is_any, self._is_any = self._is_any, None
+        if norm is not None:
+            changed = factor < 1 if factor is not None else is_any
+            self._rows.append(_Raw(self.steps, norm, limit, factor, largest, numbers, skipped, nonfinite, changed))
+        self.steps += 1
+        if factor is not None:
+            self._clipped = self._clipped + (factor < 1)
+        self._skipped = self._skipped + skipped
+        self._nonfinite.update(nonfinite)
+
+    def add_each(self, numbers: Sequence[int], changed: Sequence[Tensor]) -> None:
+        """Which parameters a rule for single ones changed in this step."""
+        for number, flag in zip(numbers, changed, strict=True):
+            self._each[number] = self._each.get(number, 0) + flag
+        if changed:
+            is_any = torch.stack([flag.to(changed[0].device) for flag in changed]).any()
+            self._clipped = self._clipped + is_any
+            self._is_any = is_any
+
+    @property
+    def clipped(self) -> int:
+        """Steps at which something was scaled down or cut."""
+        return int(self._clipped)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that changed neither parameters nor optimizer state."""
+        return int(self._skipped)
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """Parameters whose gradient was NaN or inf, and at how many steps."""
+        return dict(self._nonfinite)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """How often each parameter was clipped by itself; of a global norm, how often it had the largest share."""
+        counts: Counter[str] = Counter({self.names[number]: int(count) for number, count in self._each.items()})
+        counts.update(row.largest for row in self.rows if row.largest and row.factor < 1)
+        return {name: count for name, count in counts.most_common() if count}
+
+    @property
+    def rows(self) -> list[StepRow]:
+        """The last thousand steps."""
+        return [
+            StepRow(
+                raw.step,
+                float(raw.norm),
+                None if raw.limit is None else float(raw.limit),
+                1.0 if raw.factor is None else float(raw.factor),
+                "" if raw.largest is None else self.names[raw.numbers[int(raw.largest)]],
+                raw.changed is not None and bool(raw.changed),
+                bool(raw.skip),
+                raw.nonfinite,
+            )
+            for raw in self._rows
+        ]
+
+    def __str__(self) -> str:
+        rows = self.rows
+        lines = [f"{self.steps} steps, {self.clipped} clipped, {self.skipped} skipped"]
+        if self._nonfinite:
+            lines.append(f"not finite: {', '.join(f'{name} ({count}x)' for name, count in self._nonfinite.items())}")
+        most = ", ".join(f"{name} ({count}x)" for name, count in list(self.parameters.items())[:5])
+        if most:
+            lines.append(f"clipped most: {most}")
+        if any(name.startswith("group ") for name in self.names):
+            lines.append("(give model= for the names of parameters)")
+        cells = [
+            (
+                str(row.step),
+                f"{row.norm:.4g}",
+                "" if row.limit is None else f"{row.limit:.4g}",
+                "" if row.factor == 1 else f"{row.factor:.4g}",
+                row.largest,
+                "skipped" if row.is_skipped else "clipped" if row.is_clipped else "",
+            )
+            for row in rows[-8:]
+        ]
+        if cells:
+            head = ("step", "norm", "limit", "factor", "largest", "")
+            lines.append(table(head, cells, right=("step", "norm", "limit", "factor")))
+        return "\n".join(lines)
+
+    __repr__ = __str__

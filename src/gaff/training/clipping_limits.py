@@ -1,0 +1,63 @@
+"""The limits that ``gaff.clip_gradients`` is given, checked before anything is installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gaff.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What ``gaff.clip_gradients`` was asked for; the meaning of each is told there."""
+
+    norm: float | None = None
+    value: float | None = None
+    adaptive: float | None = None
+    deviations: float | None = None
+    window: int = 128
+    warmup: int = 25
+    per: str = "global"
+    spike: str = "clip"
+    nonfinite: str = "raise"
+    when: str = "step"
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        self._check_each()
+        if sum(limit is not None for limit in (self.norm, self.value, self.adaptive)) > 1:
+            raise PlanError("norm, value and adaptive are three ways to clip: expected one, deviations may join norm")
+        if not 2 <= self.warmup <= self.window:
+            raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected 2 <= warmup <= window")
+        if self.deviations is not None and (self.per != "global" or self.value or self.adaptive):
+            raise PlanError("deviations limit the global norm: expected per='global', alone or with norm")
+        if self.spike == "skip" and self.deviations is None:
+            raise PlanError("spike='skip' needs deviations=, which tell what a spike is")
+        if self.when == "backward" and (
+            (self.per != "tensor" and self.value is None) or self.adaptive or self.deviations
+        ):
+            raise PlanError("when='backward' sees one gradient at a time: expected value=, or norm= with per='tensor'")
+        if self.when == "backward" and self.nonfinite == "skip":
+            raise PlanError("when='backward' cannot skip a step: expected nonfinite='raise' or 'zero', or when='step'")
+
+    def _check_each(self) -> None:
+        for name, known in (
+            ("per", ("global", "tensor")),
+            ("spike", ("clip", "skip")),
+            ("nonfinite", ("raise", "skip", "zero")),
+            ("when", ("step", "backward")),
+        ):
+            if getattr(self, name) not in known:
+                choice = ", ".join(map(repr, known))
+                raise PlanError(f"{name}={getattr(self, name)!r} is not known: expected one of {choice}")
+        for name in ("norm", "value", "adaptive", "deviations"):
+            limit = getattr(self, name)
+            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            if limit is not None and not (is_number and limit > 0):
+                raise PlanError(f"{name}={limit!r} is no limit: expected a positive number")
+        try:
+            object.__setattr__(self, "norm_type", float(self.norm_type))
+        except (TypeError, ValueError):
+            raise PlanError(f"norm_type={self.norm_type!r} is no norm: expected a number, or inf") from None
+        if not (isinstance(self.warmup, int) and isinstance(self.window, int)):
+            raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected numbers of steps")

@@ -1,0 +1,171 @@
+"""From hits to findings: what holds long enough, at which places, and what merely follows from something else."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gaff.record.finding import SEVERITIES, Finding
+from gaff.record.sample import Key, Sample
+from gaff.training.rules.registry import Activity, Hit, Past, Rule
+
+_FIRST = 5  # looks whose losses are kept as the beginning
+_RECENT = 10
+_MOST_SITES = 40  # of one finding
+_PATIENCE = 3  # looks that a finding must stand before anybody is alarmed: what explains it may come later
+
+
+@dataclass(slots=True)
+class Track:
+    """One rule at one place. ``began``: looks before the first hit."""
+
+    hits: int
+    began: int
+    since: int
+    last: int
+    last_look: int
+    evidence: dict[str, Any]
+    message: str
+
+
+class Judge:
+    """Asks the rules about each look. ``alarm`` is called once for every rule and model that comes to hold.
+
+    Not thread-safe: one thread looks. After something non-finite only that rule is asked: the rest would follow.
+    """
+
+    def __init__(self, rules: Iterable[Rule], alarm: Callable[[Finding], None] = lambda finding: None) -> None:
+        self.past = Past()
+        self._rules = sorted(rules, key=lambda one: one.rank)
+        self._alarm = alarm
+        self._tracks: dict[tuple[str, Key], Track] = {}
+        self._direct: list[Finding] = []  # found by other means than a rule
+        self._told: set[tuple[str, str]] = set()
+        self._looks = {"train": 0, "eval": 0}
+        self._standing: Counter[tuple[str, str]] = Counter()  # looks since which a finding has stood
+        self._order: dict[Key, int] = {}  # in which places were first seen
+        self.broken: dict[str, str] = {}  # rules that raised, with what; they are asked no more
+        self._is_nonfinite = False
+
+    def look(self, sample: Sample) -> None:
+        """Judge one sampled step."""
+        self._remember(sample)
+        if not self._is_nonfinite:  # what held when that came holds still
+            self._looks[sample.phase] += 1
+        for one in self._rules:
+            if one.phase != sample.phase or one.name in self.broken or (self._is_nonfinite and one.name != "nonfinite"):
+                continue
+            try:
+                hits = list(one(sample, self.past))
+            except Exception as error:  # noqa: BLE001  # one rule of the user's must not end the others
+                self.broken[one.name] = f"{type(error).__name__}: {error}"
+                continue
+            for hit in hits:
+                self._note(one, hit, sample)
+        if sample.phase == "train":
+            self.past.train_outputs.update((key, row.rms) for key, row in sample.port("output").items() if row.count)
+        self._tell()
+
+    def add(self, finding: Finding) -> None:
+        """What was found without a rule: an origin, a spike."""
+        self._is_nonfinite |= finding.rule == "nonfinite"
+        self._direct = [one for one in self._direct if (one.rule, one.site) != (finding.rule, finding.site)]
+        self._direct.append(finding)
+        self._tell()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What holds now or has held for long; worst first, what follows from others left out."""
+        found = [*self._direct, *self._grouped()]
+        direct = {one.rule for one in self._direct}
+        found = [one for at, one in enumerate(found) if at < len(self._direct) or one.rule not in direct]
+        hidden = {(name, one.model) for one in found if not one.is_over for name in self._hides(one.rule)}
+        kept = [one for one in found if not any((one.rule, model) in hidden for model in ("", one.model))
+                and not (one.model == "" and any(name == one.rule for name, _ in hidden))]  # fmt: skip
+        return sorted(kept, key=lambda one: (one.is_over, SEVERITIES.index(one.severity), one.since))
+
+    def _hides(self, name: str) -> tuple[str, ...]:
+        return next((one.hides for one in self._rules if one.name == name), ())
+
+    def _note(self, one: Rule, hit: Hit, sample: Sample) -> None:
+        looks = self._looks[one.phase]
+        track = self._tracks.get((one.name, hit.key))
+        self._is_nonfinite |= one.name == "nonfinite"
+        if track is None:
+            self._tracks[one.name, hit.key] = Track(
+                1, looks - 1, sample.step, sample.step, looks, hit.evidence, hit.message
+            )
+            return
+        track.hits += 1
+        track.last, track.last_look = sample.step, looks
+        track.evidence, track.message = hit.evidence, hit.message
+
+    def _grouped(self) -> list[Finding]:
+        found: dict[tuple[str, str], list[tuple[Key, Track]]] = {}
+        for (name, key), track in self._tracks.items():
+            one = next(one for one in self._rules if one.name == name)
+            share = track.hits / max(1, self._looks[one.phase] - track.began)
+            if track.hits >= one.least and share >= one.share:
+                found.setdefault((name, key[0]), []).append((key, track))
+        return [self._finding(name, places) for (name, _), places in found.items()]
+
+    def _finding(self, name: str, places: list[tuple[Key, Track]]) -> Finding:
+        one = next(one for one in self._rules if one.name == name)
+        looks = self._looks[one.phase]
+        places = sorted(places, key=lambda place: (place[1].since, self._order.get(place[0], 0)))
+        live = [place for place in places if looks - place[1].last_look < max(3, looks // 4)]
+        key, track = (live or places)[0]
+        also = tuple(other[1] for other, _ in places if other != key)
+        return Finding(
+            rule=name,
+            site=key[1],
+            model=key[0],
+            since=track.since,
+            severity=one.severity,
+            message=track.message or one.means,
+            cause=one.cause,
+            remedy=one.remedy,
+            evidence=track.evidence,
+            last=track.last,
+            share=track.hits / max(1, looks - track.began),
+            also=also[:_MOST_SITES],
+            is_over=not live and one.share > 0,
+        )
+
+    def _tell(self) -> None:
+        standing = [one for one in self.findings if not one.is_over and one.severity != "info"]
+        self._standing = Counter({(one.rule, one.model): self._standing[one.rule, one.model] + 1 for one in standing})
+        for finding in standing:
+            which = finding.rule, finding.model
+            is_certain = finding in self._direct or self._standing[which] >= _PATIENCE
+            if which not in self._told and is_certain:
+                self._told.add(which)
+                self._alarm(finding)
+
+    def _remember(self, sample: Sample) -> None:
+        past = self.past
+        for key in (*sample.rows, *sample.parameters):
+            self._order.setdefault(key, len(self._order))
+        if sample.phase == "eval":
+            return
+        past.looks += 1
+        for key, units in sample.units.items():
+            past.active.setdefault(key, Activity()).add(units.active, units.inputs)
+        for (name, key), value in sample.shares.items():
+            if name == "entropy":
+                past.entropy[key] = max(value, past.entropy.get(key, 0.0))
+        for name, value in sample.losses.items():
+            first = past.losses.setdefault(name, [])
+            if len(first) < _FIRST:
+                first.append(value)
+            past.recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
+
+    def about(self, finding: Finding, path: str) -> Finding:
+        """With the line of Python that looks closer, into the record at ``path``."""
+        if not path:
+            return finding
+        is_known = (finding.model, finding.site) in self._order
+        what = f"series({finding.site!r}, 'rms')" if is_known else "scalar('loss')"
+        return replace(finding, look=f"gaff.load({path!r}).{what}")

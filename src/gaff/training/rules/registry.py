@@ -1,0 +1,141 @@
+"""Health rules: each one small function over what one sampled step has seen.
+
+``@rule`` makes a function a rule, with what it means and what to do about it. A rule of your own is the same:
+
+    from gaff.training.rules.registry import Hit, rule
+
+    @rule("too_sparse", severity="info", means="most of what a layer returns is zero",
+          cause="a threshold that is too high", remedy="lower it")
+    def too_sparse(sample, past):
+        for key, row in sample.port("output").items():
+            if row.zeros > 0.99:
+                yield Hit(key, zeros=row.zeros)
+
+A hit alone alarms nobody: it must come in at least ``least`` looks and in a ``share`` of all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gaff.errors import PlanError
+from gaff.record.finding import SEVERITIES
+from gaff.record.sample import Key, Sample
+
+
+class Hit:
+    """That a rule applies at one place; ``evidence``: the numbers that say so."""
+
+    __slots__ = ("evidence", "key", "message")
+
+    def __init__(self, key: Key, message: str = "", **evidence: Any) -> None:
+        self.key = key
+        self.message = message
+        self.evidence = evidence
+
+
+@dataclass(slots=True)
+class Activity:
+    """Which units of a stream were active lately: in this period and in the one before it."""
+
+    now: int = 0
+    before: int = 0
+    inputs: int = 0  # values of each unit in this period
+    inputs_before: int = 0
+    looks: int = 0
+
+    def add(self, active: int, inputs: int) -> None:
+        if self.looks >= 6 and self.inputs >= 1024:
+            self.before, self.inputs_before = self.now, self.inputs
+            self.now = self.inputs = self.looks = 0
+        self.now |= active
+        self.inputs += inputs
+        self.looks += 1
+
+    @property
+    def active(self) -> int:
+        return self.now | self.before
+
+    @property
+    def seen(self) -> int:
+        return self.inputs + self.inputs_before
+
+
+@dataclass(slots=True)
+class Past:
+    """What earlier looks have seen, for rules that compare. Rules read it; only the judge writes."""
+
+    looks: int = 0  # at training steps
+    train_outputs: dict[Key, float] = field(default_factory=dict)  # rms at the latest training step
+    active: dict[Key, Activity] = field(default_factory=dict)
+    entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
+    losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
+    recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones
+
+
+Check = Callable[[Sample, Past], Iterable[Hit]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``means``: one sentence; ``least``, ``share``: when hits become a finding; ``hides``: what follows from it."""
+
+    name: str
+    check: Check
+    severity: str
+    means: str
+    cause: str
+    remedy: str
+    phase: str
+    least: int
+    share: float
+    rank: int
+    hides: tuple[str, ...]
+
+    def __call__(self, sample: Sample, past: Past) -> Iterable[Hit]:
+        return self.check(sample, past)
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(  # noqa: PLR0913  # one keyword for each line of a finding
+    name: str,
+    *,
+    severity: str,
+    means: str,
+    cause: str,
+    remedy: str,
+    phase: str = "train",
+    least: int = 5,
+    share: float = 0.1,
+    hides: tuple[str, ...] = (),
+) -> Callable[[Check], Rule]:
+    """Register a check; a later one of the same name takes its place. Returns the rule, to be given to ``gaff.watch``.
+
+    ``phase``: ``train`` or ``eval``, the looks that it is asked about. Raises PlanError for what cannot be.
+    """
+    if severity not in SEVERITIES:
+        raise PlanError(f"severity={severity!r}: expected one of {', '.join(SEVERITIES)}")
+    if phase not in ("train", "eval") or least < 1 or not 0 <= share <= 1:
+        given = f"phase={phase!r}, least={least}, share={share}"
+        raise PlanError(f"rule {name!r}: {given}: expected train or eval, 1 or more, 0 to 1")
+
+    def register(check: Check) -> Rule:
+        rank = RULES[name].rank if name in RULES else len(RULES)
+        made = RULES[name] = Rule(name, check, severity, means, cause, remedy, phase, least, share, rank, hides)
+        return made
+
+    return register
+
+
+def select(off: Iterable[str]) -> list[Rule]:
+    """All rules but these. Raises PlanError for a name that is none."""
+    left_out = set(off)
+    unknown = left_out - set(RULES)
+    if unknown:
+        raise PlanError(f"no rule {sorted(unknown)[0]!r}: expected one of {', '.join(RULES)}")
+    return [one for name, one in RULES.items() if name not in left_out]

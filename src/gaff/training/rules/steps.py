@@ -1,0 +1,250 @@
+"""Rules about what an optimizer does with gradients: most are facts, not judgements."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from gaff.record.sample import Key, Parameter, Sample
+from gaff.training.rules.registry import Hit, Past, rule
+
+
+@rule(
+    "nonfinite",
+    severity="error",
+    means="a NaN or inf has come into being",
+    cause="a division by zero, a logarithm or root of what is not positive, an overflow, a step that was too large",
+    remedy="gaff nan SCRIPT finds the op and its line; guard that op, lower the learning rate, or clip gradients",
+    least=1,
+    share=0.0,
+    hides=("exploding", "update_large", "loss_spike", "output_constant", "never_updated", "scaler_stuck"),
+)
+def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A NaN in what a module returned, or a NaN or inf in a gradient, a parameter or a loss; the first of them.
+
+    Infinite activations alone are no hit: masks are made of them. Certain; no threshold.
+    """
+    for key, row in sample.rows.items():
+        is_state = key[1].endswith((":param", ":grad"))
+        if row.nan or (is_state and row.nonfinite):
+            yield Hit(key, nan=row.nan, positive_inf=row.positive_inf, negative_inf=row.negative_inf, of=row.count)
+            return
+    for name, value in sample.losses.items():
+        if value - value != 0:
+            yield Hit(("", ""), f"the loss {name!r} is {value}", loss=value)
+            return
+
+
+@rule(
+    "not_cleared",
+    severity="error",
+    means="gradients are not cleared between steps: each step uses the sum of all gradients so far",
+    cause="optimizer.zero_grad() is missing, or called on another optimizer",
+    remedy="call optimizer.zero_grad() once before each accumulation of gradients",
+    least=3,
+    share=0.5,
+    hides=("exploding", "update_large", "diverging", "loss_spike"),
+)
+def not_cleared(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A gradient that was not zero after the last step has been neither None nor zero since. Certain."""
+    for key, parameter in sample.parameters.items():
+        if not parameter.was_cleared:
+            yield Hit((key[0], key[1].replace(":param", ":grad")), optimizer=parameter.optimizer)
+
+
+@rule(
+    "not_owned",
+    severity="warning",
+    means="a parameter gets gradients, but no optimizer owns it: it never changes",
+    cause="it was not handed to the optimizer, or was replaced after the optimizer was made",
+    remedy="give it to the optimizer, or set requires_grad=False if it is meant to stay as it is",
+    least=3,
+    share=0.5,
+)
+def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Certain, once every optimizer of the run has made a step; models of which none owns anything are left out."""
+    trained = {key[0] for key, one in sample.parameters.items() if one.optimizer is not None}
+    if sample.step < 2:
+        return
+    for key, one in sample.parameters.items():
+        if one.optimizer is None and one.requires_grad and one.has_grad and key[0] in trained:
+            yield Hit(key, elements=one.elements)
+
+
+@rule(
+    "no_gradient",
+    severity="warning",
+    means="a parameter never gets a gradient: it never changes",
+    cause="what it computes is not used for the loss, or the graph is cut by detach, no_grad or an integer op",
+    remedy="gaff.trace(model, x, backward=...) tells where the graph ends; or set requires_grad=False if it is meant",
+    least=3,
+    share=0.95,
+)
+def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
+    """``.grad`` is None when its optimizer makes a step. In nearly all looks: experts may be idle in some. Certain."""
+    for key, one in sample.parameters.items():
+        if one.requires_grad and one.optimizer is not None and not one.has_grad:
+            why = "its module was called" if one.was_called else "its module was not called"
+            yield Hit(key, f"{key[1]} gets no gradient; {why}", was_called=one.was_called, elements=one.elements)
+
+
+@rule(
+    "zero_gradient",
+    severity="warning",
+    means="every element of a gradient is exactly zero",
+    cause="dead units or a saturated function behind it, a multiplication by zero, or gradients that underflow",
+    remedy="look at the activations that follow it; under float16, use a GradScaler or bfloat16",
+    least=5,
+    share=0.5,
+)
+def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
+    """100 % zeros in the gradient of a parameter (SageMaker Debugger, AllZero)."""
+    for key, row in sample.port("grad").items():
+        if row.count and row.zeros == 1.0:
+            yield Hit(key, elements=row.count)
+
+
+@rule(
+    "lr_zero",
+    severity="error",
+    means="the learning rate is zero: nothing is learned",
+    cause="a scheduler that starts or has arrived at zero, or a wrong setting",
+    remedy="look at the scheduler: its number of steps, and whether it counts epochs or batches",
+    least=5,
+    share=0.5,
+    hides=("never_updated", "update_small"),
+)
+def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Below 1e-12 in every group of an optimizer. In half of the looks: warm-ups begin and decays end at zero."""
+    by_model: dict[str, list[tuple[Key, Parameter]]] = {}
+    for key, one in sample.parameters.items():
+        if one.optimizer is not None:
+            by_model.setdefault(key[0], []).append((key, one))
+    for model, pairs in by_model.items():
+        if all(one.lr < 1e-12 for _, one in pairs):
+            yield Hit((model, ""), lr=max(one.lr for _, one in pairs), parameters=len(pairs))
+
+
+@rule(
+    "never_updated",
+    severity="error",
+    means="a parameter has a gradient and a learning rate, and the step does not change it",
+    cause="a learning rate so low that the update is below the weights' precision, or an optimizer of other tensors",
+    remedy="look at the lr; keep weights in float32; make the optimizer after the model is where it stays",
+    least=5,
+    share=0.5,
+    hides=("update_small",),
+)
+def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this).
+
+    Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise.
+    """
+    largest: dict[str, float] = {}
+    for key, row in sample.port("grad").items():
+        largest[key[0]] = max(largest.get(key[0], 0.0), row.rms if row.count else 0.0)
+    for key, one in sample.parameters.items():
+        update, gradient = sample.of(key, "update"), sample.of(key, "grad")
+        if update is None or gradient is None or not one.lr or one.optimizer is None or not update.count:
+            continue
+        if update.zeros == 1.0 and gradient.zeros < 0.5 and gradient.rms > 1e-3 * largest[key[0]]:
+            yield Hit(key, gradient_rms=gradient.rms, lr=one.lr, dtype=one.dtype)
+
+
+@rule(
+    "update_small",
+    severity="warning",
+    means="steps are tiny beside the weights: it hardly learns",
+    cause="a learning rate that is too low, gradients that vanish, or weights that are too large",
+    remedy="raise the learning rate; look at the gradients by depth",
+    least=8,
+    share=0.6,
+)
+def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
+
+    Biases are left out; so is a step whose gradients are all zero, and a run whose loss falls by a tenth all the same.
+    """
+    if any(_has_fallen(past, name) for name in past.losses):
+        return
+    for model, ratios in _ratios(sample).items():
+        middle = statistics.median(ratios.values())
+        if middle < 1e-5:
+            key = min(ratios, key=lambda one: ratios[one])
+            yield Hit((model, ""), median_update_ratio=middle, smallest=key[1], lr=sample.parameters[key].lr)
+
+
+@rule(
+    "update_large",
+    severity="warning",
+    means="steps are as large as the weights themselves: what was learned is overwritten",
+    cause="a learning rate that is too high",
+    remedy="lower the learning rate, warm it up, or clip gradients",
+    least=8,
+    share=0.3,
+)
+def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
+    """rms(update) / rms(weight) above 0.1 (TheDeepChecker) in more than half of the weights.
+
+    Parameters of one dimension (biases, norms) and embeddings are left out.
+    """
+    for ratios in _ratios(sample).values():
+        large = {key: ratio for key, ratio in ratios.items() if ratio > 0.1}
+        if len(large) > len(ratios) / 2 and sample.step >= 3:
+            key = max(large, key=lambda one: large[one])
+            yield Hit(
+                key, update_ratio=large[key], lr=sample.parameters[key].lr, weights=f"{len(large)} of {len(ratios)}"
+            )
+
+
+@rule(
+    "adam_stale",
+    severity="info",
+    means="gradients have become larger than Adam's second moment knows: a spike of the loss may follow",
+    cause="a change in the data, or beta2 so close to 1 that the moment lags behind",
+    remedy="lower beta2, or limit the update by its RMS as StableAdamW does",
+    least=5,
+    share=0.2,
+)
+def adam_stale(sample: Sample, past: Past) -> Iterator[Hit]:
+    """RMS of g / sqrt(v) above 2.3 (Wortsman et al., 2023, "Stable and low-precision training", section 3.4)."""
+    for key, one in sample.parameters.items():
+        if one.adam_rms is not None and one.adam_rms > 2.3 and one.kind != "embedding":
+            yield Hit(key, adam_rms=one.adam_rms)
+
+
+@rule(
+    "scaler_stuck",
+    severity="error",
+    means="the GradScaler keeps skipping steps",
+    cause="a gradient is not finite whatever the scale: it overflows or is NaN before it is scaled",
+    remedy="look for the op with gaff nan SCRIPT; use bfloat16; check the loss itself",
+    least=2,
+    share=0.0,
+)
+def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
+    """More than 16 skipped steps and more than 5 % of all, or a scale below 1.
+
+    From the initial 65,536, sixteen halvings lead to 1; a healthy run needs fewer.
+    """
+    scale = sample.facts.get("scale")
+    skipped = sample.facts.get("skipped", 0)
+    if (scale is not None and scale < 1) or (skipped > 16 and skipped > 0.05 * (skipped + sample.step)):
+        yield Hit(("", ""), scale=scale, skipped=skipped, steps=sample.step)
+
+
+def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
+    """rms(update) / rms(weight), by model and parameter, of weights that got a gradient."""
+    found: dict[str, dict[Key, float]] = {}
+    for key, one in sample.parameters.items():
+        weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
+        if one.kind != "weight" or not one.lr or weight is None or update is None or gradient is None:
+            continue
+        if weight.count and weight.rms > 0 and gradient.count and gradient.zeros < 1.0:
+            found.setdefault(key[0], {})[key] = update.rms / weight.rms
+    return found
+
+
+def _has_fallen(past: Past, name: str) -> bool:
+    first, recent = past.losses[name], past.recent.get(name)
+    return bool(recent) and len(first) >= 3 and statistics.median(recent or first) < 0.9 * statistics.median(first)

@@ -1,0 +1,408 @@
+"""Rules about activations, gradients by depth, inputs, outputs and losses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from gaff.record.sample import Key, Sample, path_of
+from gaff.record.statistics import Numbers
+from gaff.training.rules.registry import Hit, Past, rule
+
+
+@rule(
+    "dead_units",
+    severity="warning",
+    means="most units of an activation are zero on every input seen: they neither pass anything on nor learn",
+    cause="a step that was too large, a bias that is too negative, or inputs that are far from zero",
+    remedy="lower the learning rate, reset the bias, normalise the input, or use LeakyReLU or GELU",
+    least=3,
+    hides=("zero_gradient", "sparse_gradient", "vanishing", "no_signal"),
+)
+def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
+    """More than half of the units below 1e-5 in magnitude (TheDeepChecker) on at least 256 inputs, the latest ones."""
+    for key in sample.units:
+        known, row = past.active.get(key), sample.rows.get(key)
+        if known is None or row is None or known.seen < 256 or past.looks < 3 or row.zeros <= 0.4:
+            continue
+        count = sample.units[key].count
+        dead = count - known.active.bit_count()
+        if dead > count / 2:
+            yield Hit(key, dead=dead, units=count, inputs=known.seen)
+
+
+@rule(
+    "saturated",
+    severity="warning",
+    means="most values of a tanh or sigmoid are at its ends, where its slope is almost zero",
+    cause="inputs to it that are too large: weights, learning rate, or data that is not normalised",
+    remedy="normalise before it, use smaller initial weights, or another activation",
+    hides=("vanishing", "zero_gradient"),
+)
+def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
+    """More than half of the values where the slope is below 6 % of its largest: |tanh| > 0.97 (Karpathy, "makemore 3").
+
+    Gates are meant to be at their ends: a sigmoid counts from 0.8 on.
+    """
+    for (name, key), share in sample.shares.items():
+        row = sample.rows.get(key)
+        if name == "saturated" and row is not None:
+            is_sigmoid = row.min >= 0
+            if share > (0.8 if is_sigmoid else 0.5):
+                yield Hit(key, saturated=share)
+
+
+@rule(
+    "vanishing",
+    severity="warning",
+    means="gradients shrink from the output towards the input: the first layers hardly learn",
+    cause="many layers without residual connections or normalisation, saturating activations, or small weights",
+    remedy="add residual connections or normalisation, or initialise for the activation (He, Xavier)",
+    least=5,
+    share=0.3,
+    hides=("never_updated", "update_small"),
+)
+def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
+    """norm(first weight's gradient) < 1e-3 norm(last's) and < 1e-4 (AutoTrainer, beta 1 and 2). In 30 % of looks."""
+    for gradients in _weights_by_depth(sample).values():
+        if len(gradients) < 3:
+            continue
+        (first, row), last = gradients[0], gradients[-1][1]
+        if last.norm > 0 and row.norm < 1e-3 * last.norm and row.norm < 1e-4:
+            yield Hit(first, first_norm=row.norm, last_norm=last.norm, ratio=row.norm / last.norm)
+
+
+@rule(
+    "exploding",
+    severity="warning",
+    means="gradients grow from the output towards the input, or from step to step",
+    cause="weights that are too large for the depth, a recurrent net without clipping, or too high a learning rate",
+    remedy="gaff.clip_gradients(optimizer, norm=1.0), smaller initial weights, or normalisation",
+    least=5,
+    share=0.1,
+)
+def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
+    """norm(first weight's gradient) > 70 norm(last's) (AutoTrainer, beta 3) and > 10, or a mean |gradient| > 1e6.
+
+    The latter, from SageMaker Debugger, stands for itself; the former also asks for a norm that clipping would act on.
+    """
+    for gradients in _weights_by_depth(sample).values():
+        if len(gradients) >= 3 and gradients[0][1].norm > max(70 * gradients[-1][1].norm, 10):
+            first, row = gradients[0]
+            yield Hit(first, first_norm=row.norm, last_norm=gradients[-1][1].norm)
+            continue
+        for key, row in gradients:
+            if row.rms > 1e6:
+                yield Hit(key, gradient_rms=row.rms)
+                break
+
+
+@rule(
+    "sparse_gradient",
+    severity="warning",
+    means="most elements of a weight's gradient are exactly zero: its units have died, or nearly",
+    cause="a ReLU behind it that is off for almost every input",
+    remedy="lower the learning rate, reset the bias, or use LeakyReLU or GELU",
+    share=0.5,
+)
+def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
+    """At least 70 % exact zeros (AutoTrainer's gamma; DeepFD), where the layer's own input is not mostly zero.
+
+    Embeddings are left out: rows that were not asked for get no gradient.
+    """
+    for key, row in sample.port("grad").items():
+        known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
+        if known is None or known.kind != "weight" or not 0.7 <= row.zeros < 1.0:
+            continue
+        if _zeros_of_input(sample, key) < 0.5:
+            yield Hit(key, zeros=row.zeros)
+
+
+@rule(
+    "no_signal",
+    severity="warning",
+    means="what a layer returns is the same number everywhere: the input is lost there",
+    cause="weights that are all alike or zero, or a signal that shrinks from layer to layer",
+    remedy="look at how the layer before it is initialised",
+    share=0.5,
+)
+def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Standard deviation below 1e-6 of the rms, in a layer's output of more than one element; the first such layer."""
+    for key, row in sample.port("output").items():
+        if row.count > 8 and key[1] and not key[1].startswith(":") and row.rms > 0 and row.std < 1e-6 * row.rms:
+            yield Hit(key, mean=row.mean, std=row.std)
+            return
+
+
+@rule(
+    "output_constant",
+    severity="warning",
+    means="the model returns the same for every example of a batch",
+    cause="dead units, a cut connection, weights of zero, or an input that does not reach the output",
+    remedy="follow the batch through the model with gaff.trace(model, x): where do rows become alike?",
+    share=0.5,
+)
+def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Each unit of the output spreads less over a batch of two or more than 1e-6 of its magnitude."""
+    batch = sample.facts.get("batch", 0)
+    for key, units in sample.units.items():
+        if key[1].startswith(":output") and batch >= 2 and units.is_constant:
+            yield Hit(key, units=units.count, batch=batch)
+
+
+@rule(
+    "input_scale",
+    severity="warning",
+    means="the input is far from zero mean and unit spread",
+    cause="raw pixels from 0 to 255, or features in their own units",
+    remedy="subtract the mean and divide by the standard deviation of the training set",
+    share=0.9,
+)
+def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
+    """|mean| above 5 or a standard deviation outside [0.01, 10]; the published [-1, 1] rejects standardised data."""
+    for key, row in sample.port("input").items():
+        if key[1] == ":input" and row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01):
+            yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
+
+
+@rule(
+    "init_imbalance",
+    severity="warning",
+    means="with the initial weights the signal grows or shrinks by a large factor through the model",
+    cause="an initialisation that does not suit the activation, or layers without normalisation",
+    remedy="nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh; or add normalisation",
+    least=1,
+    share=0.0,
+    hides=("update_small",),
+)
+def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
+    """At the first look, what some layer returns is 1e3 times larger or smaller than what the first one returns."""
+    if past.looks > 1 or sample.step > 1:
+        return
+    scales: dict[str, float] = {}
+    for key, row in sample.port("output").items():
+        known = sample.parameters.get((key[0], f"{key[1]}.weight:param"))
+        if known is None or known.kind != "weight" or not row.count or not row.rms:
+            continue
+        first = scales.setdefault(key[0], row.rms)
+        if not 1e-3 < row.rms / first < 1e3:
+            yield Hit(key, rms=row.rms, first_rms=first)
+            return
+
+
+@rule(
+    "initial_loss",
+    severity="warning",
+    means="the first loss is far above that of guessing: the model begins by being sure of wrong answers",
+    cause="a last layer with weights that are too large, or inputs that are not normalised",
+    remedy="make the last layer's initial weights smaller; a fresh classifier should begin at ln(classes)",
+    least=1,
+    share=0.0,
+)
+def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Cross entropy above twice ln(classes) + 1 at step 0 (TheDeepChecker); fine-tuned models begin below it."""
+    classes = sample.facts.get("classes")
+    if past.looks > 1 or sample.step or not classes:
+        return
+    name, expected = classes["loss"], math.log(classes["count"])
+    value = sample.losses.get(name)
+    if value is not None and value > 2 * expected + 1:
+        yield Hit(("", ""), f"the first loss is {value:.4g}; guessing gives ln({classes['count']}) = {expected:.4g}",
+                  loss=value, expected=expected, classes=classes["count"])  # fmt: skip
+
+
+@rule(
+    "double_softmax",
+    severity="error",
+    means="the loss applies a softmax or sigmoid to what has been through one already: gradients are squashed",
+    cause="cross_entropy and bce_with_logits expect raw scores",
+    remedy="remove the softmax or sigmoid from the model, or use nll_loss on log-probabilities",
+    least=2,
+    share=0.5,
+)
+def double_softmax(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Read from the loss's autograd graph. Certain."""
+    found = sample.facts.get("doubled")
+    if found:
+        yield Hit(("", ""), f"the loss {found['loss']!r} applies {found['outer']} to the result of {found['inner']}",
+                  **found)  # fmt: skip
+
+
+@rule(
+    "softmax_axis",
+    severity="error",
+    means="the loss's softmax runs over the examples of the batch, not over the classes",
+    cause="dim=0 where dim=1 or dim=-1 is meant",
+    remedy="log_softmax(x, dim=1), or cross_entropy, which does it",
+    least=2,
+    share=0.5,
+)
+def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
+    """log_softmax over dimension 0 of a two-dimensional input of nll_loss; read from the autograd graph. Certain."""
+    found = sample.facts.get("axis")
+    if found:
+        yield Hit(("", ""), f"the loss {found!r} normalises over the batch: its softmax has dim=0", loss=found)
+
+
+@rule(
+    "nll_of_scores",
+    severity="error",
+    means="nll_loss is given what are no log-probabilities: the loss has no lower limit",
+    cause="nll_loss expects log_softmax; cross_entropy contains it",
+    remedy="use cross_entropy, or log_softmax before nll_loss",
+    least=2,
+    share=0.5,
+)
+def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
+    """No log_softmax before nll_loss in the autograd graph, and a negative loss. Certain."""
+    found = sample.facts.get("nll")
+    if found and sample.losses.get(found, 0.0) < 0:
+        yield Hit(("", ""), f"the loss {found!r} is negative", loss=sample.losses[found])
+
+
+@rule(
+    "diverging",
+    severity="error",
+    means="the loss grows instead of falling",
+    cause="a learning rate that is too high, a flipped sign, or gradients that are not cleared",
+    remedy="lower the learning rate by ten; check the sign of the loss; clip gradients",
+    least=8,
+    share=0.2,
+    hides=("update_large",),
+)
+def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The median of the last ten looks' losses above twice the first five's, in runs with one optimizer.
+
+    A negative loss that keeps falling beyond a hundred times its first magnitude diverges as well.
+    """
+    if sample.facts.get("optimizers", 1) != 1:
+        return
+    for name, first in past.losses.items():
+        recent = past.recent.get(name)
+        if recent is None or len(first) < 5 or len(recent) < 10:
+            continue
+        start, now = statistics.median(first), statistics.median(recent)
+        grew = start > 0 and now > 2 * start and now > start + 0.05
+        fell = now < 0 and now < -100 * max(abs(start), 1e-3)
+        if grew or fell:
+            yield Hit(("", ""), f"the loss {name!r} went from {start:.4g} to {now:.4g}", first=start, now=now)
+
+
+@rule(
+    "half_range",
+    severity="warning",
+    means="values come close to the largest number of float16, or most gradients are too small for it",
+    cause="float16 reaches from 6e-8 to 65504",
+    remedy="use bfloat16, or a GradScaler for gradients; normalise before large sums",
+    share=0.2,
+)
+def half_range(sample: Sample, past: Past) -> Iterator[Hit]:
+    """In runs that use float16: a magnitude above 65504 / 4, or more than half of a gradient's elements below 2^-25."""
+    if sample.facts.get("precision") != "float16":
+        return
+    for key, row in sample.rows.items():
+        is_gradient = key[1].endswith(":grad_output")
+        if not is_gradient and key[1].partition(":")[2] in ("", "output") and row.largest > 16376:
+            yield Hit(key, largest=row.largest)
+        elif is_gradient and row.underflow("float16") > 0.5:
+            yield Hit(key, underflow=row.underflow("float16"), scale=sample.facts.get("scale"))
+
+
+@rule(
+    "attention_collapse",
+    severity="warning",
+    means="attention looks at one place only: its entropy has collapsed",
+    cause="logits that grow without bound, often by a learning rate that is too high",
+    remedy="normalise queries and keys, lower the learning rate, or warm it up for longer",
+    least=8,
+    share=0.2,
+)
+def attention_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Mean entropy of all heads below 5 % of a uniform one's, and half of what it has been (Zhai et al., 2023)."""
+    for (name, key), value in sample.shares.items():
+        if name == "entropy" and value < 0.05 and value < 0.5 * past.entropy.get(key, 0.0):
+            yield Hit(key, entropy=value, highest=past.entropy[key])
+
+
+@rule(
+    "eval_drift",
+    severity="warning",
+    means="the model behaves differently in eval mode than in training",
+    cause="running statistics of BatchNorm that have not settled (small batches, momentum), or dropout that scales",
+    remedy="larger batches or GroupNorm; look at running_mean and running_var",
+    phase="eval",
+    least=2,
+    share=0.5,
+)
+def eval_drift(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The first layer whose rms in eval mode is five times larger or smaller than in training, from step 20 on."""
+    if sample.step < 20 or sample.facts.get("training"):
+        return
+    for key, row in sample.port("output").items():
+        known = past.train_outputs.get(key)
+        if known and row.count and not 0.2 < row.rms / known < 5:
+            yield Hit(key, eval_rms=row.rms, train_rms=known)
+            return
+
+
+@rule(
+    "random_in_eval",
+    severity="warning",
+    means="something draws random numbers while the model is in eval mode",
+    cause="dropout that ignores the mode: F.dropout without training=self.training, or a module left in train mode",
+    remedy="pass training=self.training to F.dropout; call model.eval() on the whole model",
+    phase="eval",
+    least=1,
+    share=0.5,
+)
+def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The generator's state differs after a forward in eval mode. Certain; sampling inside the model does it, too."""
+    for model in sample.facts.get("random_in_eval", ()):
+        yield Hit((model, ""))
+
+
+@rule(
+    "train_mode_in_eval",
+    severity="warning",
+    means="the model is evaluated in training mode: dropout is active, running statistics are written",
+    cause="model.eval() is missing before the evaluation",
+    remedy="model.eval() before it, model.train() after it",
+    phase="eval",
+    least=2,
+    share=0.5,
+)
+def train_mode_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Forwards without gradients in training mode, of a model with dropout or BatchNorm: ten in a row, or the first
+
+    after five steps or more without any; those that come in every step (rollouts, teachers) are no evaluation.
+    """
+    for model in sample.facts.get("train_mode", ()):
+        yield Hit((model, ""))
+
+
+def _weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
+    """Gradients of the weights of each model in the order in which its modules were called; embeddings left out."""
+    order: dict[Key, int] = {}
+    for at, (model, address) in enumerate(sample.port("output")):
+        order.setdefault((model, path_of(address)), at)
+    found: dict[str, list[tuple[int, Key, Numbers]]] = {}
+    for key, row in sample.port("grad").items():
+        known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
+        if known is not None and known.kind == "weight" and row.count:
+            module = key[0], path_of(key[1]).rpartition(".")[0]
+            found.setdefault(key[0], []).append((order.get(module, len(order)), key, row))
+    return {model: [(key, row) for _, key, row in sorted(one, key=lambda it: it[0])] for model, one in found.items()}
+
+
+def _zeros_of_input(sample: Sample, key: Key) -> float:
+    """The share of zeros in what the layer of a weight was given; 0 where that is not known."""
+    module = path_of(key[1]).rpartition(".")[0]
+    for address in (f"{module}:input", ":input"):
+        row = sample.rows.get((key[0], address))
+        if row is not None:
+            return row.zeros
+    outputs = list(sample.port("output").items())
+    before = [row for (model, address), row in outputs if model == key[0] and address != module]
+    at = next((at for at, ((model, address), _) in enumerate(outputs) if (model, address) == (key[0], module)), 0)
+    return outputs[at - 1][1].zeros if at and before else 0.0

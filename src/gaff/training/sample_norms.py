@@ -1,0 +1,272 @@
+"""``gaff.sample_norms``: the gradient norm of every example of a batch, from one ordinary backward pass.
+
+What a layer did to an example is told by its input and by the gradient at its output; the norm of the example's part
+of a weight's gradient follows from inner products of these, without that part ever being made ("ghost norms":
+Goodfellow, "Efficient per-example gradient computations", 2015; Li et al., "Large language models can be strong
+differentially private learners", 2022, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.grammar import Site, nearest
+from gaff.address.resolve import Found, find_site, iter_modules, join, need_module, resolve
+from gaff.compat import memory, modes
+from gaff.engine.session import Session
+from gaff.engine.streams import Stream
+from gaff.engine.taps import Tap
+from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
+from gaff.training.layer_gradients import Terms, find_rule, is_batched, measure
+
+
+class _Use:
+    """One call of a layer: its input, and the gradient at its output once it has come."""
+
+    def __init__(self, given: Tensor) -> None:
+        self.given = given
+        self.version = memory.version_of(given)
+        self.gradient: Tensor | None = None
+        self.told: set[tuple[str, str]] = set()  # parameters whose gradient has come with it
+
+    def is_narrow(self) -> bool:
+        """Whether half precision took part, as it does under autocast."""
+        given = self.given.is_floating_point() and self.given.element_size() < 4
+        return given or (self.gradient is not None and self.gradient.element_size() < 4)
+
+
+class SampleNorms:
+    """Collects while open; read by parameter, inside the block after ``backward()`` or after it.
+
+    ``norms["fc.weight"]`` and ``norms.total``: ``[batch]``, of the only run; ``norms.run(2)`` the same of one of
+    several. On the device of the gradients, in float32 or wider. They are computed when the gradient of the parameter
+    arrives, and checked against it: what the followed layers add up to must be all of it.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Sequence[Any], reduction: str) -> None:
+        need_module(model)
+        if reduction not in ("mean", "sum"):
+            raise PlanError(f"reduction={reduction!r} is not known: expected 'mean' or 'sum', as the loss reduces")
+        self._layers = _find_layers(model, patterns)
+        self._is_mean = reduction == "mean"
+        self._uses: dict[int, dict[tuple[str, int], _Use]] = {}  # by run: (layer, call) -> what is known
+        self._sizes: dict[int, int] = {}  # by run: examples in the batch
+        self._refused: dict[int, str] = {}
+        self._has_gradient = False
+        self._squares: dict[int, dict[str, Tensor]] = {}  # by run, by parameter: squared norms
+        self._names = _group_parameters(self._layers)
+        taps = [Tap(find_site(model, Site(port="input"))[0], _Part(self._see_batch), False)]
+        for path in self._layers:
+            for port, see in (("input", self._see_input), ("grad_output", self._see_gradient)):
+                taps.append(Tap(find_site(model, Site(path, port=port))[0], _Part(see, path), False))
+        for name in self._names:
+            taps.append(Tap(find_site(model, Site(name, port="grad"))[0], _Part(self._see_total, name), False))
+        self._session = Session(model, taps)
+
+    def __enter__(self) -> SampleNorms:
+        self._session.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.close()
+        if kind is None and not self._has_gradient:
+            raise NeverFiredError("sample_norms saw no gradient: expected model(...) and backward() inside the session")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Norms of the examples' gradients of one parameter. Raises SiteError for one that is not followed."""
+        found = self.run(None)
+        if name not in found:
+            raise SiteError(
+                f"{name!r} is not followed: expected one of {', '.join(nearest(name, list(found)) or found)}"
+            )
+        return found[name]
+
+    @property
+    def total(self) -> Tensor:
+        """Norms of the examples' whole gradients: of all parameters that are followed."""
+        return torch.stack(list(self.run(None).values())).square().sum(0).sqrt()
+
+    @property
+    def runs(self) -> list[int]:
+        """Numbers of the runs that had a backward pass."""
+        return sorted({*self._squares, *self._refused})
+
+    def run(self, index: int | None) -> dict[str, Tensor]:
+        """Norms by parameter, ``[batch]`` each, of one run (None: of the only one)."""
+        if index is None and len(self.runs) == 1:
+            [index] = self.runs
+        if index is None or index not in self.runs:
+            raise SiteError(
+                f"{len(self.runs)} runs had a backward pass, {self.runs}: expected norms.run(number) of one"
+            )
+        if index in self._refused:
+            raise ExactnessError(self._refused[index])
+        squares, size = self._squares[index], self._sizes[index]
+        like = next(iter(squares.values()))
+        factor = size if self._is_mean else 1
+        return {
+            name: squares.get(name, torch.zeros_like(like)).clamp(min=0).sqrt().to(like.dtype) * factor
+            for name in self._names
+        }
+
+    def _see_batch(self, value: Any, run: Any, call: int, path: str) -> None:
+        if isinstance(value, Tensor) and value.dim() and run.index not in self._sizes:
+            self._sizes[run.index] = len(value)
+
+    def _see_input(self, value: Any, run: Any, call: int, path: str) -> None:
+        if not isinstance(value, Tensor):
+            self._refuse(run.index, f"{path}: its input is no tensor")
+            return
+        layer, size = self._layers[path], self._sizes.get(run.index)
+        if size is None or not is_batched(layer, value) or len(value) != size:
+            self._refuse(
+                run.index,
+                f"{path}: {type(layer).__name__} was given {tuple(value.shape)} in a batch of {size}: its first "
+                "dimension is not the examples, whose parts cannot be told apart; leave it out: sample_norms(model, "
+                "pattern of others)",
+            )
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            self._refuse(
+                run.index, f"{path}: {type(layer).__name__} mixes the examples of a batch: expected model.eval()"
+            )
+        self._uses.setdefault(run.index, {})[path, call] = _Use(value.detach())
+
+    def _see_gradient(self, value: Any, run: Any, call: int, path: str) -> None:
+        if isinstance(value, Tensor):
+            self._has_gradient = True
+            use = self._uses.get(run.index, {}).get((path, call))
+            if use is None or use.gradient is not None:
+                self._refuse(run.index, f"{path}: several backward passes, or a call that was not seen")
+            else:
+                use.gradient = value.detach()
+        elif value is not None:
+            self._refuse(run.index, f"{path}: {value}")
+
+    def _see_total(self, value: Any, run: Any, call: int, name: str) -> None:
+        """All contributions to a parameter have come (of a reentrant checkpoint: all so far)."""
+        if not isinstance(value, Tensor):
+            return
+        self._has_gradient = True
+        explained, reach = 0.0, 0.0
+        reached = []
+        with torch.no_grad(), modes.without_autocast(value.device):
+            for index in [index for index in self._uses if index not in self._refused]:
+                before, new = self._terms_of(index, name)
+                if new:
+                    reached.append(index)
+                    found = measure(before, new, value)
+                    explained += found.explained
+                    reach += found.reach
+                    self._squares.setdefault(index, {})[name] = found.squares
+        self._check(name, value, explained, reach, reached or [run.index])
+
+    def _terms_of(self, index: int, name: str) -> tuple[list[Terms], list[Terms]]:
+        """What the layers add to a parameter in one run: what an earlier gradient has told, and what is new."""
+        before: list[Terms] = []
+        new: list[Terms] = []
+        for (path, _), use in self._uses[index].items():
+            gradient = use.gradient
+            if gradient is None:
+                continue
+            for own in [own for holder, own in self._names[name] if holder == path]:
+                if memory.version_of(use.given) != use.version:
+                    self._refuse(index, f"{path}: its input was changed in place after the call")
+                layer = self._layers[path]
+                terms = find_rule(layer)(layer, own, use.given, gradient)
+                (before if (path, own) in use.told else new).append(terms)
+                use.told.add((path, own))
+        return before, new
+
+    def _check(self, name: str, total: Tensor, explained: float, reach: float, runs: Iterable[int]) -> None:
+        """The layers must account for the gradient that came: part of it may be of another use of the parameter."""
+        total = total.to_dense() if total.is_sparse else total
+        paths = {path for path, _ in self._names[name]}
+        narrow = (use for index in runs for (path, _), use in self._uses.get(index, {}).items() if path in paths)
+        is_wide = total.element_size() >= 4 and not any(use.is_narrow() for use in narrow)
+        square = float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
+        lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
+        if abs(explained - square) > (1e-3 if is_wide else 5e-2) * square + lost:
+            for index in runs:
+                self._refuse(
+                    index,
+                    f"{name}: the layers that are followed account for a part of its gradient only: it is also used in "
+                    "another way (F.linear, a tied layer that is not followed), a hook, penalty or edit set before "
+                    "changed its gradient, or its square is out of float32's range",
+                )
+
+    def _refuse(self, index: int, reason: str) -> None:
+        self._refused.setdefault(index, reason)
+
+
+class _Part(Stream):
+    """A stream that hands its events on with the path of its layer."""
+
+    def __init__(self, see: Callable[[Any, Any, int, str], None], path: str = "") -> None:
+        self._see = see
+        self._path = path
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        self._see(value, run, call, self._path)
+
+    def absent(self, run: Any, call: int, reason: str) -> None:
+        self._see(None, run, call, self._path)
+
+    def refuse(self, run: Any, call: int, reason: str) -> None:
+        self._see(reason, run, call, self._path)
+
+
+def sample_norms(model: nn.Module, patterns: Sequence[Any], reduction: str) -> SampleNorms:
+    """See ``gaff.sample_norms``."""
+    return SampleNorms(model, patterns, reduction)
+
+
+def _find_layers(model: nn.Module, patterns: Sequence[Any]) -> dict[str, nn.Module]:
+    """Every layer with trainable parameters, once. Raises PlanError for one without a rule."""
+    if patterns:
+        found = [item for pattern in patterns for item in resolve(model, pattern)]
+    else:
+        found = [Found(Site(path), module) for path, module, _ in iter_modules(model)]
+    layers: dict[int, tuple[str, nn.Module]] = {}
+    for item in found:
+        layers.setdefault(id(item.module), (item.site.path, item.module))
+    trained = {path: module for path, module in layers.values() if _trainable(module)}
+    unknown = [
+        f"{path or 'the root'} ({type(module).__name__})" for path, module in trained.items() if not _has_rule(module)
+    ]
+    if unknown:
+        raise PlanError(
+            f"{', '.join(unknown[:5])}: no rule for its parameters: expected Linear, Conv, Embedding and norm layers; "
+            "limit what is followed, sample_norms(model, '**<Linear>')"
+        )
+    if not trained:
+        raise PlanError("sample_norms found no layer with trainable parameters there")
+    return trained
+
+
+def _trainable(module: nn.Module) -> list[str]:
+    return [name for name, one in module._parameters.items() if one is not None and one.requires_grad]
+
+
+def _has_rule(module: nn.Module) -> bool:
+    try:
+        find_rule(module)
+    except PlanError:
+        return False
+    return set(_trainable(module)) <= {"weight", "bias"}  # others come from weight_norm, pruning and the like
+
+
+def _group_parameters(layers: dict[str, nn.Module]) -> dict[str, list[tuple[str, str]]]:
+    """Each parameter once, by its first name, with every layer that uses it."""
+    groups: dict[int, tuple[str, list[tuple[str, str]]]] = {}
+    for path, module in layers.items():
+        for name in _trainable(module):
+            one = module._parameters[name]
+            groups.setdefault(id(one), (join(path, name), []))[1].append((path, name))
+    return dict(groups.values())

@@ -1,0 +1,131 @@
+"""Rows of numbers that fill up during one sampled step, on the devices where the tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.compat import autograd, modes
+from gaff.inspection.nonfinite.ranges import plain
+from gaff.record.sample import Key
+from gaff.record.statistics import EMPTY
+from gaff.training.statistics import kernel
+from gaff.training.statistics import plain as in_torch
+
+_ROOM = 64
+_UNITS = 1 << 14
+_READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def readable(tensor: Tensor) -> Tensor | None:
+    """What of a tensor can be counted: real, floating, dense, local to this process; None if nothing."""
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        if hasattr(tensor, "_local_tensor"):  # a DTensor: this process's share
+            tensor = tensor._local_tensor
+        elif autograd.is_wrapper(tensor):
+            return None
+    if tensor.dtype in _READABLE and tensor.layout == torch.strided and not tensor.is_nested:
+        return None if tensor.is_meta or autograd.transform_level() is not None else tensor.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor.is_nested:
+        return None
+    if tensor.is_quantized or autograd.transform_level() is not None:
+        return None
+    value = plain(tensor)
+    return value if value.dtype in _READABLE else value.float()
+
+
+class Bank:
+    """Rows by key. ``units``: tables of units by key, see ``statistics``. Adding to a row needs no lock: one thread."""
+
+    def __init__(self) -> None:
+        self._kernel = kernel.load()
+        self._rows: dict[Key, Tensor] = {}
+        self._aliases: dict[Key, list[Key]] = {}
+        self._room: dict[torch.device, list[Tensor]] = {}
+        self.units: dict[Key, Tensor] = {}
+        self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
+
+    def observe(self, key: Key, tensor: Tensor, histogram: bool = True) -> None:
+        """Add a readable tensor's numbers to the row of ``key``. No synchronisation."""
+        row = self._rows.get(key)
+        if row is None or row.device != tensor.device:
+            row = self._rows[key] = self._new_row(tensor.device)
+        with modes.outside_modes():
+            self._ops(tensor.device).observe_(tensor, row, histogram)
+
+    def observe_units(self, key: Key, tensor: Tensor, count: int, inner: int) -> None:
+        """Add to the table of the units of ``key`` the first inputs of a batch: 16,384 elements or one input."""
+        each = tensor[0].numel()
+        some = tensor[: max(1, _UNITS // each)]
+        table = self.units.get(key)
+        if table is None or table.shape[1] != count:
+            table = self.units[key] = _new_table(count, tensor.device)
+        self.inputs[key] = self.inputs.get(key, 0) + some.numel() // (count * inner) * inner
+        with modes.outside_modes():
+            self._ops(tensor.device).observe_units_(some, self._scratch(tensor.device), table, inner, False)
+
+    def observe_many(self, keys: Sequence[Key], tensors: Sequence[Tensor], histogram: bool = True) -> None:
+        """The same of many readable tensors, each to a new row, in one call for each device."""
+        by_device: dict[torch.device, list[int]] = {}
+        for at, tensor in enumerate(tensors):
+            by_device.setdefault(tensor.device, []).append(at)
+        with modes.outside_modes():
+            for device, places in by_device.items():
+                rows = torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(len(places), 1)
+                self._ops(device).observe_many_([tensors[at] for at in places], rows, histogram)
+                self._rows.update(zip((keys[at] for at in places), rows.unbind(0), strict=True))
+
+    def alias(self, key: Key, known: Key) -> None:
+        """``key`` is the same tensor stream as ``known``, and comes just after it."""
+        if known in self._rows:
+            self._rows[key] = self._rows[known]
+            self._aliases.setdefault(known, []).append(key)
+        if known in self.units:
+            self.units[key], self.inputs[key] = self.units[known], self.inputs[known]
+
+    def rows(self, ending: str) -> Iterator[tuple[Key, Tensor]]:
+        """Those whose address ends so."""
+        return ((key, row) for key, row in self._rows.items() if key[1].endswith(ending))
+
+    def take(self) -> tuple[list[Key], list[Tensor]]:
+        """All keys, and their rows stacked: one tensor a device, in order. The bank is empty afterwards."""
+        by_device: dict[torch.device, tuple[list[Key], list[Tensor]]] = {}
+        for key in self._ordered():
+            row = self._rows[key]
+            keys, rows = by_device.setdefault(row.device, ([], []))
+            keys.append(key)
+            rows.append(row)
+        self._rows = {}
+        keys = [key for one, _ in by_device.values() for key in one]
+        return keys, [torch.stack(rows) for _, rows in by_device.values()]
+
+    def _ordered(self) -> list[Key]:
+        aliases = {key for several in self._aliases.values() for key in several}
+        waiting = [key for key in reversed(self._rows) if key not in aliases]
+        found = []
+        while waiting:
+            found.append(waiting.pop())
+            waiting += reversed(self._aliases.get(found[-1], ()))
+        return found
+
+    def _ops(self, device: torch.device) -> Any:
+        return self._kernel if self._kernel is not None and device.type == "cpu" else in_torch
+
+    def _scratch(self, device: torch.device) -> Tensor:
+        return torch.tensor(EMPTY, dtype=torch.float64, device=device)
+
+    def _new_row(self, device: torch.device) -> Tensor:
+        room = self._room.setdefault(device, [])
+        if not room:
+            room.extend(torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(_ROOM, 1).unbind(0))
+        return room.pop()
+
+
+def _new_table(count: int, device: torch.device) -> Tensor:
+    table = torch.zeros(3, count, dtype=torch.float64, device=device)
+    table[0] = -float("inf")
+    table[1] = float("inf")
+    return table

@@ -1,0 +1,214 @@
+"""What is found out at the moment that something goes wrong, while the batch and the weights are still there."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.nested import iter_tensors
+from gaff.inspection.nonfinite.report import Report
+from gaff.inspection.nonfinite.rerun import Batch, run_again
+from gaff.record.finding import Finding
+from gaff.training.rules.registry import RULES
+from gaff.training.watch import step_facts
+from gaff.training.watch.accumulator import readable
+from gaff.training.watch.losses import Spike
+from gaff.training.watch.models import Model
+
+_ODD = 5.0  # times the median over the batch: a sample that stands out
+_MOST_SAMPLES = 8
+_GIVEN = (
+    "look at what made it: the batch, its first bad element is in the evidence; or the weights that a step has left"
+)
+_MADE = "guard that op, lower the learning rate, or clip gradients"
+Batches = Sequence[tuple[Model, Batch]]
+
+
+def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool) -> tuple[Finding, Batches]:
+    """A NaN or inf: the batches of the step are run again, with every op looked at, until one tells where it began.
+
+    A batch that was given a NaN tells little: one that made it is looked for among those before. Returns it as well.
+    A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its graph
+    and its counters notice nothing.
+    """
+    known = RULES["nonfinite"]
+    told = "NaN or inf"
+    given: tuple[Finding, Batches] | None = None
+    for model, batch in reversed(batches):
+        root = model.root()
+        if root is None:
+            continue
+        report = _examine(root, batch, assume_ones=False)
+        if not report and has_gradients:
+            report = _examine(root, batch, assume_ones=True)
+        if report:
+            found = Finding(
+                rule="nonfinite",
+                site=report.site,
+                model=model.name,
+                since=step,
+                severity=known.severity,
+                message=f"{what} is not finite: {_first_line(report)}",
+                cause=report.cause,
+                remedy=_GIVEN if report.direction == "before" else _MADE,
+                evidence=_evidence(report),
+                last=step,
+            )
+            if report.direction != "before":
+                return found, [(model, batch)]
+            given = given or (found, [(model, batch)])
+    if given is not None:
+        return given
+    where = "outside the model: in the loss itself, or in a batch from before" if batches else told
+    outside = Finding(
+        rule="nonfinite",
+        site="",
+        model="",
+        since=step,
+        severity=known.severity,
+        message=f"{what} is not finite, and every op of the model is fine",
+        cause=f"it began {where}",
+        remedy="gaff.find_nonfinite(step) on a step like this one looks at the ops outside the model, too",
+        last=step,
+    )
+    return outside, []
+
+
+def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:
+    """A GradScaler that has skipped every step for long."""
+    known = RULES["scaler_stuck"]
+    return Finding(
+        rule=known.name,
+        site="",
+        model="",
+        since=step,
+        severity=known.severity,
+        message=f"{known.means}: {skipped} in a row, down to a scale of {scale}",
+        cause=known.cause,
+        remedy=known.remedy,
+        evidence={"scale": scale, "skipped": skipped},
+        last=step,
+    )
+
+
+def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) -> Finding:
+    """A loss far above those before it, with the batch behind it and the samples in it that stand out."""
+    evidence: dict[str, Any] = {"loss": spike.value, "mean_before": spike.mean, "deviation_before": spike.deviation}
+    samples: list[int] = []
+    for model, batch in batches[-1:]:
+        evidence["model"] = model.name
+        evidence["batch"] = step_facts.fingerprint(batch.args, batch.kwargs)
+        samples = odd_samples(batch.args, batch.kwargs)
+        if samples:
+            evidence["samples"] = samples
+    who = (
+        f"samples {samples} of the batch are far larger than the others" if samples else "no sample stands out by size"
+    )
+    return Finding(
+        rule="loss_spike",
+        site="",
+        model="",
+        since=step,
+        severity="warning",
+        message=f"the loss {spike.name!r} jumped to {spike.value:.4g} from about {spike.mean:.4g}; {who}",
+        cause="an example that is wrong or rare, or a learning rate at the edge of what is stable",
+        remedy="look at that batch; clip gradients with gaff.clip_gradients(optimizer, norm=1.0)",
+        evidence=evidence,
+        last=step,
+    )
+
+
+def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> Report:
+    """On a thread of its own: no line of the user's code that is running now is taken for one of the model's."""
+    found: list[Report] = []
+
+    def job() -> None:
+        with _muted(), suppress(Exception):  # what a model may raise when it is copied, or run once more
+            found.append(run_again(_copy(model), batch, assume_ones=assume_ones)[0])
+
+    thread = threading.Thread(target=job, name="gaff-origin")
+    thread.start()
+    thread.join()
+    report = found[0] if found else Report(False)
+    is_ours = report.line.startswith("threading.py")  # no code of the user's calls this module: torch's containers do
+    return replace(report, line="", code="") if is_ours else report
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """To be run without the original noticing; without the hooks of others, which may do anything.
+
+    Hooks of torch's own stay: a weight that is normalised or pruned is made by one.
+    """
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            for key, hook in list(table.items()):
+                if not getattr(type(hook), "__module__", "").startswith("torch."):
+                    del table[key]
+    return copied
+
+
+class _Muted:
+    """Standard output, but for one thread."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> Any:
+        return len(text) if threading.get_ident() == self._thread else self._real.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    """What this thread prints is not shown; other threads print as ever."""
+    real = sys.stdout
+    ours = sys.stdout = _Muted(real)
+    try:
+        yield
+    finally:
+        if sys.stdout is ours:
+            sys.stdout = real
+
+
+def odd_samples(args: Any, kwargs: Any) -> list[int]:
+    """Positions in the batch of samples whose rms is five times the median or not finite; of floating inputs."""
+    for _, tensor in iter_tensors((args, kwargs)):
+        value = readable(tensor) if tensor.is_floating_point() else None
+        if value is not None and value.dim() and value.shape[0] > 2:
+            return _odd_rows(value)
+    return []
+
+
+def _odd_rows(value: Tensor) -> list[int]:
+    with torch.no_grad():
+        sizes = value.reshape(value.shape[0], -1).float().square().mean(1).sqrt()
+        is_odd = ~(sizes <= _ODD * sizes.nanmedian())
+        return [int(at) for at in is_odd.nonzero()[:_MOST_SAMPLES, 0]]
+
+
+def _first_line(report: Report) -> str:
+    return str(report).partition("\n")[0]
+
+
+def _evidence(report: Report) -> dict[str, Any]:
+    told: dict[str, Any] = {"op": report.op, "direction": report.direction, "line": report.line, "code": report.code}
+    told["inputs"] = [f"{one.name}: {one}" for one in report.inputs]
+    if report.output is not None:
+        told["output"] = f"{report.output.name}: {report.output}"
+    if report.before:
+        told["chain"] = list(report.before)
+    if report.notes:
+        told["notes"] = list(report.notes)
+    return {name: value for name, value in told.items() if value}

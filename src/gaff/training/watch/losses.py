@@ -1,0 +1,174 @@
+"""Losses: the numbers on which backward is called, under the names that they have in the script."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from gaff.training.watch.sampled_step import Window
+from gaff.training.watch.variable_names import caller, name_of_loss
+
+_LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
+_LEAST = 32
+_DEVIATIONS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """A loss far above those before it."""
+
+    name: str
+    value: float
+    mean: float
+    deviation: float
+
+
+class Losses:
+    """Of the current step. Values on the CPU are read at once; others are copied and read later, by another thread."""
+
+    def __init__(self) -> None:
+        self.names: dict[Any, str] = {}  # by place in the code
+        self.lr = math.nan
+        self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
+        self.facts: dict[str, Any] = {}
+        self.latest = ""
+        self.is_nonfinite = False
+        self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
+        self._past: dict[str, Past] = {}
+        self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
+
+    def note_scale(self, loss: Tensor, scaled: Tensor, scaler: Any) -> None:
+        """A GradScaler has multiplied ``loss``: what comes back is ``scaled``."""
+        self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
+        self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
+
+    def note(self, tensor: Tensor, window: Window | None, at: int = 0) -> Spike | None:
+        """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
+
+        ``at``: its place, where backward runs from several.
+        """
+        known = next((one for one in self._scaled if one[0]() is tensor), None)
+        named = tensor if known is None else known[1]()
+        self.is_nonfinite = False
+        place = caller(), at
+        if place not in self.names:
+            self.names[place] = self._new_name(name_of_loss(named) if named is not None else "loss")
+        name = self.latest = self.names[place]
+        if known is not None:
+            self.scale = _scale_of(known[3])
+        if window is not None:
+            window.scale = 1.0 if known is None else self.scale
+            self.facts.update(facts_of_graph(tensor if named is None else named, name))
+        value = tensor.detach() if known is None else known[2]
+        total, count = self._now.get(name, (0.0, 0))
+        if value.device.type != "cpu":
+            self._now[name] = total + value.double(), count + 1
+            return None
+        number = float(value)
+        self._now[name] = total + number, count + 1
+        self.is_nonfinite = not math.isfinite(number)
+        return None if self.is_nonfinite else self._spike(name, number)
+
+    def values(self) -> dict[str, Any]:
+        """The mean of each loss over the backward passes of this step; tensors where they are on a device."""
+        return {name: total / count for name, (total, count) in self._now.items()}
+
+    def forget(self) -> None:
+        self._now = {}
+
+    def _new_name(self, name: str) -> str:
+        taken = set(self.names.values())
+        numbered = (name if not number else f"{name}#{number + 1}" for number in range(len(taken) + 1))
+        return next(one for one in numbered if one not in taken)
+
+    def _spike(self, name: str, value: float) -> Spike | None:
+        """Six standard deviations above the last 128 (OLMo-core), three times their mean, half of the first loss."""
+        past = self._past.setdefault(name, Past(value))
+        found = None
+        if len(past.values) >= _LEAST:
+            mean, deviation = past.moments()
+            if value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean) and value > 0.5 * abs(past.first):
+                found = Spike(name, value, mean, deviation)
+        past.add(value)
+        return found
+
+
+class Past:
+    """The last values of a loss, with their sums kept up."""
+
+    def __init__(self, first: float) -> None:
+        self.first = first
+        self.values: deque[float] = deque()
+        self._sum = 0.0  # of differences to the first
+        self._squares = 0.0
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self._count(value - self.first, 1)
+        if len(self.values) > _LENGTH:
+            self._count(self.values.popleft() - self.first, -1)
+
+    def moments(self) -> tuple[float, float]:
+        """Mean and standard deviation."""
+        offset = self._sum / len(self.values)
+        return self.first + offset, math.sqrt(max(0.0, self._squares / len(self.values) - offset * offset))
+
+    def _count(self, difference: float, sign: int) -> None:
+        self._sum += sign * difference
+        self._squares += sign * difference * difference
+
+
+def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
+    """What the autograd nodes just behind a loss tell: the number of classes, and functions applied twice."""
+    found: dict[str, Any] = {}
+    node: Any = loss.grad_fn
+    chain: list[Any] = []
+    while node is not None and len(chain) < 6:
+        chain.append(node)
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    names = [one.name().removesuffix("0") for one in chain]
+    for at, one in enumerate(names):
+        behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
+        if one.startswith("NllLoss") and behind != "LogSoftmaxBackward":
+            found["nll"] = name
+        if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
+            shape = getattr(chain[at]._saved_result, "shape", ())
+            is_mean = getattr(chain[at - 1], "_saved_reduction", 1) == 1
+            if len(shape) == 2 and chain[at]._saved_dim == 0:
+                found["axis"] = name
+            elif len(shape) and is_mean:
+                found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
+            if behind == "SoftmaxBackward":
+                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "softmax"}
+            if behind == "LogSoftmaxBackward":
+                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "log_softmax"}
+        if one == "BinaryCrossEntropyWithLogitsBackward" and behind == "SigmoidBackward":
+            found["doubled"] = {"loss": name, "outer": "sigmoid (with logits)", "inner": "sigmoid"}
+    return found
+
+
+_VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
+          "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
+
+
+def _is_view(name: str) -> bool:
+    return name in _VIEWS
+
+
+def _scale_of(scaler: Any) -> Any:
+    """Without waiting for a device."""
+    scale = getattr(scaler, "_scale", None)
+    if isinstance(scale, Tensor) and scale.device.type != "cpu":
+        return scale.detach().clone()
+    return float(scaler.get_scale())
+
+
+def read(value: Any) -> float:
+    """A loss as a number; waits for its device."""
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)

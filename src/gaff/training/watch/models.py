@@ -1,0 +1,204 @@
+"""The models of a run: whose module and whose parameter something is, under the name that the user gave it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from gaff.address.exported import GraphTree, class_of
+from gaff.address.grammar import Address, Site, parse
+from gaff.address.resolve import is_container, iter_modules, join, resolve, unwrap
+from gaff.engine.exported import trees_of
+from gaff.engine.process.calls import is_compiled
+from gaff.errors import SiteError
+from gaff.record.sample import Key
+from gaff.training.watch.variable_names import holder_of
+
+_RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus,
+               nn.Hardswish, nn.PReLU, nn.RReLU, nn.Threshold)  # fmt: skip
+_ALONG_ONE = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)  # channels are dimension 1
+_MIXING = (*_ALONG_ONE, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Bilinear)
+_NAMES_OF_RECTIFIERS = ("GELU", "SiLU", "ReLU", "Activation", "Swish")
+
+
+Place = tuple[int | str, ...]  # of a tensor in what a module returned
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One module of a watched model."""
+
+    model: str
+    path: str
+    kind: str  # "rectifier", "tanh", "sigmoid", "dropout", "softmax", "attention", "mixing" or ""
+    channels_at: int | None  # the dimension of its units, 1 or -1; None: of those of what came before
+    is_wanted: bool
+    keys: dict[tuple[str, Place], Key] = field(default_factory=dict)
+
+    def key(self, port: str, place: Place = ()) -> Key:
+        """The model's name and the address of one of the module's streams."""
+        known = self.keys.get((port, place))
+        if known is None:
+            known = self.keys[port, place] = self.model, str(Site(self.path, port=port, key=place))
+        return known
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """One outermost model. ``root`` is what the user's variable holds; weakly, for it is the user's to drop."""
+
+    name: str
+    root: weakref.ref[nn.Module]
+    kind: str
+    is_compiled: bool
+    parameters: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict)
+    graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
+
+    def reread(self) -> None:
+        """Parameters may have been replaced since."""
+        root = self.root()
+        self.parameters = {}
+        if root is None:
+            return
+        for path, module, _ in iter_modules(root):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.parameters.setdefault(id(parameter), (weakref.ref(parameter), join(path, name)))
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        known = self.parameters.get(id(parameter))
+        return known[1] if known is not None and known[0]() is parameter else None
+
+
+class Models:
+    """All watched models of a process. ``only``, ``skip``: which modules count; SiteError for what names no module."""
+
+    def __init__(self, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> None:
+        self.all: list[Model] = []
+        self.entries: weakref.WeakKeyDictionary[nn.Module, Entry] = weakref.WeakKeyDictionary()
+        self.called_often: set[Key] = set()  # outputs of modules that are called several times in a step
+        self.is_fresh = False  # parameters were read again since the last window began
+        self.missed: list[str] = []  # filters that name nothing of a model
+        self._only = [_module_filter(one) for one in only]
+        self._skip = [_module_filter(one) for one in skip]
+        self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def named(self, name: str) -> Model:
+        return next(one for one in self.all if one.name == name)
+
+    def find(self, module: nn.Module) -> Model | None:
+        """The model that an outermost call of ``module`` belongs to, made known if it is new.
+
+        None for a module without parameters and without a holder that has some: a loss, an activation.
+        """
+        if module in self._passed_over:
+            return None
+        name, holder = holder_of(module)
+        if next(holder.parameters(), None) is None and next(holder.buffers(), None) is None:
+            self._passed_over.add(module)
+            return None
+        return self.add(name, holder)
+
+    def add(self, name: str, root: nn.Module) -> Model:
+        known = next((one for one in self.all if one.root() is root), None)
+        if known is not None:
+            self._read(known, root)
+            return known
+        inner = unwrap(root)
+        taken = {one.name for one in self.all}
+        unique = next(one for one in _numbered(name) if one not in taken)
+        model = Model(unique, weakref.ref(root), type(inner).__name__, is_compiled(root))
+        self._read(model, root)
+        self.all.append(model)
+        return model
+
+    def name_of(self, parameter: Tensor) -> tuple[str, str] | None:
+        """The model and path of a parameter; looks once more where it is unknown."""
+        for attempt in range(2):
+            for model in self.all:
+                found = model.name_of(parameter)
+                if found is not None:
+                    return model.name, found
+            if attempt == 0:
+                if self.is_fresh:
+                    return None
+                self.is_fresh = True
+                for model in self.all:
+                    model.reread()
+        return None
+
+    def select(self, root: nn.Module) -> set[int] | None:
+        """Identities of the modules that the filters leave, None: all. Raises SiteError where one names nothing."""
+        if not self._only and not self._skip:
+            return None
+        everything = {id(module) for _, module, _ in iter_modules(root)}
+        kept = {id(found.module) for one in self._only for found in resolve(root, one)} if self._only else everything
+        return kept - {id(found.module) for one in self._skip for found in resolve(root, one)}
+
+    def _read(self, model: Model, root: nn.Module) -> None:
+        model.reread()
+        try:
+            wanted = self.select(root)
+        except SiteError as error:  # of one of several models; told when the run ends
+            self.missed.append(f"{model.name}: {error}")
+            wanted = set()
+        for path, module, _ in iter_modules(root):
+            if module not in self.entries and not is_container(module):
+                is_wanted = wanted is None or id(module) in wanted
+                self.entries[module] = Entry(model.name, path, _kind_of(module), _channels_of(module), is_wanted)
+        model.graphs.update(trees_of(module for _, module, _ in iter_modules(root)))
+
+
+def _module_filter(text: str) -> Address:
+    pattern = parse(text)
+    if pattern.port != "output" or pattern.op or pattern.call is not None or pattern.key:
+        raise SiteError(f"filter {text!r} names more than modules: expected a path or pattern, such as 'layer4.*'")
+    return pattern
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    number = 2
+    while True:
+        yield f"{name}#{number}"
+        number += 1
+
+
+def _kind_of(module: nn.Module) -> str:
+    name, cls = type(module).__name__, class_of(module)
+    if issubclass(cls, _RECTIFIERS) or (not list(module.children()) and name.endswith(_NAMES_OF_RECTIFIERS)):
+        return "rectifier"
+    for kind, classes in (
+        ("tanh", (nn.Tanh, nn.Hardtanh)),
+        ("sigmoid", (nn.Sigmoid, nn.Hardsigmoid)),
+        ("dropout", (nn.Dropout,)),
+        ("softmax", (nn.Softmax,)),
+        ("attention", (nn.MultiheadAttention,)),
+        ("mixing", _MIXING),
+    ):
+        if issubclass(cls, classes):
+            return kind
+    return "mixing" if name == "Conv1D" else ""  # of transformers' GPT-2: a Linear
+
+
+def _channels_of(module: nn.Module) -> int | None:
+    cls = class_of(module)
+    if issubclass(cls, _ALONG_ONE):
+        return 1
+    return -1 if issubclass(cls, _MIXING) or cls.__name__ == "Conv1D" else None
+
+
+def units_of(tensor: Tensor, channels_at: int) -> tuple[int, int] | None:
+    """How many units a tensor has and how many neighbours in memory each is wide; None where they do not lie so."""
+    if tensor.dim() < 2 or not tensor.numel():
+        return None
+    at = channels_at % tensor.dim()
+    if tensor.is_contiguous():
+        return tensor.shape[at], math.prod(tensor.shape[at + 1 :])
+    if at == 1 and tensor.dim() == 4 and tensor.permute(0, 2, 3, 1).is_contiguous():
+        return tensor.shape[1], 1
+    return None

@@ -1,0 +1,60 @@
+"""Optimizers of a run: which of them count, and which one's steps are the steps of the run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from gaff.training.watch.models import Models
+from gaff.training.watch.updates import parameters_of
+
+
+class Optimizers:
+    """``given``: only these count; none: those that own parameters of ``models``, or all where ``is_any``.
+
+    A step of the run ends with a step of the leader. That is the first optimizer that makes one; another takes its
+    place when it makes a second step before the leader has made one: the leader is gone, or steps less often.
+    """
+
+    def __init__(self, given: Iterable[Any], models: Models, *, is_any: bool) -> None:
+        self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps of each
+        self._given = list(given)
+        self._models = models
+        self._is_any = is_any
+        self._leader: weakref.ref[Any] | None = None
+        self._now: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps since the leader's last
+        self._owners: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def has(self, optimizer: Any) -> bool:
+        """Whether its steps count."""
+        if self._given:
+            return any(one is optimizer for one in self._given)
+        if self._is_any:
+            return True
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._owners.get(optimizer)
+        if known is None or known[0] != size:
+            owns = any(self._models.name_of(parameter) for _, parameter in parameters_of(optimizer))
+            known = self._owners[optimizer] = size, owns
+        return known[1]
+
+    @property
+    def known(self) -> int:
+        """How many there are, as far as is known."""
+        return max(len(self._given), len(self.counts))
+
+    def stepped(self, optimizer: Any) -> bool:
+        """Count a step; whether it ends a step of the run."""
+        self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
+        twice = self._now[optimizer] = self._now.get(optimizer, 0) + 1
+        leader = self._leader() if self._leader is not None else None
+        if leader is None or twice > 1:
+            self._leader = weakref.ref(optimizer)
+        elif leader is not optimizer:
+            return False
+        self._now.clear()
+        return True
+
+    def forget(self) -> None:
+        self._given.clear()

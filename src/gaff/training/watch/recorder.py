@@ -1,0 +1,150 @@
+"""From rows of one look to frames of the record; runs on the writer's thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.record.finding import Finding
+from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogWriter
+from gaff.record.matrix import Layout, pack, pack_series, to_bytes
+from gaff.record.sample import Key, Sample, port_of
+from gaff.record.statistics import COUNT, M2, MAX, MEAN, MIN, NAN, NEGATIVE, POSITIVE, SAMPLED, WIDTH, ZEROS
+
+_COLUMNS = (("count", "d"), ("mean", "f"), ("std", "f"), ("min", "f"), ("max", "f"), ("zeros", "f"), ("nan", "f"),
+            ("positive_inf", "f"), ("negative_inf", "f"))  # fmt: skip
+_EXTRAS = {
+    "activations": ("saturated", "entropy", "dead", "outlier"),
+    "parameters": ("update_ratio", "adam_rms", "momentum", "lr"),
+}
+_GROUPS = {"param": "parameters", "grad": "parameters", "update": "parameters"}
+_OCTAVES = 24
+_ABSENT = torch.full((1, WIDTH), float("nan"), dtype=torch.float64)
+
+
+class Recorder:
+    """Writes looks, series of steps and events to one log; lays a table out anew when its rows change.
+
+    The log is made by ``open``; events from before wait for it.
+    """
+
+    def __init__(self, make: Callable[[], Path | None]) -> None:
+        self._make = make
+        self._log: LogWriter | None = None
+        self._waiting: list[tuple[str, int, dict[str, Any]]] = []
+        self._is_closed = False
+        self._layouts: dict[str, Layout] = {}  # the latest of each group
+        self._made = 0
+
+    def open(self) -> None:
+        """Make the log, once. Raises OSError where that cannot be."""
+        path = self._make() if self._log is None and not self._is_closed else None
+        if path is not None:
+            self._log = LogWriter(path)
+            for kind, step, told in self._waiting:
+                self.event(kind, step, **told)
+        self._waiting = []
+
+    def look(self, sample: Sample, keys: Sequence[Key], rows: Tensor) -> None:
+        """One sampled step; ``rows``: [n, 74] on the CPU, in the order of ``keys``.
+
+        What belongs to a parameter is of the step of its own optimizer, which may have made fewer than others.
+        """
+        if self._log is None:
+            return
+        groups: dict[tuple[str, int], dict[Key, int]] = {}
+        for at, key in enumerate(keys):
+            group = _GROUPS.get(port_of(key[1]), "activations")
+            owner = sample.parameters.get((key[0], f"{key[1].rpartition(':')[0]}:param"))
+            step = owner.step if owner is not None and group == "parameters" else sample.step
+            groups.setdefault((group, step), {})[key] = at
+        for (group, step), places in groups.items():
+            layout = self._layout(group, places, sample.step)
+            wanted = [places.get(key, -1) for key in layout.rows]
+            table = torch.cat([rows, _ABSENT])[torch.tensor(wanted)]
+            extras = [_extra(sample, name, layout.rows) for name in _EXTRAS[group]]
+            columns = _columns(table)
+            self._log.write(MATRIX, pack(layout.number, sample.phase, [*columns[:-1], *extras, columns[-1]]), step)
+
+    def series(self, columns: dict[str, list[float]]) -> None:
+        """Numbers of consecutive steps."""
+        if self._log is not None and columns.get("step"):
+            self._log.write(SERIES, pack_series(columns), int(columns["step"][0]))
+
+    def event(self, kind: str, step: int = 0, **told: Any) -> None:
+        if self._log is not None:
+            self._log.write_json(EVENT, {"kind": kind, **told}, step)
+        elif not self._is_closed:
+            self._waiting.append((kind, step, told))
+
+    def findings(self, findings: Sequence[Finding], step: int) -> None:
+        self.event("findings", step, findings=[one.to_dict() for one in findings])
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._is_closed = True
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _layout(self, group: str, keys: Iterable[Key], step: int) -> Layout:
+        """One that has these rows: the last one, or a longer one. Rows without numbers in a table count NaN."""
+        known = self._layouts.get(group)
+        if known is None or any(key not in known.index for key in keys):
+            rows = tuple(dict.fromkeys((*(known.rows if known is not None else ()), *keys)))
+            columns = (*_COLUMNS, *((name, "f") for name in _EXTRAS[group]))
+            known = self._layouts[group] = Layout(self._made, group, rows, columns, has_magnitudes=True)
+            self._made += 1
+            assert self._log is not None
+            self._log.write_json(LAYOUT, known.to_json(), step)
+        return known
+
+
+def _columns(rows: Tensor) -> list[bytes]:
+    """The stored columns as bytes, and last the magnitudes."""
+    count = rows[:, COUNT]
+    is_empty = count == 0
+    std = (rows[:, M2] / count.clamp(min=1)).clamp(min=0).sqrt()
+    nothing = torch.full_like(count, float("nan"))
+    moments = [torch.where(is_empty, nothing, one) for one in (rows[:, MEAN], std, rows[:, MIN], rows[:, MAX])]
+    zeros = rows[:, ZEROS] / count.clamp(min=1)
+    floats = [*moments, zeros, rows[:, NAN], rows[:, POSITIVE], rows[:, NEGATIVE]]
+    shares = rows[:, SAMPLED + 1 :] / rows[:, SAMPLED : SAMPLED + 1].clamp(min=1)
+    scaled = (255 + shares.log2() * (254 / _OCTAVES)).round().clamp(1, 255)
+    magnitudes = torch.where(shares > 0, scaled, 0.0).to(torch.uint8).t()
+    return [bytes_of(count), *(bytes_of(one.float()) for one in floats), bytes_of(magnitudes)]
+
+
+def bytes_of(values: Tensor) -> bytes:
+    """The memory of a tensor on the CPU."""
+    values = values.contiguous()
+    return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
+
+
+def _extra(sample: Sample, name: str, keys: Sequence[Key]) -> bytes:
+    return to_bytes("f", [_number(sample, name, key) for key in keys])
+
+
+def _number(sample: Sample, name: str, key: Key) -> float:
+    """NaN where there is none."""
+    nothing = float("nan")
+    if name in ("saturated", "entropy"):
+        return sample.shares.get((name, key), nothing)
+    if name in ("dead", "outlier"):
+        units = sample.units.get(key)
+        if units is None:
+            return nothing
+        return units.dead / units.count if name == "dead" else units.outlier
+    if port_of(key[1]) != "param":
+        return nothing
+    known = sample.parameters.get(key)
+    if name == "update_ratio":
+        weight, update = sample.rows.get(key), sample.of(key, "update")
+        return update.rms / weight.rms if weight and update and weight.count and weight.rms else nothing
+    value = getattr(known, name, None) if known is not None else None
+    return nothing if value is None else float(value)

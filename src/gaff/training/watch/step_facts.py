@@ -1,0 +1,151 @@
+"""What holds for a step as a whole: the size of its batch, its precision, what is known of every parameter."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.nested import iter_tensors
+from gaff.address.resolve import iter_modules, join, unwrap
+from gaff.compat import distributed, libraries
+from gaff.record.sample import Key, Parameter, address_of
+from gaff.training.watch.models import Models
+from gaff.training.watch.recorder import bytes_of
+from gaff.training.watch.updates import Update
+
+_MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
+
+
+def batch_size(args: Any, kwargs: Any) -> int:
+    """The first dimension of the first tensor that the model is given; 1 where there is none."""
+    tensor = next((tensor for _, tensor in iter_tensors((args, kwargs)) if tensor.dim()), None)
+    return int(tensor.shape[0]) if tensor is not None else 1
+
+
+def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
+    """Equal for equal batches: a checksum of the beginning of every tensor. Only of those on the CPU."""
+    crc = 0
+    for _, tensor in iter_tensors((args, kwargs)):
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
+            flat = _beginning(tensor.detach(), most_bytes // tensor.element_size())
+            crc = zlib.crc32(bytes_of(flat), crc)
+    return f"{crc:08x}"
+
+
+def _beginning(tensor: Tensor, most: int) -> Tensor:
+    """At most so many elements, flat; copies no more than a few times as many, whatever the strides are."""
+    for dimension, size in enumerate(tensor.shape):
+        inside = tensor.numel() // size  # elements of one index of this dimension
+        if tensor.numel() > most:
+            tensor = tensor.narrow(dimension, 0, max(1, min(size, -(-most // inside))))
+    return tensor.reshape(-1)[:most]
+
+
+def precision(module: nn.Module) -> str:
+    """``float16`` where autocast or the first parameter says so, else the first parameter's type."""
+    parameter = next(module.parameters(), None)
+    kind = libraries.device_of(module).type
+    if torch.is_autocast_enabled(kind):
+        return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
+
+
+def has_modes(module: nn.Module) -> bool:
+    """Whether a module inside is in training mode that does something else there: dropout, BatchNorm."""
+    dropout, norm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
+    return any(
+        one.training
+        and ((isinstance(one, dropout) and one.p > 0) or (isinstance(one, norm) and one.track_running_stats))
+        for one in module.modules()
+    )
+
+
+def inventory(model: nn.Module) -> dict[str, Any]:
+    """``modules``: path and class of each; ``weights``: path, shape, type, and whether it is trained."""
+    found = [(path, module) for path, module, _ in iter_modules(model)]
+    seen: set[int] = set()  # of a shared parameter the first name
+    weights = [
+        [join(path, name), list(parameter.shape), str(parameter.dtype).removeprefix("torch."), parameter.requires_grad]
+        for path, module in found
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+        and not isinstance(parameter, nn.UninitializedParameter)
+        and not (id(parameter) in seen or seen.add(id(parameter)))  # type: ignore[func-returns-value]
+    ]
+    return {"modules": [[path, type(module).__name__] for path, module in found], "weights": weights}
+
+
+def parameters(
+    models: Models, updates: Iterable[Update], optimizers: Mapping[Any, int], called: set[Key]
+) -> dict[Key, dict[str, Any]]:
+    """Every parameter of every model that trains, as arguments of ``Parameter``; some values still tensors.
+
+    Those that an optimizer owns which made no step in this window are left out: nothing is known of their gradients.
+    """
+    found: dict[Key, dict[str, Any]] = {}
+    numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+    for update in updates:
+        for key, one in update.keys.items():
+            found[key] = {
+                **_plain(one.parameter),
+                "optimizer": numbers.get(id(update.optimizer)),
+                "lr": float(one.group.get("lr", 0.0)),
+                "was_cleared": update.was_cleared,
+                "adam_rms": one.adam_rms,
+                "momentum": one.momentum,
+                "had_grad": one.had_grad,
+                "step": optimizers.get(update.optimizer, 1) - 1,
+            }
+    owned = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    trained = {key[0] for key in found}
+    for model in models.all:
+        root = model.root()
+        if root is None or model.name not in trained:
+            continue
+        for path, module, _ in iter_modules(root):
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                key = model.name, address_of(join(path, name), "param")
+                if key in found:
+                    found[key]["kind"] = _kind(module, parameter)
+                    found[key]["was_called"] = (model.name, path) in called
+                elif id(parameter) not in owned and models.name_of(parameter) == (model.name, join(path, name)):
+                    found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
+                                  "had_grad": parameter.grad is not None}  # fmt: skip
+    return found
+
+
+def read(known: Mapping[str, Any]) -> Parameter:
+    """As plain numbers; waits for the device."""
+    given: dict[str, Any] = {
+        name: value.item() if isinstance(value, Tensor) else value for name, value in known.items()
+    }
+    given["has_grad"] = given.pop("had_grad")
+    return Parameter(**given)
+
+
+def _plain(parameter: Tensor) -> dict[str, Any]:
+    return {
+        "kind": "weight" if parameter.dim() > 1 else "bias",
+        "elements": parameter.numel(),
+        "requires_grad": parameter.requires_grad,
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+    }
+
+
+def _kind(module: nn.Module, parameter: Tensor) -> str:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding"
+    return "weight" if parameter.dim() > 1 else "bias"
+
+
+def spread_over(root: nn.Module) -> dict[str, Any]:
+    """Which parts of a model this process has, where it is spread over several."""
+    model = unwrap(root)
+    places = distributed.places_of(model)
+    return {"places": places, "has_parts": distributed.shares_rows(model)} if places else {}

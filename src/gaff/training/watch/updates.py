@@ -1,0 +1,218 @@
+"""What an optimizer's step does: gradients as it is given them, weights before it, and what it changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.compat import modes
+from gaff.record.sample import Key, address_of
+from gaff.training.statistics.plain import in_memory_order
+from gaff.training.watch.accumulator import Bank, readable
+from gaff.training.watch.models import Models
+
+_WHOLE = 1 << 14  # elements; of larger tensors a sample of an odd stride is copied
+_FEW = 1 << 12
+_PROBES = 4  # parameters asked whether their gradients were cleared
+
+
+@dataclass(slots=True)
+class Owned:
+    """A parameter of an optimizer, as it is before a step."""
+
+    model: str
+    path: str
+    parameter: Tensor
+    group: dict[str, Any]
+    before: Tensor | None  # a copy of some of its elements
+    had_grad: bool = False
+    adam_rms: Any = None  # 0-dim tensors until they are read
+    momentum: Any = None
+
+
+class Update:
+    """One step of one optimizer in a sampled window. Adds to ``bank``; never synchronises.
+
+    Reads gradients and weights once each, and copies at most 16,384 elements of every weight for the time of the step.
+    """
+
+    def __init__(
+        self, optimizer: Any, models: Models, bank: Bank, *, has_closure: bool, has_moments: bool = True
+    ) -> None:
+        self.optimizer = optimizer
+        self.owned: list[Owned] = []
+        self.was_cleared = True
+        self._has_closure = has_closure  # it brings the gradients, during the step
+        self._has_moments = has_moments  # whether to read what the optimizer keeps
+        self._models = models
+        self._bank = bank
+
+    @property
+    def keys(self) -> dict[Key, Owned]:
+        """Of the parameters themselves."""
+        return {(one.model, address_of(one.path, "param")): one for one in self.owned}
+
+    def begin(self) -> None:
+        """Before the step."""
+        with torch.no_grad(), modes.outside_modes():
+            for group, parameter in parameters_of(self.optimizer):
+                named = self._models.name_of(parameter)
+                value = readable(parameter)
+                if named is not None and value is not None:
+                    self.owned.append(Owned(*named, parameter, group, some_of(value).clone()))
+            if not self._has_closure:
+                self._read_gradients()
+            self._observe("param", [(one, readable(one.parameter)) for one in self.owned])
+
+    def _read_gradients(self) -> None:
+        """Accumulated, reduced, and unscaled where a GradScaler leaves that to a fused optimizer."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        pairs = []
+        for one in self.owned:
+            gradient = one.parameter.grad
+            one.had_grad = gradient is not None
+            if gradient is not None:
+                value = readable(gradient)
+                if value is not None and scale is not None:
+                    value = value / scale.to(value.device)
+                pairs.append((one, value))
+        self._observe("grad", pairs)
+
+    def end(self) -> None:
+        """After the step."""
+        with torch.no_grad(), modes.outside_modes():
+            if self._has_closure:
+                self._read_gradients()
+            pairs = [(one, readable(one.parameter)) for one in self.owned]
+            same: list[tuple[Owned, Tensor, Tensor]] = []
+            for one, value in pairs:
+                now = _like(value, one.before)
+                if now is not None and one.before is not None:
+                    same.append((one, now, one.before))
+            if same:
+                changes = torch._foreach_sub([now for _, now, _ in same], [before for *_, before in same])
+                self._observe("update", [(one, change) for (one, *_), change in zip(same, changes, strict=True)])
+            for one in self.owned:
+                one.before = None
+            if self._has_moments:
+                self._read_moments()
+
+    def _read_moments(self) -> None:
+        """Of optimizers that keep first and second moments under the names that torch's Adam gives them.
+
+        Their norms, and the root of the mean of g^2 / v, are read from a sample of at most 4,096 elements each.
+        """
+        states = getattr(self.optimizer, "state", {})
+        firsts: list[tuple[Owned, Tensor]] = []
+        seconds: list[tuple[Owned, Tensor, Tensor, float]] = []
+        for one in self.owned:
+            state = states.get(one.parameter)
+            if not isinstance(state, dict):
+                continue
+            first = _moment(state.get("exp_avg", state.get("momentum_buffer")))
+            if first is not None:
+                firsts.append((one, some_of(first, _FEW)))
+            known = _second_moment(state, one)
+            if known is not None:
+                seconds.append((one, *known))
+        if firsts:
+            norms = torch._foreach_norm([first for _, first in firsts])
+            for (one, first), norm in zip(firsts, norms, strict=True):
+                one.momentum = norm * math.sqrt(one.parameter.numel() / max(1, first.numel()))
+        if seconds:
+            expected = torch._foreach_div([second for _, _, second, _ in seconds], [scale for *_, scale in seconds])
+            smallest = [float(one.group.get("eps", 1e-8)) ** 2 for one, *_ in seconds]
+            torch._foreach_clamp_min_(expected, smallest)
+            torch._foreach_sqrt_(expected)
+            ratios = torch._foreach_norm(torch._foreach_div([gradient for _, gradient, _, _ in seconds], expected))
+            for (one, gradient, _, _), ratio in zip(seconds, ratios, strict=True):
+                one.adam_rms = ratio / math.sqrt(max(1, gradient.numel()))
+
+    def _observe(self, port: str, pairs: Sequence[tuple[Owned, Tensor | None]]) -> None:
+        known = [(one, value) for one, value in pairs if value is not None]
+        keys = [(one.model, address_of(one.path, port)) for one, _ in known]
+        self._bank.observe_many(keys, [value for _, value in known if value is not None])
+
+
+class Clearing:
+    """Whether an optimizer's gradients were None or zero at some time since its last step.
+
+    Asked at the beginning of backward passes and steps in a sampled window; reads at most four small gradients, and
+    waits for the device for them.
+    """
+
+    def __init__(self) -> None:
+        self._cleared: dict[int, bool] = {}
+        self._stepped: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # with the gradient that it had
+
+    def stepped(self, optimizer: Any) -> None:
+        given = sorted((one for _, one in parameters_of(optimizer) if one.grad is not None), key=Tensor.numel)
+        probes = [one for one in given[: 2 * _PROBES] if _is_nonzero(one)][:_PROBES]
+        self._stepped[id(optimizer)] = [(one, one.grad) for one in probes]
+        self._cleared[id(optimizer)] = False
+
+    def look(self) -> None:
+        for which, probes in self._stepped.items():
+            if not self._cleared[which] and any(one.grad is not known or not _is_nonzero(one) for one, known in probes):
+                self._cleared[which] = True
+
+    def was_cleared(self, optimizer: Any) -> bool:
+        """True where nothing is known: no step has been seen, or no gradient was there to be cleared."""
+        self.look()
+        return self._cleared.get(id(optimizer), True) or not self._stepped.get(id(optimizer))
+
+    def forget(self) -> None:
+        self._cleared.clear()
+        self._stepped.clear()
+
+
+def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield group, parameter
+
+
+def some_of(value: Tensor, most: int = _WHOLE) -> Tensor:
+    """All elements, or a sample of an odd stride of a large tensor: a view where it can be one."""
+    elements = value.numel()
+    if elements <= most:
+        return value.reshape(-1)
+    return in_memory_order(value)[:: (elements // most) | 1]
+
+
+def _like(value: Tensor | None, before: Tensor | None) -> Tensor | None:
+    """The same elements of a parameter, if it is still where and of the size that it was."""
+    if value is None or before is None or value.device != before.device or value.dtype != before.dtype:
+        return None
+    now = some_of(value)
+    return now if now.shape == before.shape else None
+
+
+def _moment(value: Any) -> Tensor | None:
+    return readable(value) if isinstance(value, Tensor) else None
+
+
+def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, float] | None:
+    """Samples of the gradient and of Adam's second moment, and by what the moment is too small (its bias)."""
+    second, gradient = _moment(state.get("exp_avg_sq")), _moment(one.parameter.grad)
+    betas, count = one.group.get("betas"), state.get("step")
+    if second is None or gradient is None or second.shape != gradient.shape or not betas or count is None:
+        return None
+    if isinstance(count, Tensor) and count.device.type != "cpu":
+        return None  # of a capturable or fused optimizer: not worth waiting for
+    return some_of(gradient, _FEW), some_of(second, _FEW), 1 - float(betas[1]) ** float(count)
+
+
+def _is_nonzero(parameter: Tensor) -> bool:
+    gradient = readable(parameter.grad) if parameter.grad is not None else None
+    if gradient is None or not gradient.numel():
+        return False
+    with torch.no_grad(), modes.outside_modes(), suppress(RuntimeError):
+        return bool(gradient.ne(0).any())
+    return False

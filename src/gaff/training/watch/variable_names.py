@@ -1,0 +1,117 @@
+"""What the user calls a model or a loss: read from the variables of the code that uses it. Runs once for each."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.resolve import unwrap
+
+_PASSED_ON = ("self", "cls", "args", "kwargs", "_")
+_LIBRARIES = ("torch", "gaff", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "ignite", "fastai")
+_MOST = 200  # entries of a list, dict or object that are looked at
+
+
+def holder_of(module: nn.Module) -> tuple[str, nn.Module]:
+    """The outermost module around ``module`` that a variable of a running function holds, and that variable's name.
+
+    Variables of outer functions come first: a helper's parameter says less than the name in the script. A model that
+    only an object holds is called ``self.model``; where nothing holds it, after its class.
+    """
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    for frame in reversed(list(_frames())):
+        for name, holder in _modules_in(_variables(frame)):
+            if any(one is module for one in holder.modules()):
+                found.setdefault(id(holder), (holder, []))[1].append(name)
+    if not found:
+        return type(unwrap(module)).__name__, module
+    holder, names = max(found.values(), key=lambda one: sum(1 for _ in one[0].modules()))
+    return min(names, key=_rank), holder
+
+
+def name_of_variable(value: Any) -> str:
+    """The plain variable of the nearest function outside gaff that holds ``value``; empty where there is none."""
+    frame = next(_frames(), None)
+    names = [] if frame is None else [name for name, held in _variables(frame).items() if held is value]
+    return next((name for name in names if name not in _PASSED_ON), "")
+
+
+def name_of_loss(loss: Tensor) -> str:
+    """The variable that holds ``loss`` in the nearest function that is no library's; ``loss`` where there is none."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            for name, value in _variables(frame).items():
+                if value is loss and name not in _PASSED_ON:
+                    return name
+            break
+    return "loss"
+
+
+def caller() -> tuple[Any, int]:
+    """The place in the user's code that leads here: equal for each pass through it."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            return frame.f_code, frame.f_lasti
+    return None, 0
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "gaff":
+            yield frame
+        frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """A copy of a frame's variables, which leaves nothing behind.
+
+    Before Python 3.13 a function's frame keeps the dict that it was asked for, and with it every object in it, until
+    the function returns. It is emptied again, unless it was there before: then somebody has asked for ``locals()``.
+    """
+    is_kept = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
+    before = [id(one) for one in gc.get_referents(frame) if type(one) is dict] if is_kept else []
+    found = frame.f_locals
+    copied = dict(found)
+    if is_kept and id(found) not in before:
+        found.clear()
+    return copied
+
+
+def _modules_in(variables: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that variables hold: themselves, in lists and dicts, in attributes of objects."""
+    for name, value in list(variables.items()):
+        if name.startswith("__"):
+            continue
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from _modules_inside(name, value)
+        elif not isinstance(value, (type, ModuleType, Tensor, str, int, float)) and hasattr(value, "__dict__"):
+            for key, inner in list(vars(value).items())[:_MOST]:
+                if isinstance(inner, nn.Module):
+                    yield f"{name}.{key}", inner
+                elif isinstance(inner, (list, tuple, dict)):
+                    yield from _modules_inside(f"{name}.{key}", inner)
+
+
+def _modules_inside(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for count, (key, inner) in enumerate(items):
+        if count == _MOST:
+            return
+        if isinstance(inner, nn.Module):
+            yield f"{name}[{key!r}]", inner
+
+
+def _rank(name: str) -> int:
+    """Plain variables and what they hold by key first, then what ``self`` holds, then the rest."""
+    if "." not in name.partition("[")[0]:
+        return 3 if name in _PASSED_ON else 0
+    return 1 if name.startswith("self.") else 2

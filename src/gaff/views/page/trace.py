@@ -1,0 +1,60 @@
+"""What the page of a traced run carries."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gaff.version import __version__
+from gaff.views.page.chunks import Chunks
+from gaff.views.page.document import Document
+
+if TYPE_CHECKING:
+    from gaff.inspection.trace import Trace
+    from gaff.record.picture import Picture
+
+_HIDDEN = ("digest", "sketch")  # for comparing traces, not for reading
+
+
+def document(trace: Trace) -> Document:
+    """The page of a trace; pictures where it has some."""
+    chunks = Chunks()
+    told = {
+        "model": trace.model,
+        "rows": [_without_marks(asdict(row)) for row in trace.rows],
+        "parameters": [_without_marks(asdict(row)) for row in trace.parameters],
+        "unused_modules": trace.unused_modules,
+        "unused_parameters": trace.unused_parameters,
+        "has_backward": trace.has_backward,
+        "device": trace.device,
+        "notes": trace.notes,
+        "edges": trace.edges,
+        "pictures": [_picture(one, chunks) for one in trace.pictures],
+    }
+    return Document({"kind": "trace", "title": trace.model, "gaff": __version__, "trace": told}, chunks)
+
+
+def _without_marks(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_marks(value) if isinstance(value, dict) else value
+        for name, value in row.items()
+        if name not in _HIDDEN
+    }
+
+
+def _picture(one: Picture, chunks: Chunks) -> dict[str, Any]:
+    table = np.frombuffer(one.data, np.uint8).reshape(one.size)
+    return {
+        "site": one.site,
+        "kind": one.kind,
+        "title": one.title,
+        "chunk": chunks.shares(table),
+        "shape": one.shape,
+        "low": one.low,
+        "high": one.high,
+        "labels": [],
+        "over": one.over,
+        "signed": one.limit > 0,
+    }

@@ -1,0 +1,210 @@
+"""A watched run as text: lines while it goes on, alarms, and the report at its end. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gaff.record.finding import Finding
+from gaff.record.run import Record, Series
+from gaff.views.text import table
+
+_BARS = "▁▂▃▄▅▆▇█"
+_LETTERS = "_.-=+*#@"  # where only ASCII may be printed
+_WIDTH = 100
+_SITES = 24  # of the tree, before it is cut
+
+
+def line(step: int, known: Mapping[str, float], findings: Sequence[Finding], overhead: float, every: int) -> str:
+    """One line for one interval of training."""
+    parts = [f"step {step}"]
+    parts += [
+        f"{name.removeprefix('loss:')} {number(value)}" for name, value in known.items() if name.startswith("loss:")
+    ]
+    if "grad_norm" in known:
+        parts.append(f"grad norm {number(known['grad_norm'])}")
+    if findings and not findings[0].is_over:
+        parts.append(f"{findings[0].rule} at {findings[0].address} since step {findings[0].since}")
+    parts.append(f"every {every} steps, overhead {overhead:.1%}")
+    return "gaff: " + " · ".join(parts)
+
+
+def alarm(finding: Finding) -> str:
+    """What a finding says, in a box."""
+    return box(f"{finding.severity}: {finding.rule} at {finding.address}", body_of(finding))
+
+
+def body_of(finding: Finding) -> list[str]:
+    """The lines of a finding below its title."""
+    lines = [finding.message, f"since step {finding.since}" + _extent(finding)]
+    known = {name: value for name, value in finding.evidence.items() if name != "chain"}  # for the page
+    if known:
+        lines.append("evidence: " + ", ".join(f"{name} {_shown(value)}" for name, value in known.items()))
+    if finding.also:
+        more = f" and {len(finding.also) - 5} more" if len(finding.also) > 5 else ""
+        lines.append(f"also at: {', '.join(finding.also[:5])}{more}")
+    lines += [f"cause: {finding.cause}", f"remedy: {finding.remedy}"]
+    if finding.look:
+        lines.append(f"look: {finding.look}")
+    return lines
+
+
+def box(title: str, lines: Iterable[str], *, plain: bool = False) -> str:
+    """``plain``: without characters beyond ASCII, nothing wrapped."""
+    if plain:
+        return "\n".join([f"gaff: {title}", *(f"gaff:   {one}" for one in lines)])
+    wrapped = [
+        piece
+        for one in lines
+        for piece in textwrap.wrap(one, _WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    ]
+    head = f"─ gaff · {title} "
+    return "\n".join(
+        [f"┌{head:─<{_WIDTH - 2}}┐", *(f"│ {one:<{_WIDTH - 4}} │" for one in wrapped), f"└{'─' * (_WIDTH - 2)}┘"]
+    )
+
+
+def verdict(record: Record) -> str:
+    """One sentence."""
+    lasting = [one for one in record.findings if not one.is_over and one.severity != "info"]
+    size = f"{record.steps} steps" + (f", {len(record.ranks)} processes" if len(record.ranks) > 1 else "")
+    if not lasting:
+        return f"nothing wrong was found in {size}"
+    worst = lasting[0]
+    more = f", and {len(lasting) - 1} more" if len(lasting) > 1 else ""
+    return f"{worst.severity}: {worst.rule} at {worst.address} since step {worst.since}{more}, in {size}"
+
+
+def report(
+    record: Record, *, plain: bool = False, brief: bool = False, width: int = _WIDTH, most: int | None = None
+) -> str:
+    """The verdict, the findings with evidence and remedy, and the sites with their numbers over time.
+
+    ``brief``: one line a finding, where alarms have told the rest; ``most``: sites of the table, None: 24.
+    """
+    parts = [f"{record.path}: {verdict(record)}"]
+    for name in record.scalars:
+        if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
+            series = record.scalar(name)
+            if len(series):
+                ends = f"{number(series.values[0])} to {number(series.values[-1])}"
+                parts.append(f"{name.removeprefix('loss:'):<12} {sparkline(series.values, plain=plain)} {ends}")
+    findings = record.findings
+    for finding in findings:
+        title = f"{finding.severity}: {finding.rule} at {finding.address}" + (" (over)" if finding.is_over else "")
+        if brief:
+            parts.append(f"  {title}, since step {finding.since}{_extent(finding)}: {finding.message}")
+        else:
+            parts.append(box(title, body_of(finding), plain=plain))
+    tree = site_table(record, findings, plain=plain, width=width, most=_SITES if most is None else most)
+    if tree:
+        parts.append(tree)
+    parts += [f"note: {note}" for note in record.notes]
+    state = "" if record.is_complete else "; the run goes on, or was killed"
+    looks = record.looks
+    if looks:
+        parts.append(f"looked at {len(looks)} of {record.steps} steps, the last of them step {looks[-1]}")
+    skipped = record.scalar("skipped").values[-1:] if "skipped" in record.scalars else []
+    if skipped and skipped[0]:
+        parts.append(f"a GradScaler skipped {int(skipped[0])} steps")
+    free = "; the first half second of a run is free" if record.overhead > 0.015 else ""
+    parts.append(f"watching took {record.overhead:.2%} of the time{free}{state}")
+    return "\n".join(parts)
+
+
+def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, width: int, most: int = _SITES) -> str:
+    """Modules in the order in which they were called: rms of activation and gradient over time, and what is wrong."""
+    flags: dict[str, list[str]] = {}
+    for finding in findings:
+        if not finding.is_over and finding.site:  # else of the run as a whole
+            for site in (finding.site, *finding.also):
+                flags.setdefault(site, []).append(finding.rule)
+    rows = []
+    names = [name for name in record.sites if ":" not in name.replace(":output", "")]
+    for name in names:
+        forward = record.series(name, "rms")
+        if not len(forward):
+            continue
+        backward = _series(record, _gradient_of(name, record.sites), "rms")
+        wrong = flags.get(name, []) or flags.get(name.partition(".")[2], [])
+        rows.append((name, _last(forward), sparkline(forward.values, plain=plain), _last(backward),
+                     sparkline(backward.values, plain=plain), ", ".join(dict.fromkeys(wrong))))  # fmt: skip
+    if not rows:
+        return ""
+    cut = len(rows) - most
+    if cut > 0:  # those with a finding first, then the first and last
+        flagged = [row for row in rows if row[5]]
+        calm = [row for row in rows if not row[5]]
+        room = max(0, most - len(flagged))
+        kept = {id(row) for row in (*flagged[:most], *calm[: room - room // 2], *calm[len(calm) - room // 2 :])}
+        rows = [row for row in rows if id(row) in kept]
+    text = table(("site", "rms", "over time", "gradient rms", "over time ", "findings"), rows, width=width,
+                 right=("rms", "gradient rms"))  # fmt: skip
+    return text + (f"\n... {cut} more sites; gaff report --all shows them" if cut > 0 else "")
+
+
+def sparkline(values: Sequence[float], *, plain: bool = False, size: int = 16) -> str:
+    """``size`` characters; logarithmic where all values are positive and far apart; ``!`` where one is not finite."""
+    if not values:
+        return ""
+    step = max(1.0, len(values) / size)
+    buckets = [
+        values[int(at * step) : max(int(at * step) + 1, int((at + 1) * step))] for at in range(min(size, len(values)))
+    ]
+    points = [None if any(not math.isfinite(one) for one in bucket) else max(bucket) for bucket in buckets]
+    known = [one for one in points if one is not None]
+    if not known:
+        return "!" * len(points)
+    is_wide = min(known) > 0 and max(known) > 30 * min(known)
+    scale = [math.log(one) if is_wide and one is not None else one for one in points]
+    finite = [one for one in scale if one is not None]
+    low, high = min(finite), max(finite)
+    marks = _LETTERS if plain else _BARS
+    return "".join(
+        "!" if one is None else marks[min(7, int((one - low) / (high - low) * 8)) if high > low else 3] for one in scale
+    )
+
+
+def to_ascii(text: str) -> str:
+    """Boxes and dots as plain characters, every line of a box with ``gaff:`` before it."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("┌"):
+            lines.append(line.strip("┌─┐ ").replace("gaff · ", "gaff: "))
+        elif line.startswith("│"):
+            lines.append("gaff:   " + line.strip("│ "))
+        elif not line.startswith("└"):
+            lines.append(line.replace(" · ", ", "))
+    return "\n".join(lines).encode("ascii", "replace").decode()
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _extent(finding: Finding) -> str:
+    share = "" if finding.share >= 0.995 else f", in {finding.share:.0%} of the looks"
+    if finding.is_over:
+        return f" until step {finding.last}{share}"
+    return f"; at the latest look, step {finding.last}, still{share}" if finding.last > finding.since else ""
+
+
+def _shown(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _last(series: Series) -> str:
+    return number(series.values[-1]) if len(series) else ""
+
+
+def _series(record: Record, site: str | None, stat: str) -> Series:
+    return record.series(site, stat) if site is not None else Series([], [])
+
+
+def _gradient_of(name: str, sites: Iterable[str]) -> str | None:
+    path, bracket, rest = name.partition("[")
+    path = path.removesuffix(":output")
+    wanted = f"{path}:grad_output{bracket}{rest}"
+    return wanted if wanted in set(sites) else None
