@@ -215,7 +215,7 @@ WRONG = [
     (lambda m: gaff.edit(m, {"a.weight:param": edits.zero()}, threads="all"), "expected threads='own'"),
     (lambda m: gaff.edit(m, gaff.Plan.of("a")), "the plan captures"),
     (lambda m: gaff.capture(m, gaff.Plan.edit({"a": edits.zero()})), "the plan edits"),
-    (lambda m: gaff.Plan.of("a").attach(m), "only a plan of edits can be attached"),
+    (lambda m: gaff.edit(m, gaff.Plan.of("a")).attach(), "the plan captures"),
     (lambda m: edits.clamp(2, 1), "keeps nothing apart"),
     (lambda m: edits.clip(0), "is no limit"),
     (lambda m: edits.clip(1, per="token"), "per='token' is not known"),
@@ -310,7 +310,7 @@ def test_attached_edits_stay_until_removed():
     model, x = two()
     plan = gaff.Plan.edit({"a": edits.scale(0.0)})
     y = model(x)
-    handle = plan.attach(model)
+    handle = gaff.edit(model, plan).attach()
     zero = model.b(torch.zeros(3, 4))
     assert torch.equal(model(x), zero)
     for bare in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -328,7 +328,7 @@ def test_a_handle_without_a_hit_warns_once_and_raises_at_the_end():
     model, x = two()
     model.extra = nn.Linear(2, 2)
     model.forward = lambda t: model.b(model.act(model.a(t)))
-    handle = gaff.Plan.edit({"extra": edits.zero()}).attach(model)
+    handle = gaff.edit(model, {"extra": edits.zero()}).attach()
     with pytest.warns(UserWarning, match="attached edits at extra were not hit in the first full step"):
         model(x)
     with warnings.catch_warnings():

@@ -185,7 +185,7 @@ def test_a_function_mode_that_somebodys_hooks_open_and_close(x):
 def test_a_handle_removed_in_the_middle_of_a_forward(x):
     inner = nn.Linear(4, 4)
     model = Runs(lambda self, x: torch.relu(self.inner[0](x)).sin(), inner)
-    handle = gaff.Plan.edit({"/relu": gaff.edits.scale(2)}).attach(model)
+    handle = gaff.edit(model, {"/relu": gaff.edits.scale(2)}).attach()
     model(x)
     inner.register_forward_hook(lambda *args: handle.remove())
     model(x)

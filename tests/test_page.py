@@ -200,7 +200,7 @@ def test_clips_and_edits_of_the_run_are_on_its_page(tmp_path):
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     clipping = gaff.clip_gradients(optimizer, norm=1e-3, model=model)
-    edit = gaff.Plan.edit({"0": gaff.edits.scale(0.5)}).attach(model)
+    edit = gaff.edit(model, {"0": gaff.edits.scale(0.5)}).attach()
     with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
         for _ in range(3):
             optimizer.zero_grad()

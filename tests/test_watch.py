@@ -19,7 +19,7 @@ import gaff
 from gaff.address.nested import iter_tensors
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.training.watch.pace import Pace
-from gaff.training.watch.sampled_step import Window
+from gaff.training.watch.sampled_step import SampledStep
 from zoo import ZOO, loss_of
 
 
@@ -163,7 +163,7 @@ def test_an_error_of_ours_ends_the_watching_only(monkeypatch):
     told = []
     model = Small()
     twin = copy.deepcopy(model)
-    monkeypatch.setattr(Window, "left", broken)
+    monkeypatch.setattr(SampledStep, "left", broken)
     with gaff.watch(model, every=1, tell=told.append) as watch:
         train(model, sgd(model), 3)
     torch.manual_seed(0)
@@ -546,14 +546,14 @@ def test_a_folder_that_holds_a_run_is_left_alone(tmp_path):
 def test_what_comes_when_no_thread_can_be_started_is_done_at_once(monkeypatch):
     import threading
 
-    from gaff.training.watch.worker import Writer
+    from gaff.training.watch.worker import Worker
 
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     done = []
-    Writer(done.append).put(lambda: done.append("job"))
+    Worker(done.append).put(lambda: done.append("job"))
     assert done == ["job"]
 
 

@@ -63,7 +63,7 @@ def same(one, other):
 def test_a_lightning_fit_has_the_bits_of_a_bare_one_and_is_watched(tmp_path):
     bare, _ = fit(tmp_path)
     drawn = torch.rand(3)
-    callback = lightning.Watch(out=tmp_path / "run", every=1)
+    callback = lightning.LightningWatch(out=tmp_path / "run", every=1)
     lit, _ = fit(tmp_path, callback)
     assert torch.equal(torch.rand(3), drawn)
     assert same(bare, lit)
@@ -87,7 +87,7 @@ def test_lightnings_loggers_get_findings_and_the_norm_of_all_gradients(tmp_path)
     logger = CSVLogger(tmp_path)
     told = []
     logger.log_metrics = lambda metrics, step=None: told.append((step, dict(metrics)))
-    callback = lightning.Watch(every=1)
+    callback = lightning.LightningWatch(every=1)
     bare, _ = fit(tmp_path)
     lit, _ = fit(tmp_path, Norms(), callback, logger=logger)
     assert same(bare, lit)
@@ -99,7 +99,7 @@ def test_lightnings_loggers_get_findings_and_the_norm_of_all_gradients(tmp_path)
 
 
 def test_an_exception_in_a_fit_ends_the_watching_and_is_in_the_record(tmp_path):
-    callback = lightning.Watch(out=tmp_path / "run", every=1)
+    callback = lightning.LightningWatch(out=tmp_path / "run", every=1)
     with pytest.raises(ZeroDivisionError, match="in the user's step"):
         fit(tmp_path, callback, fails_at=3)
     assert backward_is_plain()
@@ -126,7 +126,7 @@ def train(folder, *callbacks):
 def test_a_transformers_training_has_the_bits_of_a_bare_one_and_is_watched(tmp_path):
     bare, plain = train(tmp_path)
     drawn = torch.rand(3)
-    callback = transformers.Watch(out=tmp_path / "run", every=1)
+    callback = transformers.TransformersWatch(out=tmp_path / "run", every=1)
     model, trainer = train(tmp_path, callback)
     assert torch.equal(torch.rand(3), drawn)
     assert same(bare, model)
@@ -148,7 +148,7 @@ def test_after_an_exception_in_transformers_it_can_be_removed(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             raise ZeroDivisionError
 
-    callback = transformers.Watch(every=1)
+    callback = transformers.TransformersWatch(every=1)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path, callback, Failing())
     assert not backward_is_plain()
@@ -156,11 +156,11 @@ def test_after_an_exception_in_transformers_it_can_be_removed(tmp_path):
     assert backward_is_plain()
 
 
-@pytest.mark.parametrize("kind", [lightning.Watch, transformers.Watch])
+@pytest.mark.parametrize("kind", [lightning.LightningWatch, transformers.TransformersWatch])
 def test_what_cannot_be_is_told(kind, tmp_path):
     with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
         kind(evry=2)
-    run = fit if kind is lightning.Watch else train
+    run = fit if kind is lightning.LightningWatch else train
     with pytest.raises(PlanError, match="every=0: expected a number of steps, 1 or more"):
         run(tmp_path, kind(every=0))
     run(tmp_path, kind(out=tmp_path / "run"))

@@ -25,7 +25,7 @@ def batch():
 def train(model, x, *, spoil):
     """Three steps, of which the second has a NaN where ``spoil``; audit and weights."""
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    edit = gaff.Plan.edit({"1": gaff.edits.scale(0.5)}).attach(model)
+    edit = gaff.edit(model, {"1": gaff.edits.scale(0.5)}).attach()
     with gaff.clip_gradients(optimizer, norm=0.1, nonfinite="skip", model=model) as handle:
         for step in range(3):
             optimizer.zero_grad()

@@ -118,7 +118,7 @@ def test_an_attached_plan_steers_generation():
     raw = model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: output + direction)
     true = model.generate(prompt, **options)
     raw.remove()
-    handle = gaff.Plan.edit({"transformer.h.0.mlp": edits.add(direction)}).attach(model)
+    handle = gaff.edit(model, {"transformer.h.0.mlp": edits.add(direction)}).attach()
     assert torch.equal(model.generate(prompt, **options), true)
     assert handle.receipt.rows[0].hits == handle.receipt.runs == 6
     handle.remove()
@@ -174,7 +174,7 @@ def test_a_loop_with_everything_at_once():
     model.forward = lambda t: torch.utils.checkpoint.checkpoint(body, t, use_reentrant=False)
     optimizer, scaler = torch.optim.Adam(model.parameters(), 1e-2), torch.amp.GradScaler("cpu", init_scale=256.0)
     handle = gaff.clip_gradients(optimizer, norm=0.5, nonfinite="skip", model=model)
-    edit = gaff.Plan.edit({"0.0": edits.noise(0.05), "0.3.weight:grad": edits.clip(1e4)}).attach(model)
+    edit = gaff.edit(model, {"0.0": edits.noise(0.05), "0.3.weight:grad": edits.clip(1e4)}).attach()
     losses = []
     for step in range(16):
         part = slice(32 * (step % 8), 32 * (step % 8) + 32)

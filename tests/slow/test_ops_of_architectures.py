@@ -18,21 +18,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def gaffs(model, run):
     """What gaff sees: module path -> list of values, in the order in which they came."""
     order = []
-    from gaff.sessions.kept_site import Stream
+    from gaff.sessions.kept_site import KeptSite
 
-    add = Stream.add
+    add = KeptSite.add
 
     def noted(self, value, run, call):
         add(self, value, run, call)
         if self.site.op is not None:
             order.append((self, len(self.records) - 1))
 
-    Stream.add = noted
+    KeptSite.add = noted
     try:
         with gaff.capture(model, gaff.maybe("/*"), gaff.maybe("**/*"), budget="8GB") as got:
             output = run()
     finally:
-        Stream.add = add
+        KeptSite.add = add
     seen = {}
     for stream, at in order:
         kept = stream.records[at][2]

@@ -40,7 +40,7 @@ def test_a_tensor_that_changes_before_the_recomputation_raises(use_reentrant):
 )
 def test_inference_first_and_training_later(edit):
     model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3)
-    handle = gaff.Plan.edit({"0": edit}).attach(model)
+    handle = gaff.edit(model, {"0": edit}).attach()
     with torch.inference_mode():
         model(x)
     model(x).pow(2).sum().backward()

@@ -122,11 +122,11 @@ def test_several_edits_of_a_sparse_gradient():
 
 def test_an_attached_plan_is_a_context_too_and_tells_the_error_of_the_edit_only():
     model = nn.Sequential(nn.Linear(2, 2))
-    with gaff.Plan.edit({"0": edits.zero()}).attach(model) as handle:
+    with gaff.edit(model, {"0": edits.zero()}).attach() as handle:
         model(torch.ones(1, 2))
     assert handle.receipt.rows[0].hits == 1
     assert not model[0]._forward_hooks
-    handle = gaff.Plan.edit({"0": edits.add(torch.ones(7))}).attach(model)
+    handle = gaff.edit(model, {"0": edits.add(torch.ones(7))}).attach()
     with pytest.raises(gaff.PlanError, match="does not fit"):
         model(torch.ones(1, 2))
     handle.remove()

@@ -10,7 +10,7 @@ from gaff import edits
 
 def test_a_leaf_that_comes_in_at_every_step():
     model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3, requires_grad=True)
-    handle = gaff.Plan.edit({"0:input_grad": edits.scale(0.5)}).attach(model)
+    handle = gaff.edit(model, {"0:input_grad": edits.scale(0.5)}).attach()
     for _ in range(600):
         x.grad = None
         model(x).sum().backward()
@@ -26,7 +26,7 @@ def test_checkpointed_forwards_whose_loss_is_dropped():
     lin = nn.Linear(3, 3)
     model = nn.Sequential(lin)
     model.forward = lambda x: checkpoint(lin, x, use_reentrant=True)
-    handle = gaff.Plan.edit({"0": edits.scale(2.0)}).attach(model)
+    handle = gaff.edit(model, {"0": edits.scale(2.0)}).attach()
     for _ in range(50):
         model(torch.randn(2, 3, requires_grad=True))
     [node] = [node for node in handle._session._nodes.values() if node.exit_changes]

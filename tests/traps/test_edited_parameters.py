@@ -51,7 +51,7 @@ def test_two_edits_of_one_parameter_compose(together):
 def test_sessions_closed_in_any_order_give_the_parameter_back():
     model, x = Single(), torch.randn(2, 3)
     weight, value = model.lin.weight, model.lin.weight.detach().clone()
-    first, second = (gaff.Plan.edit({"lin.weight:param": edits.scale(2.0)}).attach(model) for _ in range(2))
+    first, second = (gaff.edit(model, {"lin.weight:param": edits.scale(2.0)}).attach() for _ in range(2))
     model(x)
     first.remove()
     assert torch.equal(model(x), nn.functional.linear(x, value * 2, model.lin.bias))
@@ -66,7 +66,7 @@ def test_what_jumps_out_of_the_model_leaves_the_parameter(error):
 
     model, x = Single(), torch.randn(2, 3)
     weight, value = model.lin.weight, model.lin.weight.detach().clone()
-    handle = gaff.Plan.edit({"lin.weight:param": edits.zero()}).attach(model)
+    handle = gaff.edit(model, {"lin.weight:param": edits.zero()}).attach()
     model(x)
     model.before = fail
     with pytest.raises(error):
@@ -81,7 +81,7 @@ def test_an_edit_that_raises_leaves_the_parameters_of_the_others():
 
     model = Single()
     weight, value = model.lin.weight, model.lin.weight.detach().clone()
-    handle = gaff.Plan.edit({"lin.weight:param": edits.zero(), gaff.maybe("lin.bias:param"): fail}).attach(model)
+    handle = gaff.edit(model, {"lin.weight:param": edits.zero(), gaff.maybe("lin.bias:param"): fail}).attach()
     with pytest.raises(ValueError):  # noqa: PT011  # the edit's own
         model(torch.randn(2, 3))
     assert is_untouched(model, weight, value)

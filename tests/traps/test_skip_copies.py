@@ -41,7 +41,7 @@ def test_a_shallow_copy_runs_with_its_own_weights():
 def test_handles_are_removed_in_any_order(order):
     model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3)
     true = model(x)
-    handles = [gaff.Plan.edit({gaff.maybe("0"): edits.skip()}).attach(model) for _ in range(2)]
+    handles = [gaff.edit(model, {gaff.maybe("0"): edits.skip()}).attach() for _ in range(2)]
     assert torch.equal(model(x), x)
     for handle in handles[::order]:
         handle.remove()

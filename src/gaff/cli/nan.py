@@ -24,8 +24,8 @@ from gaff.errors import NonFiniteError, PlanError
 from gaff.inspection.nonfinite.examination import Examination
 from gaff.inspection.nonfinite.provenance import STEP
 from gaff.inspection.nonfinite.report import Report
-from gaff.sessions.receipt import counted
 from gaff.training.guard import Guard
+from gaff.views.text import counted
 
 
 def run(options: Namespace) -> int:

@@ -19,7 +19,7 @@ from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.nonfinite.rerun import replayed, run_again
 from gaff.inspection.trace import Trace
 from gaff.record.run import load
-from gaff.training.watch.saved_batches import Kept, kept_of, read_kept
+from gaff.training.watch.saved_batches import SavedBatch, kept_of, read_kept
 
 
 def run(options: Namespace) -> int:
@@ -45,7 +45,7 @@ def run(options: Namespace) -> int:
     return 3 if report else 0
 
 
-def _choose(options: Namespace) -> Kept:
+def _choose(options: Namespace) -> SavedBatch:
     load(options.run)
     paths = kept_of(Path(options.run))
     if not paths:
@@ -60,7 +60,7 @@ def _choose(options: Namespace) -> Kept:
     return found
 
 
-def _trace(model: nn.Module, kept: Kept, *, has_pictures: bool) -> Trace:
+def _trace(model: nn.Module, kept: SavedBatch, *, has_pictures: bool) -> Trace:
     with ExitStack() as stack:
         replayed(stack, kept.batch)
         stack.enter_context(torch.enable_grad())

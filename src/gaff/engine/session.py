@@ -21,7 +21,7 @@ from gaff.engine.gradients.pending import Gradients
 from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.leftovers import Lingering, Release, remove_all
 from gaff.engine.modules import Node
-from gaff.engine.ops.mode import Listener, Scope, Want, drop, forget
+from gaff.engine.ops.mode import OpListener, Scope, Want, drop, forget
 from gaff.engine.parameters.edits import Swap
 from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import StateValue, called_above, owners_of
@@ -52,7 +52,7 @@ class Session:
         self._model = model
         self._taps = taps
         self._tensors = tensors
-        self._threads = threads
+        self.threads = threads
         self._handles: ExitStack | None = None
         self._is_used = False
         self._has_arms = False  # some gradient at a module is wanted
@@ -82,7 +82,7 @@ class Session:
         if self._is_used:
             raise PlanError("this session was opened before: expected a new one for each with block")
         self._is_used = True
-        self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self._threads)
+        self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self.threads)
         with ExitStack() as opening:
             opening.callback(forget)
             opening.callback(self._let_go)
@@ -226,7 +226,7 @@ class Session:
         scope = self._scope(tap.found)
         scope.is_plain = False
         scope.repeats = scope.repeats or tap.is_again
-        scope.listeners.append(Listener(tap.enter, tap.leave, tap.is_again))
+        scope.listeners.append(OpListener(tap.enter, tap.leave, tap.is_again))
 
     def _prepare_op(self, tap: Tap | EditTap) -> None:
         scope = self._scope(tap.found)

@@ -28,8 +28,8 @@ def _installed() -> ModuleType:
 _Callback: Any = _installed().Callback
 
 
-class Watch(_Callback):  # type: ignore[misc]  # a Trainer calls all methods of its base
-    """``Trainer(callbacks=[Watch(out="runs/a")])`` is ``gaff.watch(model, out="runs/a")`` while ``fit`` trains.
+class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all methods of its base
+    """``LightningWatch(out="runs/a")`` among a Trainer's callbacks is ``gaff.watch(model, out="runs/a")`` during ``fit``.
 
     To your loggers it gives, as often as the Trainer logs, ``gaff/findings``: how many there are that are not over,
     and ``gaff/grad_norm``: of all gradients of the module before they are clipped, at that step. That reads one number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.log import MATRIX, SERIES, LogReader
 from gaff.record.matrix import Table, number_of, unpack, unpack_series
-from gaff.record.run import Part, Record
+from gaff.record.part import RankPart
+from gaff.record.run import Record
+from gaff.record.statistics import BY_NAME, DERIVED, IN_EACH, value_of
 
-DERIVED = ("rms", "norm", "nonfinite")  # as ``record.series`` knows them: they follow from what is stored
 MAGNITUDES = "magnitudes"  # no number but a histogram
-_CORE = ("count", "mean", "std", "min", "max", "zeros", "nan", "positive_inf", "negative_inf")  # each row has these
 _Key = tuple[str, str]
 
 
@@ -82,7 +82,7 @@ class Cursor:
             self._places[part.rank].read()
         return self._names
 
-    def place(self, part: Part) -> _Place:
+    def place(self, part: RankPart) -> _Place:
         """Of a part of the record that was caught up with."""
         return self._places[part.rank]
 
@@ -126,7 +126,7 @@ def numbers(
 def rows_of(look: Look, stats: Collection[str] = ()) -> Iterator[Row]:
     """The numbers of one look."""
     columns = [
-        (sound(name), values, name in _CORE or name in DERIVED)
+        (sound(name), values, name in IN_EACH)
         for name, values in _columns(look.table).items()
         if not stats or name in stats
     ]
@@ -192,7 +192,7 @@ def site_filter(patterns: Collection[str]) -> Callable[[str], bool]:
     return lambda name: not texts or expression.fullmatch(name) is not None
 
 
-def parts_of(record: Record) -> list[Part]:
+def parts_of(record: Record) -> list[RankPart]:
     return [record.part(rank) for rank in record.ranks]
 
 
@@ -201,18 +201,14 @@ def sound(name: str) -> str:
     return name.encode("utf-8", "replace").decode("utf-8")
 
 
-def _columns(table: Table) -> dict[str, array[float]]:
+def _columns(table: Table) -> dict[str, Sequence[float]]:
     """The stored ones and those that follow from them, where they do."""
-    stored = table.columns
-    found = dict(stored)
-    if {"mean", "std"} <= stored.keys():
-        rms = [math.hypot(*one) for one in zip(stored["mean"], stored["std"], strict=True)]
-        found["rms"] = array("d", rms)
-        roots = (math.sqrt(one) if one >= 0 else math.nan for one in stored["count"])
-        found["norm"] = array("d", [one * root for one, root in zip(rms, roots, strict=True)])
-    if {"nan", "positive_inf", "negative_inf"} <= stored.keys():
-        counts = zip(stored["nan"], stored["positive_inf"], stored["negative_inf"], strict=True)
-        found["nonfinite"] = array("d", map(sum, counts))
+    found: dict[str, Sequence[float]] = dict(table.columns)
+    lines = range(len(table.layout.rows))
+    for name in DERIVED:
+        if all(one in table.columns for one in BY_NAME[name].needs):
+            values = (value_of(table.columns, at, name) for at in lines)
+            found[name] = array("d", [math.nan if value is None else value for value in values])
     return found
 
 

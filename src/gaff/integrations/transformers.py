@@ -13,8 +13,8 @@ from gaff.record.finding import Finding
 _Callback: Any = need("transformers", "transformers").TrainerCallback
 
 
-class Watch(_Callback):  # type: ignore[misc]  # a Trainer calls all methods of its base
-    """``Trainer(callbacks=[Watch(out="runs/a")])`` is ``gaff.watch(model, out="runs/a")`` while ``train`` runs.
+class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all methods of its base
+    """``TransformersWatch(out="runs/a")`` among a Trainer's callbacks is ``gaff.watch(model, out="runs/a")`` in ``train``.
 
     ``gaff_findings``, how many there are that are not over, goes beside what the Trainer logs: into
     ``state.log_history``, and to callbacks that come after this one. Waits there for looks still to be judged; what is

@@ -15,14 +15,13 @@ import numpy as np
 
 from gaff.errors import RecordError
 from gaff.record.matrix import Layout, number_of, phase_of, raw
-from gaff.record.run import Part
+from gaff.record.part import RankPart
 from gaff.record.sample import Key
-from gaff.record.statistics import BUCKETS
+from gaff.record.statistics import BUCKETS, BY_NAME, STATISTICS
 
 _TYPES = {"f": "<f4", "d": "<f8"}
-_DERIVED = ("rms", "nonfinite")
-_OF_FINITE = ("mean", "std", "min", "max", "rms", "update_ratio", "adam_rms", "momentum")
-_NEEDED = ("count", "mean", "std", "nan", "positive_inf", "negative_inf")
+_DERIVED = tuple(one for one in STATISTICS if one.rule is not None and one.ends)  # those that a page keeps
+_NEEDED = ("count", *dict.fromkeys(name for one in _DERIVED for name in one.needs))
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Cache(dict[Any, Any]):
 
 
 def read_cubes(
-    part: Part, *, columns: int, marks: int, begin: int = 0, end: int | None = None, cache: Cache | None = None
+    part: RankPart, *, columns: int, marks: int, begin: int = 0, end: int | None = None, cache: Cache | None = None
 ) -> list[Cube]:
     """The cubes of a process, of steps ``begin`` to ``end``: at most ``columns`` wide, magnitudes at ``marks`` looks.
 
@@ -84,7 +83,7 @@ def read_cubes(
 
 
 def _cube(
-    part: Part,
+    part: RankPart,
     name: tuple[str, str],
     places: list[tuple[int, int]],
     room: tuple[int, int],
@@ -95,7 +94,10 @@ def _cube(
     cube = Cube(*name, list(dict.fromkeys(key for layout in layouts for key in layout.rows)))
     index = {key: at for at, key in enumerate(cube.keys)}
     rows = {layout.number: np.array([index[key] for key in layout.rows], int) for layout in layouts}
-    names = (*dict.fromkeys(column for layout in layouts for column, _ in layout.columns), *_DERIVED)
+    names = (
+        *dict.fromkeys(column for layout in layouts for column, _ in layout.columns),
+        *(one.name for one in _DERIVED),
+    )
     steps: dict[int, list[int]] = {}
     for step, at in places:
         steps.setdefault(step, []).append(at)
@@ -136,7 +138,7 @@ def _known(store: tuple[Cache, set[Any]], key: Any, make: Callable[[], Any]) -> 
     return cache[key]
 
 
-def _column(part: Part, tables: Sequence[int], rows: Any, names: Sequence[str], count: int) -> Any:
+def _column(part: RankPart, tables: Sequence[int], rows: Any, names: Sequence[str], count: int) -> Any:
     """Lowest, highest and last of several tables: [3, names, sites]."""
     found: Any = np.full((3, len(names), count), np.nan, np.float32)
     lowest, highest, latest = found
@@ -166,18 +168,19 @@ def _numbers(layout: Layout, payload: bytes) -> dict[str, Any]:
         at += values.nbytes
         with np.errstate(over="ignore"):  # of damaged files
             found[name] = values.astype(np.float32)
-    found["rms"] = np.hypot(found["mean"], found["std"])
-    found["nonfinite"] = found["nan"] + found["positive_inf"] + found["negative_inf"]
+    for one in _DERIVED:
+        assert one.rule is not None
+        found[one.name] = one.rule(np, *(found[name] for name in one.needs))
     absent = np.isnan(found["count"])
     is_odd = found["nonfinite"] > 0
     for name, values in found.items():
-        if name in _OF_FINITE:
+        if name in BY_NAME and BY_NAME[name].is_of_finite:
             values[is_odd & np.isnan(values)] = np.inf  # there, but not finite
         values[absent] = np.nan
     return found
 
 
-def _shares(part: Part, tables: Sequence[int], rows: Any, count: int) -> Any:
+def _shares(part: RankPart, tables: Sequence[int], rows: Any, count: int) -> Any:
     """Magnitudes of one step: [sites, 64]. Several tables of it have different sites."""
     found: Any = np.zeros((count, BUCKETS), np.uint8)
     for at in tables:

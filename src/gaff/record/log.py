@@ -27,7 +27,7 @@ _LARGEST = 1 << 30  # bytes of one payload
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class LogFrame:
     """``payload`` is as it was written: JSON of an EVENT or LAYOUT, see ``gaff.record.matrix`` for the others."""
 
     kind: int
@@ -92,7 +92,7 @@ class LogReader:
         if start != MAGIC:
             raise RecordError(f"{path}: is no record of gaff: it begins with {start!r}, expected {MAGIC!r}")
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[LogFrame]:
         """Those that are complete and not returned yet. A torn one at the end is waited for, elsewhere passed over."""
         begin, at = self._at or len(MAGIC), 0
         with self.path.open("rb") as file:
@@ -115,7 +115,7 @@ class LogReader:
             self._at = begin + after
 
 
-def _read(data: bytes, at: int) -> tuple[Frame | None, int]:
+def _read(data: bytes, at: int) -> tuple[LogFrame | None, int]:
     magic, kind, length, crc, step, when = _HEADER.unpack_from(data, at)
     begin = at + _HEADER.size
     if magic != _FRAME or length > _LARGEST or begin + length > len(data):
@@ -123,7 +123,7 @@ def _read(data: bytes, at: int) -> tuple[Frame | None, int]:
     payload = data[begin : begin + length]
     if _crc(kind, step, when, payload) != crc:
         return None, at
-    return Frame(kind, step, when, payload), begin + length
+    return LogFrame(kind, step, when, payload), begin + length
 
 
 def _crc(kind: int, step: int, when: float, payload: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +27,24 @@ class NodeRow:
     code: str
     incoming: tuple[Edge, ...]
     outgoing: tuple[Edge, ...]
+
+
+class Explained(Protocol):
+    """What can be drawn of a backward pass: the fields of ``gaff.inspection.anatomy.Anatomy``, where each is told."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def nodes(self) -> tuple[NodeRow, ...]: ...
+    @property
+    def grad_input(self) -> tuple[Edge, ...]: ...
+    @property
+    def grad_output(self) -> tuple[Edge, ...]: ...
+    @property
+    def parameters(self) -> tuple[Edge, ...]: ...
+    @property
+    def legacy_input(self) -> tuple[Edge, ...]: ...
+    @property
+    def legacy_output(self) -> tuple[Edge, ...]: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from gaff.errors import RecordError
 from gaff.record.finding import Finding
+from gaff.record.statistics import BY_NAME, STATISTICS, merged
 
 if TYPE_CHECKING:
-    from gaff.record.run import Part
+    from gaff.record.part import RankPart
 
 _KILLED = "the process was killed (out of memory, a signal), or its record could not be written"
 _LOOK = "look at that process's own output and at the last rows of its flight recorder"
@@ -21,7 +22,7 @@ _LATE = 0.1  # of a step
 Weights = dict[tuple[int, tuple[str, str]], tuple[float, float]]
 
 
-def divergence(parts: Sequence[Part]) -> list[Finding]:
+def divergence(parts: Sequence[RankPart]) -> list[Finding]:
     """One finding for each model inside DistributedDataParallel whose weights differ between ranks at the same step.
 
     Means and spreads are compared bit for bit: replicas make the same steps from the same gradients. Certain.
@@ -51,7 +52,7 @@ def divergence(parts: Sequence[Part]) -> list[Finding]:
     return list(found.values())
 
 
-def lost(parts: Sequence[Part], head: Mapping[str, Any]) -> list[Finding]:
+def lost(parts: Sequence[RankPart], head: Mapping[str, Any]) -> list[Finding]:
     """One finding for each process that has never said that it ended, where another has, later than it stopped.
 
     ``head``: what ``gaff watch`` knows of the run; it has seen which process was gone first, before a launcher stopped
@@ -83,7 +84,7 @@ def lost(parts: Sequence[Part], head: Mapping[str, Any]) -> list[Finding]:
     return found
 
 
-def slow(parts: Sequence[Part]) -> list[Finding]:
+def slow(parts: Sequence[RankPart]) -> list[Finding]:
     """A process that gets to what it has to wait for others at later than they do, nearly always.
 
     With DistributedDataParallel that is the first backward pass of a step; where forward passes gather weights, too,
@@ -127,18 +128,18 @@ def _slow(rank: int, what: str, late_s: float, share: float, steps: Sequence[int
     )
 
 
-def _times(part: Part, name: str) -> dict[int, float]:
+def _times(part: RankPart, name: str) -> dict[int, float]:
     rows = zip(part.series.get("step", ()), part.series.get(name, ()), strict=False)
     return {int(step): value for step, value in rows if not math.isnan(value)}
 
 
-def _last(part: Part) -> int:
+def _last(part: RankPart) -> int:
     """The last step that a process has written anything of."""
     looks = (step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train")
     return max([-1, *looks, *(int(step) for step in part.series.get("step", ()))])
 
 
-def _gone_first(parts: Sequence[Part], head: Mapping[str, Any]) -> Finding | None:
+def _gone_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> Finding | None:
     gone = head.get("gone")
     part = next((one for one in parts if isinstance(gone, dict) and one.rank == gone.get("rank")), None)
     if part is None or part.latest("end") is not None:  # which tells of its error
@@ -160,7 +161,7 @@ def _gone_first(parts: Sequence[Part], head: Mapping[str, Any]) -> Finding | Non
     )
 
 
-def _weights(part: Part, models: set[str]) -> Weights:
+def _weights(part: RankPart, models: set[str]) -> Weights:
     found: Weights = {}
     for at, (step, _) in enumerate(part.tables):
         table = part.table(at)
@@ -172,22 +173,19 @@ def _weights(part: Part, models: set[str]) -> Weights:
     return found
 
 
-_SUMMED = ("count", "zeros", "nan", "positive_inf", "negative_inf")
-_TOGETHER = (*_SUMMED, "mean", "std", "min", "max", "rms", "norm", "nonfinite")
-
-
-def together(parts: Sequence[Part], key: tuple[str, str], stat: str, phase: str) -> tuple[list[int], list[float]]:
+def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: str) -> tuple[list[int], list[float]]:
     """Steps that all processes have looked at, and one number of a site over their parts; a replica counts once."""
-    if stat not in _TOGETHER:
-        raise RecordError(f"{stat!r} of several processes does not add up: expected one of {', '.join(_TOGETHER)}")
+    if stat not in BY_NAME or not BY_NAME[stat].merge:
+        known = ", ".join(one.name for one in STATISTICS if one.merge)
+        raise RecordError(f"{stat!r} of several processes does not add up: expected one of {known}")
     rows = [_rows(part, key, phase) for part in _distinct(parts, key)]
     steps = sorted(set.intersection(*(set(one) for one in rows))) if rows else []
-    return steps, [_merged([one[step] for one in rows], stat) for step in steps]
+    return steps, [merged([one[step] for one in rows], stat) for step in steps]
 
 
-def _distinct(parts: Sequence[Part], key: tuple[str, str]) -> list[Part]:
+def _distinct(parts: Sequence[RankPart], key: tuple[str, str]) -> list[RankPart]:
     """Those that hold different parts of what passes at a site."""
-    found: dict[str, Part] = {}
+    found: dict[str, RankPart] = {}
     for part in parts:
         told = next((one for _, one in part.events if one.get("kind") == "model" and one.get("name") == key[0]), {})
         path, _, port = key[1].rpartition(":")
@@ -204,7 +202,7 @@ def _distinct(parts: Sequence[Part], key: tuple[str, str]) -> list[Part]:
     return list(found.values())
 
 
-def _rows(part: Part, key: tuple[str, str], phase: str) -> dict[int, dict[str, float]]:
+def _rows(part: RankPart, key: tuple[str, str], phase: str) -> dict[int, dict[str, float]]:
     found = {}
     for at, (step, _) in enumerate(part.tables):
         table = part.table(at)
@@ -212,21 +210,3 @@ def _rows(part: Part, key: tuple[str, str], phase: str) -> dict[int, dict[str, f
         if table is not None and row is not None and not math.isnan(table.columns.get("count", {row: math.nan})[row]):
             found[step] = {name: values[row] for name, values in table.columns.items()}
     return found
-
-
-def _merged(rows: Sequence[dict[str, float]], stat: str) -> float:
-    if stat in _SUMMED:
-        return sum(row[stat] for row in rows)
-    if stat in ("min", "max"):
-        return (min if stat == "min" else max)(row[stat] for row in rows)
-    if stat == "nonfinite":
-        return sum(row[name] for row in rows for name in ("nan", "positive_inf", "negative_inf"))
-    filled = [row for row in rows if row["count"] > 0]
-    count = sum(row["count"] for row in filled)
-    if not count:
-        return math.nan
-    mean = sum(row["count"] * row["mean"] for row in filled) / count
-    square = sum(row["count"] * (row["std"] ** 2 + row["mean"] ** 2) for row in filled)
-    if stat == "std":
-        return math.sqrt(sum(row["count"] * (row["std"] ** 2 + (row["mean"] - mean) ** 2) for row in filled) / count)
-    return {"mean": mean, "rms": math.sqrt(square / count), "norm": math.sqrt(square)}[stat]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,14 @@ from gaff.errors import RecordError
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_ring
-from gaff.record.log import EVENT, LAYOUT, MAGIC, MATRIX, SERIES, LogReader
-from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
+from gaff.record.log import MAGIC, LogReader
+from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
+from gaff.record.statistics import DERIVED, value_of
 
 VERSION = 1
 HEAD = "run.json"
 ENDING = ".gaff"
-_MOST_CELLS = 1 << 27  # of the series of one process
-_MOST_DEPTH = 20  # of evidence
-_DERIVED = ("rms", "norm", "nonfinite")  # not stored: they follow from what is
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,67 +44,12 @@ class Series:
         return f"<gaff series of {len(self)}: {' to '.join(ends)}>"
 
 
-@dataclass
-class Part:
-    """What one process of the run has written."""
-
-    rank: int
-    reader: LogReader
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    tables: list[tuple[int, bytes]] = field(default_factory=list)  # step, payload
-    series: dict[str, array[float]] = field(default_factory=dict)
-    events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    parsed: dict[tuple[int, bool], Table] = field(default_factory=dict)
-
-    def read(self) -> None:
-        """What has come since the last time."""
-        for frame in self.reader.frames():
-            if frame.kind == LAYOUT:
-                layout = Layout.from_json(frame.json())
-                self.layouts[layout.number] = layout
-            elif frame.kind == MATRIX:
-                self.tables.append((frame.step, frame.payload))
-            elif frame.kind == SERIES:
-                self._add_series(unpack_series(frame.payload))
-            elif frame.kind == EVENT:
-                self.events.append((frame.step, _checked(frame.json())))
-
-    def _add_series(self, columns: dict[str, array[float]]) -> None:
-        if not all(math.isfinite(step) and step >= 0 for step in columns.get("step", [math.nan])):
-            raise RecordError("a series has no steps, or steps that are no numbers")
-        known = len(self.series.get("step", ()))
-        rows = len(columns.get("step", ()))
-        if (known + rows) * len({*self.series, *columns}) > _MOST_CELLS:
-            raise RecordError(f"series of more than {_MOST_CELLS} numbers are none of gaff's")
-        for name, values in columns.items():
-            if name not in self.series:
-                self.series[name] = array("d", [math.nan]) * known
-            self.series[name].extend(values)
-        for name, values in self.series.items():
-            if name not in columns:
-                values.extend([math.nan] * rows)
-
-    def table(self, at: int, *, with_magnitudes: bool = False) -> Table | None:
-        """None where its layout is not known: the frame that names it was damaged."""
-        known = self.parsed.get((at, with_magnitudes))
-        if known is None:
-            payload = self.tables[at][1]
-            layout = self.layouts.get(number_of(payload))
-            if layout is None:
-                return None
-            known = self.parsed[at, with_magnitudes] = unpack(layout, payload, with_magnitudes=with_magnitudes)
-        return known
-
-    def latest(self, kind: str) -> dict[str, Any] | None:
-        return next((one for _, one in reversed(self.events) if one.get("kind") == kind), None)
-
-
 class Record:
     """A run of ``gaff watch`` or ``gaff.watch``: its findings, its sites, and any number of any site over time."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._parts: list[Part] = []
+        self._parts: list[RankPart] = []
         self._named: tuple[int, dict[str, tuple[str, str]]] = (-1, {})  # by how many layouts there were
         self._open()
         if not self._parts:
@@ -133,7 +75,7 @@ class Record:
             rank = _rank_of(file)
             if any(part.rank == rank for part in self._parts):  # several processes without ranks
                 rank = 1 + max(part.rank for part in self._parts)
-            self._parts.append(Part(rank, LogReader(file)))
+            self._parts.append(RankPart(rank, LogReader(file)))
         self._parts.sort(key=lambda part: part.rank)
 
     @property
@@ -247,12 +189,12 @@ class Record:
             if table is None or table.phase != phase or key not in table.layout.index:
                 continue
             stats.update(dict.fromkeys(table.columns))
-            value = _value(table, stat, table.layout.index[key])
+            value = value_of(table.columns, table.layout.index[key], stat)
             if value is not None:
                 steps.append(step)
                 values.append(value)
-        if not steps and stats and stat not in (*stats, *_DERIVED):
-            raise RecordError(f"{site!r} has no {stat!r}: expected one of {', '.join([*stats, *_DERIVED])}")
+        if not steps and stats and stat not in (*stats, *DERIVED):
+            raise RecordError(f"{site!r} has no {stat!r}: expected one of {', '.join([*stats, *DERIVED])}")
         return Series(steps, values)
 
     def latest(self, site: str, phase: str = "train", rank: int = 0) -> dict[str, float]:
@@ -262,9 +204,9 @@ class Record:
         for at in range(len(part.tables) - 1, -1, -1):
             table = part.table(at)
             row = table.layout.index.get(key) if table is not None and table.phase == phase else None
-            if table is not None and row is not None and _value(table, "count", row) is not None:
+            if table is not None and row is not None and value_of(table.columns, row, "count") is not None:
                 found = {name: values[row] for name, values in table.columns.items()}
-                derived = {name: _value(table, name, row) or 0.0 for name in _DERIVED}
+                derived = {name: value_of(table.columns, row, name) or 0.0 for name in DERIVED}
                 return {"step": float(part.tables[at][0]), **found, **derived}
         return {}
 
@@ -276,14 +218,14 @@ class Record:
         for at, (step, _) in enumerate(part.tables):
             table = part.table(at, with_magnitudes=True)
             row = table.layout.index.get(key) if table is not None and table.phase == phase else None
-            if table is not None and row is not None and _value(table, "count", row) is not None:
+            if table is not None and row is not None and value_of(table.columns, row, "count") is not None:
                 found.append((step, table.shares(row)))
         return found
 
     def __repr__(self) -> str:
         return f"<gaff record {str(self.path)!r}: {self.steps} steps, {len(self.findings)} findings>"
 
-    def part(self, rank: int = 0) -> Part:
+    def part(self, rank: int = 0) -> RankPart:
         """What one process has written. Raises RecordError where there is none of this rank."""
         part = next((one for one in self._parts if one.rank == rank), None)
         if part is None:
@@ -330,45 +272,6 @@ def _find(names: dict[str, tuple[str, str]], site: str, path: Path) -> tuple[str
 
 def _joined(model: str, address: str) -> str:
     return f"{model}{address}" if address.startswith((":", "[")) else f"{model}.{address}"
-
-
-def _value(table: Table, stat: str, row: int) -> float | None:
-    """None where the table has no numbers for this row."""
-    if "count" in table.columns and math.isnan(table.columns["count"][row]):
-        return None
-    if stat in table.columns:
-        return table.columns[stat][row]
-    if stat not in _DERIVED or "std" not in table.columns:
-        return None
-    columns = table.columns
-    if stat == "nonfinite":
-        return sum(columns[name][row] for name in ("nan", "positive_inf", "negative_inf") if name in columns)
-    if "mean" not in columns:
-        return None
-    rms = math.hypot(columns["mean"][row], columns["std"][row])
-    return rms if stat == "rms" else rms * math.sqrt(max(0.0, columns["count"][row]))
-
-
-def _checked(event: dict[str, Any]) -> dict[str, Any]:
-    """Raises RecordError for an event whose parts are not what they must be."""
-    kinds: dict[str, Any] = {"kind": str, "notes": list, "overhead": (int, float), "findings": list, "name": str}
-    for name, kind in kinds.items():
-        if name in event and not isinstance(event[name], kind):
-            raise RecordError(f"an event has {name!r} {event[name]!r:.50}: expected {kind}")
-    if not abs(event.get("overhead", 0.0)) < 1e9:
-        raise RecordError(f"an event has an overhead of {event['overhead']!r:.50}: expected a share of the time")
-    for finding in event.get("findings", ()):
-        if not isinstance(finding, dict):
-            raise RecordError(f"an event has a finding {finding!r:.50}: expected an object")
-        Finding.from_dict(finding)
-        if _is_deep(finding.get("evidence"), _MOST_DEPTH):
-            raise RecordError(f"a finding has evidence nested more than {_MOST_DEPTH} deep")
-    return event
-
-
-def _is_deep(value: Any, left: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return bool(inner) and (left == 0 or any(_is_deep(one, left - 1) for one in inner))
 
 
 def _rank_of(file: Path) -> int:

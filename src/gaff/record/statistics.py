@@ -1,4 +1,9 @@
-"""What the 74 numbers of a row are, and what can be read from them. Needs no torch.
+"""The numbers of a tensor, declared once: what each is, how it follows from others, how parts of it add up. No torch.
+
+The words, here and wherever these numbers go: a *row* is what one pass over a tensor gives, 74 numbers (below); a
+*column* is one statistic of many sites, as it is stored; a *table* has the columns of one look, one line for each
+site; a *layout* names its lines and columns; a *group* is what has the same columns (activations; parameters); a
+*series* is one number over steps. ``Numbers`` reads a row by name.
 
 A row holds, of all elements seen: how many are finite, their mean, the sum of their squared deviations from it, their
 extremes, how many are zero, how many are NaN, +inf, -inf; then how many finite elements the powers of two were counted
@@ -9,13 +14,130 @@ formulae and a pairwise algorithm for computing sample variances", 1979).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 BUCKETS = 64
 COUNT, MEAN, M2, MIN, MAX, ZEROS, NAN, POSITIVE, NEGATIVE, SAMPLED = range(10)
 WIDTH = 10 + BUCKETS
 EMPTY = (0.0, 0.0, 0.0, math.inf, -math.inf, *([0.0] * (WIDTH - 5)))
 ALL_COUNTED = 1 << 14  # above this many elements the powers of two are counted on a sample of an odd stride
+
+ACTIVATIONS, PARAMETERS = "activations", "parameters"  # groups: what has the same columns
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """One number of a site. To add one, add it here, and to the kernels or the recorder that compute it.
+
+    ``slot``, ``kind``: where it comes from in a row: the number itself ("value"; "moment" where there is none of an
+    empty tensor), the root of its share of the finite elements ("deviation"), or that share ("share"). One without a
+    slot is an ``extra`` of the groups named, which the recorder fills in, or follows from others: ``needs`` their
+    columns, and ``rule`` is called with what has ``hypot`` and ``sqrt`` (``math``, ``numpy``) and these.
+    ``merge``: how the parts of a tensor, or of a batch, add up: "sum", "least", "most", "pooled" (the moments, as the
+    paper above), "weighted" by count; "" where they do not. ``ends``: which of several looks a page keeps where it has
+    no room for each. ``is_of_finite``: whether a value that is not finite is told as infinite, and not as missing.
+    """
+
+    name: str
+    unit: str
+    means: str
+    slot: int | None = None
+    kind: str = ""
+    code: str = "f"  # as it is stored: float32, or "d" for float64
+    groups: tuple[str, ...] = (ACTIVATIONS, PARAMETERS)
+    needs: tuple[str, ...] = ()
+    rule: Callable[..., Any] | None = None
+    merge: str = ""
+    ends: tuple[str, ...] = ()
+    is_of_finite: bool = False
+
+
+def _extra(name: str, unit: str, means: str, group: str, *ends: str, is_of_finite: bool = False) -> Statistic:
+    return Statistic(name, unit, means, groups=(group,), ends=ends, is_of_finite=is_of_finite)
+
+
+_BAD = ("nan", "positive_inf", "negative_inf")
+STATISTICS = (
+    Statistic("count", "elements", "how many are finite", COUNT, "value", "d", merge="sum"),
+    Statistic("mean", "as the tensor", "of the finite elements", MEAN, "moment", merge="pooled", ends=("latest",),
+              is_of_finite=True),
+    Statistic("std", "as the tensor", "of the finite elements, of the population", M2, "deviation", merge="pooled",
+              is_of_finite=True),
+    Statistic("min", "as the tensor", "the least finite element", MIN, "moment", merge="least", ends=("lowest",),
+              is_of_finite=True),
+    Statistic("max", "as the tensor", "the largest finite element", MAX, "moment", merge="most", ends=("highest",),
+              is_of_finite=True),
+    Statistic("zeros", "share", "of the finite elements that are exactly zero", ZEROS, "share", merge="weighted",
+              ends=("highest",)),
+    Statistic("nan", "elements", "that are NaN", NAN, "value", merge="sum"),
+    Statistic("positive_inf", "elements", "that are +inf", POSITIVE, "value", merge="sum"),
+    Statistic("negative_inf", "elements", "that are -inf", NEGATIVE, "value", merge="sum"),
+    _extra("saturated", "share", "of elements where the slope of tanh or sigmoid is below 6 %", ACTIVATIONS, "highest"),
+    _extra("entropy", "share", "entropy of attention, of that of a uniform one", ACTIVATIONS, "lowest"),
+    _extra("dead", "share", "of the units that were never above 1e-5 in magnitude", ACTIVATIONS, "highest"),
+    _extra("outlier", "ratio", "the mean magnitude of the largest unit to the median one", ACTIVATIONS, "highest"),
+    _extra("update_ratio", "ratio", "rms of the step's update to rms of the weight", PARAMETERS, "highest", "lowest",
+           is_of_finite=True),
+    _extra("adam_rms", "ratio", "root of the mean of g^2 / v (Wortsman et al., 2023, RMS_t)", PARAMETERS, "highest",
+           is_of_finite=True),
+    _extra("momentum", "as the gradient", "L2 norm of the first moment", PARAMETERS, "latest", is_of_finite=True),
+    _extra("lr", "learning rate", "of the parameter's group", PARAMETERS, "latest"),
+    Statistic("rms", "as the tensor", "root of the mean square of the finite elements", needs=("mean", "std"),
+              rule=lambda m, mean, std: m.hypot(mean, std), merge="pooled", ends=("highest", "lowest"),
+              is_of_finite=True),
+    Statistic("norm", "as the tensor", "L2 norm of the finite elements", needs=("mean", "std", "count"),
+              rule=lambda m, mean, std, count: m.hypot(mean, std) * m.sqrt(count), merge="pooled"),
+    Statistic("nonfinite", "elements", "that are NaN or infinite", needs=_BAD,
+              rule=lambda m, nan, positive, negative: nan + positive + negative, merge="sum", ends=("highest",)),
+)  # fmt: skip
+BY_NAME = {one.name: one for one in STATISTICS}
+DERIVED = tuple(one.name for one in STATISTICS if one.rule is not None)  # not stored: they follow from what is
+IN_EACH = (*(one.name for one in STATISTICS if one.slot is not None), *DERIVED)  # of every line of a table
+
+
+def columns_of(group: str) -> tuple[tuple[str, str], ...]:
+    """Name and type code of each stored column of a group, in the order in which they are stored."""
+    return tuple((one.name, one.code) for one in STATISTICS if one.rule is None and group in one.groups)
+
+
+def value_of(columns: Mapping[str, Sequence[float]], at: int, name: str) -> float | None:
+    """One statistic of line ``at`` of a table, stored or derived; None where there is none."""
+    if "count" in columns and math.isnan(columns["count"][at]):
+        return None
+    if name in columns:
+        return columns[name][at]
+    known = BY_NAME.get(name)
+    if known is None or known.rule is None or not all(one in columns for one in known.needs):
+        return None
+    needed = [columns[one][at] for one in known.needs]
+    if name == "norm":
+        needed[2] = max(0.0, needed[2])  # of damaged files
+    return float(known.rule(math, *needed))
+
+
+def merged(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """One statistic of several parts together, from their stored columns; KeyError for one that does not add up."""
+    how = BY_NAME[name].merge
+    if how == "sum":
+        return sum(value_of({key: (one,) for key, one in row.items()}, 0, name) or 0.0 for row in rows)
+    if how in ("least", "most"):
+        return (min if how == "least" else max)(row[name] for row in rows)
+    filled = [row for row in rows if row["count"] > 0]
+    count = sum(row["count"] for row in filled)
+    if not count:
+        return math.nan
+    if how == "weighted":
+        return sum(row["count"] * row[name] for row in filled) / count
+    if how != "pooled":
+        raise KeyError(name)
+    mean = sum(row["count"] * row["mean"] for row in filled) / count
+    square = sum(row["count"] * (row["std"] ** 2 + row["mean"] ** 2) for row in filled)
+    if name == "std":
+        return math.sqrt(sum(row["count"] * (row["std"] ** 2 + (row["mean"] - mean) ** 2) for row in filled) / count)
+    return {"mean": mean, "rms": math.sqrt(square / count), "norm": math.sqrt(square)}[name]
+
 
 # The magnitude with which a number rounds to zero, or to infinity, in a format: as powers of two that are certain.
 # Sources: IEEE 754-2019 for float16; Micikevicius et al., "FP8 formats for deep learning", 2022.

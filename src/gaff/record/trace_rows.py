@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from gaff.record.picture import Picture
 
 _Row = TypeVar("_Row")
 
@@ -110,3 +112,30 @@ def build_row(cls: type[_Row], data: dict[str, Any]) -> _Row:
     if "sketch" in data:
         data["sketch"] = tuple(float(one) for one in data["sketch"])
     return cls(**data)
+
+
+class Traced(Protocol):
+    """What can be drawn of a traced run: the fields of ``gaff.inspection.trace.Trace``, where each is told."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def rows(self) -> tuple[CallRow, ...]: ...
+    @property
+    def parameters(self) -> tuple[ParameterRow, ...]: ...
+    @property
+    def unused_modules(self) -> tuple[str, ...]: ...
+    @property
+    def unused_parameters(self) -> tuple[str, ...]: ...
+    @property
+    def has_backward(self) -> bool: ...
+    @property
+    def has_flops(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    @property
+    def edges(self) -> tuple[tuple[int, int, bool], ...]: ...
+    @property
+    def pictures(self) -> tuple[Picture, ...]: ...

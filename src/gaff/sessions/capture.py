@@ -21,10 +21,11 @@ from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper
-from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, Stream, make_keeper
+from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite, make_keeper
 from gaff.sessions.plan import Plan
 from gaff.sessions.reading import Reading
-from gaff.sessions.receipt import Receipt, ReceiptRow, counted, tidy
+from gaff.sessions.receipt import Receipt, ReceiptRow, tidy
+from gaff.views.text import counted
 
 
 class RunView:
@@ -56,8 +57,8 @@ class Capture:
         options = plan.options
         self._plan = plan
         self._ledger = Ledger(options.budget, options.evict, WeakMethod(self._iter_streams))
-        self._by_name: dict[str, Stream] = {}  # plain tensors
-        self._by_object: dict[tuple[object, ...], Stream] = {}
+        self._by_name: dict[str, KeptSite] = {}  # plain tensors
+        self._by_object: dict[tuple[object, ...], KeptSite] = {}
         self._missing: list[str] = []
         self._keepers: list[Keeper] = []
         self._places: list[Any] = []  # where the modules hung at opening
@@ -183,7 +184,7 @@ class Capture:
                     exact.update([same] if is_exact and not request.optional else [])
                     continue
                 keeper = keeper or self._make_keeper(request.reduce, found.site)
-                by_object[same] = stream = Stream(pattern, found.site, keeper, self._ledger, options.last)
+                by_object[same] = stream = KeptSite(pattern, found.site, keeper, self._ledger, options.last)
                 taps.append(Tap(found, stream, is_exact and not request.optional))
                 places.append(same)
         if exact:
@@ -203,17 +204,17 @@ class Capture:
             )
         site = Site(name, port="grad")
         keeper = self._make_keeper(None, site)
-        stream = self._by_name[name] = Stream(name, site, keeper, self._ledger, self._plan.options.last)
+        stream = self._by_name[name] = KeptSite(name, site, keeper, self._ledger, self._plan.options.last)
         return TensorTap(name, tensor, stream)
 
-    def _find(self, site: Site) -> Stream | None:
+    def _find(self, site: Site) -> KeptSite | None:
         """The stream of an address: by its text, then by what it names (a shared module has several names)."""
         whole = every_call(site)
         if site.op is not None and self._model is not None:
             site, whole = (replace(one, path=first_name(self._model, one.path)) for one in (site, whole))
         for stream in self._iter_streams():
             if stream.site in (site, whole):
-                found: Stream = stream
+                found: KeptSite = stream
                 return found
         if self._model is None:
             return None
@@ -232,7 +233,7 @@ class Capture:
             yield from _with_inner(stream, seen)
 
 
-def _with_inner(stream: Stream, seen: set[int]) -> Iterator[Stream]:
+def _with_inner(stream: KeptSite, seen: set[int]) -> Iterator[KeptSite]:
     if id(stream) not in seen:
         seen.add(id(stream))
         yield stream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +16,7 @@ from gaff.engine.session import Session
 from gaff.engine.taps import EditTap, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
 from gaff.sessions.capture import raise_if_silent
-from gaff.sessions.edited_site import EditStream, Family
+from gaff.sessions.edited_site import EditedSite, Family
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import CHANGING, Receipt, ReceiptRow, tidy
 
@@ -25,7 +24,7 @@ REPLACED = "the module was replaced while the session was open: its successor wa
 
 
 class Editing:
-    """Edits on a model while it is open: as a context (``gaff.edit``), or until ``remove`` (``plan.attach``).
+    """Edits on a model while it is open: as a context (``gaff.edit``), or until ``remove`` (``attach``).
 
     ``receipt`` tells what was changed; ``on``, ``off`` and ``strength`` change it meanwhile.
     """
@@ -49,7 +48,7 @@ class Editing:
 
     def __enter__(self) -> Editing:
         if self._state == "attached" and self._session.is_open:
-            return self  # ``with plan.attach(model) as handle``
+            return self  # ``with gaff.edit(model, plan).attach() as handle``
         self._open()
         return self
 
@@ -58,11 +57,19 @@ class Editing:
     ) -> None:
         self._close(is_quiet=kind is not None)  # never mask the user's own exception
 
-    def attach(self) -> None:
-        """Open without a block, until ``remove``; warns once where nothing was hit in the first full step."""
+    def attach(self) -> Editing:
+        """Open without a block, until ``remove``; warns once where nothing was hit in the first full step.
+
+        ``handle = gaff.edit(model, plan).attach()`` stays when the calling code returns: for a Trainer, a pipeline,
+        ``generate``. It sees the runs of every thread, but where a parameter is edited: that is for one thread's run.
+        Raises PlanError for edits that are open already.
+        """
+        if not any(stream.site.port == "param" for stream in self._streams):
+            self._session.threads = "all"
         self._open()
         self._state = "attached"
         self._session.clock.at_end.append(self._warn)
+        return self
 
     def _open(self) -> None:
         if self._model is not None:
@@ -158,7 +165,7 @@ class Editing:
     def _ran(self) -> int:
         return self._session.clock.latest.index + 1 if hasattr(self._session, "clock") else 0
 
-    def _named(self, pattern: str | None) -> list[EditStream]:
+    def _named(self, pattern: str | None) -> list[EditedSite]:
         if pattern is None:
             return self._streams
         wanted = str(parse(pattern))
@@ -185,8 +192,8 @@ class Editing:
         self._missing = [str(request) for at, request in asked if at not in matched]
         return taps
 
-    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditStream:
-        stream = EditStream(pattern, site, place, edit, self._family)
+    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditedSite:
+        stream = EditedSite(pattern, site, place, edit, self._family)
         self._streams.append(stream)
         return stream
 
@@ -194,17 +201,6 @@ class Editing:
         site = Site(str(request), port="grad")
         stream = self._make_stream(str(request), site, id(request.target), request.edit)
         return TensorTap(str(request), request.target, stream, is_edit=True)
-
-
-def attach(model: nn.Module, plan: Plan) -> Editing:
-    """See ``Plan.attach``."""
-    if not plan.is_edit:
-        raise PlanError("only a plan of edits can be attached: expected Plan.edit({'layer3': gaff.edits.scale(0.5)})")
-    has_swap = any(found.site.port == "param" for found, _, _ in plan.check(model))
-    threads = plan.options.threads if has_swap else "all"
-    attached = Editing(model, replace(plan, options=replace(plan.options, threads=threads)))
-    attached.attach()
-    return attached
 
 
 def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gaff.compat import distributed, modes
 
 
-class Measured:
+class EditSize:
     """Sums over the measured events, on the device of the values; read once, when somebody looks."""
 
     def __init__(self) -> None:

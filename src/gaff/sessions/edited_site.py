@@ -14,7 +14,7 @@ from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
 from gaff.edits.places import Skip, When
 from gaff.errors import ExactnessError, GaffError, PlanError
-from gaff.sessions.edit_size import Measured, plain
+from gaff.sessions.edit_size import EditSize, plain
 from gaff.sessions.receipt import ReceiptRow, merge_reasons
 
 NOT_CALLED = "it was not called"
@@ -47,10 +47,10 @@ class Family:
 
     def __init__(self, *, check_finite: bool) -> None:
         self.check_finite = check_finite
-        self.streams: list[EditStream] = []
+        self.streams: list[EditedSite] = []
 
 
-class EditStream:
+class EditedSite:
     """One edit at one site. ``place`` is equal for edits at the same site."""
 
     def __init__(self, pattern: str, site: Site, place: object, edit: Edit, family: Family) -> None:
@@ -60,13 +60,13 @@ class EditStream:
         self.site = site
         self.place = place
         self.switch = Switch()
-        self.spawned: list[EditStream] = []  # of single ops, where the site names several
+        self.spawned: list[EditedSite] = []  # of single ops, where the site names several
         self.hits = 0
         self.none = 0
         self.is_open = True
         self.has_failed = False  # its last event ended in an error
         self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
-        self.measured = Measured()
+        self.measured = EditSize()
         self.edit = edit
         self._is_pure = edit.is_pure
         self._needs_event = uses_event(edit)
@@ -124,11 +124,11 @@ class EditStream:
     def remark(self, text: str) -> None:
         self._reasons.setdefault(text, 1)
 
-    def at(self, key: Key) -> EditStream:
+    def at(self, key: Key) -> EditedSite:
         return self
 
-    def spawn(self, site: Site, known: Any) -> EditStream:
-        new = EditStream(self.pattern, site, (self.place, site), self.edit, self.family)
+    def spawn(self, site: Site, known: Any) -> EditedSite:
+        new = EditedSite(self.pattern, site, (self.place, site), self.edit, self.family)
         new.switch = self.switch
         self.spawned.append(new)
         self.family.streams.append(new)

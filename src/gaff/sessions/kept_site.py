@@ -28,7 +28,7 @@ NOT_CALLED = "it was not called"
 NO_BACKWARD = "no backward pass reached it"
 
 
-class Stream:
+class KeptSite:
     """The kept events of one site, in order: run, call, what was kept."""
 
     none = 0  # events whose value was None
@@ -40,7 +40,7 @@ class Stream:
         self.patterns = [pattern]  # all that asked for this site
         self.site = site
         self.records: deque[tuple[Moment, int, Any]] = deque()
-        self.inner: dict[Key | Site, Stream] = {}  # of single tensors inside this site's value, of single ops
+        self.inner: dict[Key | Site, KeptSite] = {}  # of single tensors inside this site's value, of single ops
         self.reasons: dict[str, int] = {}
         self._keeper = keeper
         self._ledger = ledger
@@ -91,17 +91,17 @@ class Stream:
     def remark(self, text: str) -> None:
         self.remarks = {*self.remarks, text}
 
-    def at(self, key: Key) -> Stream:
+    def at(self, key: Key) -> KeptSite:
         found = self.inner.get(key)
         if found is None:
             site = replace(self.site, key=(*self.site.key, *key))
-            found = self.inner[key] = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
+            found = self.inner[key] = KeptSite(self.patterns[0], site, self._keeper, self._ledger, self._last)
             found.patterns = self.patterns
         return found
 
-    def spawn(self, site: Site, known: Any) -> Stream:
+    def spawn(self, site: Site, known: Any) -> KeptSite:
         if known is None:
-            new = Stream(self.patterns[0], site, self._keeper, self._ledger, self._last)
+            new = KeptSite(self.patterns[0], site, self._keeper, self._ledger, self._last)
             new.patterns = list(self.patterns)
         else:
             new = known

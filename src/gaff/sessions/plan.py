@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -14,6 +13,7 @@ from gaff.address.grammar import Site
 from gaff.address.resolve import resolve
 from gaff.edits.places import as_edit
 from gaff.errors import PlanError, SiteError
+from gaff.sessions import plan_files
 from gaff.sessions.request import Options, Request, Resolved, edit_text, read_options, requests_of
 from gaff.views.text import table
 
@@ -58,24 +58,13 @@ class Plan:
     @property
     def digest(self) -> str:
         """SHA-256 of what the plan says, tensors included; equal for equal plans."""
-        found: str = _files().digest_of(self)
-        return found
+        return plan_files.digest_of(self.requests, self.options)
 
     def __str__(self) -> str:
         rows = [
             (str(request), edit_text(request.edit), "maybe" if request.optional else "") for request in self.requests
         ]
         return table(("pattern", "edit", ""), rows)
-
-    def attach(self, model: nn.Module) -> Any:
-        """Edit ``model`` until ``.remove()`` of the handle that is returned; see ``gaff.edit`` for the rest.
-
-        Unlike a session it sees the runs of every thread, and stays when the calling code returns: for a Trainer, a
-        pipeline, ``generate``.
-        """
-        from gaff.sessions.edit import attach  # the plan is what the verbs are built on
-
-        return attach(model, self)
 
     def check(self, model: nn.Module) -> list[Resolved]:
         """Every site that the plan names in ``model``. Installs nothing. Raises SiteError or PlanError."""
@@ -99,26 +88,18 @@ class Plan:
         Raises PlanError, naming the request, when the plan holds a function, a capture or a module object, or tensors
         and no place for them.
         """
-        text: str = _files().to_json(self, tensors)
-        return text
+        return plan_files.to_json(self.requests, self.options, tensors)
 
     @classmethod
     def from_json(cls, text: str, tensors: dict[str, Tensor] | None = None) -> Plan:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
-        plan: Plan = _files().from_json(text, tensors or {})
-        return plan
+        return cls(*plan_files.from_json(text, tensors or {}))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
-        _files().save(self, path)
+        plan_files.save(self.requests, self.options, path)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
         """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
-        plan: Plan = _files().load(path)
-        return plan
-
-
-def _files() -> Any:
-    """What writes and reads plans; loaded when it is needed."""
-    return importlib.import_module("gaff.sessions.plan_files")
+        return cls(*plan_files.load(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,17 @@ from gaff import keep as keep_part
 from gaff.address.grammar import Pattern, Site, parse
 from gaff.edits import files as edit_part
 from gaff.errors import GaffError, PlanError, RecordError
-from gaff.sessions.plan import Plan
 from gaff.sessions.request import Options, Reducer, Request, read_options
 
 _FORMAT = 1
 _TENSORS = ".safetensors"
+Asked = tuple[tuple[Request, ...], Options]  # what a plan is made of
 
 
-def digest_of(plan: Plan) -> str:
+def digest_of(requests: Sequence[Request], options: Options) -> str:
     """SHA-256 of what the plan says, tensors included; equal for equal plans."""
     tensors: dict[str, Tensor] = {}
-    digest = hashlib.sha256(to_json(plan, tensors).encode())
+    digest = hashlib.sha256(to_json(requests, options, tensors).encode())
     for name, tensor in tensors.items():
         whole = _whole(name, tensor)
         digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
@@ -34,15 +35,15 @@ def digest_of(plan: Plan) -> str:
     return digest.hexdigest()
 
 
-def to_json(plan: Plan, tensors: dict[str, Tensor] | None = None) -> str:
+def to_json(requests: Sequence[Request], options: Options, tensors: dict[str, Tensor] | None = None) -> str:
     """The plan as text; tensors that edits hold are put into ``tensors``, and named in the text.
 
     Raises PlanError, naming the request, when the plan holds a function, a capture or a module object, or tensors
     and no place for them.
     """
     held: dict[str, Tensor] = {}
-    requests = []
-    for request in plan.requests:
+    rows = []
+    for request in requests:
         if not isinstance(request.target, (Site, Pattern)):
             raise PlanError(f"plan cannot be saved: {request} is no address; name its sites by text")
         row: dict[str, Any] = {"pattern": str(request.target)}
@@ -52,15 +53,15 @@ def to_json(plan: Plan, tensors: dict[str, Tensor] | None = None) -> str:
             row["reduce"] = keep_part.to_dict(request.reduce)
         if request.edit is not None:
             row["edit"] = edit_part.to_dict(request.edit, held)
-        requests.append(row)
+        rows.append(row)
     if held and tensors is None:
         raise PlanError(f"plan holds {len(held)} tensors, which are no text: save it with plan.save(path)")
     if tensors is not None:
         tensors.update(held)
-    return json.dumps({"gaff_plan": _FORMAT, "requests": requests, "options": _options_dict(plan.options)}, indent=1)
+    return json.dumps({"gaff_plan": _FORMAT, "requests": rows, "options": _options_dict(options)}, indent=1)
 
 
-def from_json(text: str, tensors: dict[str, Tensor]) -> Plan:
+def from_json(text: str, tensors: dict[str, Tensor]) -> Asked:
     """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
     try:
         return _read(json.loads(text), tensors)
@@ -69,20 +70,20 @@ def from_json(text: str, tensors: dict[str, Tensor]) -> Plan:
         raise RecordError(f"plan cannot be read: {what}; expected what Plan.to_json wrote") from None
 
 
-def save(plan: Plan, path: str | PathLike[str]) -> None:
+def save(requests: Sequence[Request], options: Options, path: str | PathLike[str]) -> None:
     """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
     if str(path).endswith(_TENSORS):
         raise PlanError(f"{str(path)!r} is a name for the tensors of a plan: expected another ending, such as .json")
     tensors: dict[str, Tensor] = {}
-    text = to_json(plan, tensors)
+    text = to_json(requests, options, tensors)
     if tensors:
-        text = json.dumps({**json.loads(text), "digest": digest_of(plan)}, indent=1)
+        text = json.dumps({**json.loads(text), "digest": digest_of(requests, options)}, indent=1)
         whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
         _safetensors().save_file(whole, f"{path}{_TENSORS}")
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def load(path: str | PathLike[str]) -> Plan:
+def load(path: str | PathLike[str]) -> Asked:
     """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
     beside = Path(f"{path}{_TENSORS}")
     try:
@@ -97,13 +98,13 @@ def load(path: str | PathLike[str]) -> Plan:
         tensors = library.load_file(beside)
     except (OSError, ValueError, failure) as error:
         raise RecordError(f"tensors {str(beside)!r} of the plan cannot be read: {error}") from None
-    plan = from_json(text, tensors)
-    if json.loads(text).get("digest") != digest_of(plan):
+    asked = from_json(text, tensors)
+    if json.loads(text).get("digest") != digest_of(*asked):
         raise RecordError(f"{str(beside)!r} holds the tensors of another plan: expected both files of one plan.save")
-    return plan
+    return asked
 
 
-def _read(data: Any, tensors: dict[str, Tensor]) -> Plan:
+def _read(data: Any, tensors: dict[str, Tensor]) -> Asked:
     if type(data["gaff_plan"]) is not int or data["gaff_plan"] != _FORMAT:
         raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
     requests = []
@@ -117,7 +118,7 @@ def _read(data: Any, tensors: dict[str, Tensor]) -> Plan:
         raise ValueError("nothing is asked for, or the options are no table")
     options = dict(data["options"])
     options["reduce"] = _maybe_keep(options.get("reduce"))
-    return Plan(tuple(requests), Options(**read_options(options)))
+    return tuple(requests), Options(**read_options(options))
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from gaff.address.grammar import GRADIENT_PORTS, Key, Site, nearest, parse_site
 from gaff.address.nested import dig
 from gaff.errors import SiteError
 from gaff.sessions.exact import Kept, own, read
-from gaff.sessions.kept_site import Stream
+from gaff.sessions.kept_site import KeptSite
 
 
 class Reading:
@@ -18,9 +18,9 @@ class Reading:
 
     def __init__(
         self,
-        by_name: Mapping[str, Stream],
-        streams: Sequence[Stream],
-        find: Callable[[Site], Stream | None],
+        by_name: Mapping[str, KeptSite],
+        streams: Sequence[KeptSite],
+        find: Callable[[Site], KeptSite | None],
         run: int | None,
         runs: int,
     ) -> None:
@@ -60,7 +60,7 @@ class Reading:
         near = ", ".join(self._near(address)) or "nothing"
         raise SiteError(f"{address!r} was not captured: expected one of {near}")
 
-    def _find_all(self, site: Site) -> list[Stream]:
+    def _find_all(self, site: Site) -> list[KeptSite]:
         """The stream of an address; of an op without a number, those of all ops with its name."""
         if site.op is not None and site.op_index is None:
             wanted = {replace(site, call=None), site}
@@ -73,7 +73,7 @@ class Reading:
             return list(exact.inner.values())  # under another name of a shared module
         return [] if exact is None else [exact]
 
-    def _select(self, stream: Stream, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:
+    def _select(self, stream: KeptSite, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:
         for run, number, kept in stream.records:
             if (call is None or number == call) and (self._run is None or run.index == self._run):
                 yield run.index, number, lambda kept=kept: _read(stream, kept, rest)  # type: ignore[misc]
@@ -100,7 +100,7 @@ class Reading:
         return f"{address!r} has no event{where}{why}"
 
 
-def _read(stream: Stream, kept: Any, rest: Key) -> Any:
+def _read(stream: KeptSite, kept: Any, rest: Key) -> Any:
     value = read(kept, stream.site)
     if rest and value is not None:
         try:

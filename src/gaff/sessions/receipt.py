@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gaff.views.text import table
+from gaff.views.text import counted, table
 
 CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()  # limits on gradients, and sessions of edits, opened in this process
 
@@ -102,11 +102,6 @@ def tidy(rows: list[ReceiptRow]) -> list[ReceiptRow]:
             why = f"none of the {count} modules that it names ran such an op, see gaff.sites(model, x, ops=True)"
             kept.append(replace(row, site="", skipped=0, reason=why))
     return kept
-
-
-def counted(count: int, what: str) -> str:
-    """``1 run``, ``2 runs``."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _some(count: int) -> str:

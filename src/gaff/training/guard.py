@@ -32,7 +32,7 @@ from gaff.inspection.nonfinite.provenance import STEP, UPDATED
 from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, plain, probe, range_of
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.nonfinite.rerun import Batch, run_again
-from gaff.sessions.receipt import counted
+from gaff.views.text import counted
 
 _MOST_SUMS = 4096  # of runs without a step
 _KEPT = 16  # runs of one step whose inputs are kept, for gradients that come from several micro-batches

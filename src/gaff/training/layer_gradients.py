@@ -33,7 +33,7 @@ class Terms(NamedTuple):
 Rule = Callable[[Any, str, Tensor, Tensor], Terms]
 
 
-class Measured(NamedTuple):
+class MeasuredLayer(NamedTuple):
     """``squares`` [batch]: squared norms of the examples' gradients. ``explained``: inner product of their sum with the
     gradient that came. ``reach``: how large that could be if nothing cancelled; rounding errors go with it."""
 
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     reach: float
 
 
-def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> Measured:
+def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> MeasuredLayer:
     """What ``new`` terms, after those ``before``, make of a parameter whose ``gradient`` has come."""
     terms = before + new
     reach = float(sum((_bound(one) * one.inner.shape[2] ** 0.5).sum() for one in new))
@@ -53,8 +53,8 @@ def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> Measured
         for mine in _iter_whole(only):
             squares.append(mine.square().sum((1, 2, 3)))
             explained += float((mine.sum(0) * weight).sum())
-        return Measured(torch.cat(squares), explained, reach)
-    return Measured(_squares_of(terms), float(sum(_meeting(one, gradient) for one in new)), reach)
+        return MeasuredLayer(torch.cat(squares), explained, reach)
+    return MeasuredLayer(_squares_of(terms), float(sum(_meeting(one, gradient) for one in new)), reach)
 
 
 def _squares_of(terms: list[Terms]) -> Tensor:

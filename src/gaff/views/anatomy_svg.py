@@ -6,13 +6,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gaff.inspection.anatomy import Anatomy
-    from gaff.record.node_rows import Edge
+    from gaff.record.node_rows import Edge, Explained
 
 _WIDE, _HIGH, _GAP, _DROP = 230, 46, 24, 56  # a box, and what is between boxes
 
 
-def render(anatomy: Anatomy) -> str:
+def render(anatomy: Explained) -> str:
     """Boxes are nodes: name, op, line. Arrows are gradients: shape and norm. Leaves are tinted."""
     layers = _layers(anatomy)
     columns = max(len(layer) for layer in layers)
@@ -35,7 +34,7 @@ def render(anatomy: Anatomy) -> str:
     )
 
 
-def _layers(anatomy: Anatomy) -> list[list[int]]:
+def _layers(anatomy: Explained) -> list[list[int]]:
     """Numbers of nodes by their longest way from the output; backward runs a node after all that feed it."""
     depth = {row.number: 0 for row in anatomy.nodes}
     for row in anatomy.nodes:
@@ -48,7 +47,7 @@ def _layers(anatomy: Anatomy) -> list[list[int]]:
     return layers
 
 
-def _box(anatomy: Anatomy, number: int, place: tuple[float, float]) -> str:
+def _box(anatomy: Explained, number: int, place: tuple[float, float]) -> str:
     row = anatomy.nodes[number]
     x, y = place
     is_leaf = not row.outgoing

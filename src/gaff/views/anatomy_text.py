@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from gaff.views.text import table
 
 if TYPE_CHECKING:
-    from gaff.inspection.anatomy import Anatomy
-    from gaff.record.node_rows import Edge, NodeRow
+    from gaff.record.node_rows import Edge, Explained, NodeRow
 
 _HEAD = ("", "node", "op", "line", "gradients that come", "gradients that it hands on")
 
 
-def render_table(anatomy: Anatomy) -> str:
+def render_table(anatomy: Explained) -> str:
     """One line a node in the order of backward, whose gradients came out, and what the legacy hook makes of it."""
     rows = [
         (str(row.number), row.name, row.site, row.place, _short(row.incoming), _long(row.outgoing))
@@ -30,7 +29,7 @@ def render_table(anatomy: Anatomy) -> str:
     return "\n".join(parts)
 
 
-def render_tree(anatomy: Anatomy) -> str:
+def render_tree(anatomy: Explained) -> str:
     """From the output down to the leaves; a node that several hand gradients to is told once."""
     seen: set[int] = set()
     fed = {edge.to for row in anatomy.nodes for edge in row.outgoing}
@@ -41,7 +40,7 @@ def render_tree(anatomy: Anatomy) -> str:
     return "\n".join(lines)
 
 
-def explain_legacy(anatomy: Anatomy) -> list[str]:
+def explain_legacy(anatomy: Explained) -> list[str]:
     """What ``register_backward_hook`` shows, and why that is not the gradient of the module's inputs."""
     if not anatomy.legacy_input:
         return ["the legacy register_backward_hook would not be called: the first tensor that is returned has no graph"]
@@ -78,7 +77,7 @@ def _differs(legacy: Sequence[Edge], truth: Sequence[Edge]) -> bool:
     return shown != told
 
 
-def _branch(anatomy: Anatomy, row: NodeRow, depth: int, seen: set[int]) -> list[str]:
+def _branch(anatomy: Explained, row: NodeRow, depth: int, seen: set[int]) -> list[str]:
     place = f"  {row.place}" if row.place else ""
     line = f"{'  ' * depth}{row.name}  {row.site}{place}  {_short(row.incoming)}"
     if row.number in seen:

@@ -19,7 +19,7 @@ from gaff.record.run import Record
 from gaff.record.sample import port_of
 
 if TYPE_CHECKING:
-    from gaff.inspection.trace import Trace
+    from gaff.record.trace_rows import Traced
 
 _ALL = 1 << 30  # columns: every look
 _MOST_NAMES = 40  # of sites that are written beside a map
@@ -77,7 +77,7 @@ def curves(records: Sequence[Record] | Record, name: str = "loss") -> Any:
     return figure
 
 
-def picture(trace: Trace, site: str, kind: str | None = None) -> Any:
+def picture(trace: Traced, site: str, kind: str | None = None) -> Any:
     """A picture of a trace that was made with ``pictures=True``: maps side by side, a class activation over its image.
 
     ``kind``: where a site has several, such as ``class activation``. Raises RecordError with near names.

@@ -105,3 +105,8 @@ def printable(text: str, keep: str = "\n\t") -> str:
         else repr(one)[1:-1]
         for one in text
     )  # fmt: skip
+
+
+def counted(count: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

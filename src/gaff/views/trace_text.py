@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from gaff.views.text import bytes_text, count_text, fold, table
 
 if TYPE_CHECKING:
-    from gaff.inspection.trace import Trace
-    from gaff.record.trace_rows import CallRow, Gradient
+    from gaff.record.trace_rows import CallRow, Gradient, Traced
 
 _HEAD = ("site", "class", "input", "output", "params", "time", "flops", "memory", "mean", "std", "min", "max")
 _GRADIENT_HEAD = ("grad out", "grad in")
@@ -19,7 +18,7 @@ _RIGHT = ("params", "time", "flops", "memory", "mean", "std", "min", "max", "ele
 _TAIL = ("site", "parameter")  # of these the end tells most
 
 
-def render_table(trace: Trace, width: int | None = None, *, is_plain: bool = False) -> str:
+def render_table(trace: Traced, width: int | None = None, *, is_plain: bool = False) -> str:
     """One line for each call, then parameters' gradients if there was a backward pass, then what was not used."""
     head, rows = _cells(trace)
     draw = _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT, tail=_TAIL)
@@ -30,13 +29,13 @@ def render_table(trace: Trace, width: int | None = None, *, is_plain: bool = Fal
     return "\n".join(parts)
 
 
-def render_tree(trace: Trace) -> str:
+def render_tree(trace: Traced) -> str:
     """Calls indented by depth; a row of equal blocks is told once."""
     lines = fold(trace.rows, _is_inside, _likeness, _tree_line)
     return "\n".join([summary(trace), *lines, *_endings(trace)])
 
 
-def render_html(trace: Trace) -> str:
+def render_html(trace: Traced) -> str:
     """The tables for a notebook; everything in them is escaped."""
     tables = _html_table(*_cells(trace))
     if trace.has_backward:
@@ -51,7 +50,7 @@ def _html_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return f"<table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>"
 
 
-def summary(trace: Trace) -> str:
+def summary(trace: Traced) -> str:
     """One line: the model, its size, and what the run took."""
     top = [row for row in trace.rows if row.depth == min((other.depth for other in trace.rows), default=0)]
     elements = sum(row.elements for row in trace.parameters)
@@ -63,7 +62,7 @@ def summary(trace: Trace) -> str:
     )
 
 
-def _cells(trace: Trace) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _cells(trace: Traced) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     head = _HEAD + (_GRADIENT_HEAD if trace.has_backward else ())
     return head, [_call_cells(row, trace.has_backward) for row in trace.rows]
 
@@ -88,7 +87,7 @@ def _call_cells(row: CallRow, has_backward: bool) -> tuple[str, ...]:
     return (*cells, _gradient(row.grad_output), _gradient(row.grad_input)) if has_backward else cells
 
 
-def _parameter_cells(trace: Trace) -> list[tuple[str, ...]]:
+def _parameter_cells(trace: Traced) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for row in trace.parameters:
         grad = row.grad
@@ -98,7 +97,7 @@ def _parameter_cells(trace: Trace) -> list[tuple[str, ...]]:
     return rows
 
 
-def _endings(trace: Trace) -> list[str]:
+def _endings(trace: Traced) -> list[str]:
     lines = []
     if trace.unused_modules:
         lines.append(f"never called: {', '.join(trace.unused_modules)}")

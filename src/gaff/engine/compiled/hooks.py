@@ -42,7 +42,7 @@ class HookInside(Receiver):
         self.outside = torch.compiler.disable(func)
 
 
-class Entry(HookInside):
+class EntryHook(HookInside):
     """Before a module: its arguments. ``is_bound``: compiled code may begin here, and with it a run."""
 
     def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
@@ -79,7 +79,7 @@ class Entry(HookInside):
                     tap(args, kwargs, run, number)
 
 
-class Exit(HookInside):
+class ExitHook(HookInside):
     """After a module: its output, and the gradients of its tensors when they come."""
 
     def __init__(self, inside: Inside, func: Any, node: Node) -> None:
@@ -152,7 +152,7 @@ class Exit(HookInside):
             arm(output, ((), {}), passage.run, passage.call)
 
 
-class Leave(HookInside):
+class LeaveHook(HookInside):
     """Where compiled code ends, and with it a run that began there."""
 
     def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
@@ -182,7 +182,7 @@ class Leave(HookInside):
                 self.node.clock.leave(self.node, output)
 
 
-class Look(Receiver):
+class LookHook(Receiver):
     """After a module: tells ``listener(module, args, output, stands)``, inside compiled code and outside of it.
 
     ``stands``: by the identity of a tensor of the output, what can be hooked to hear of its gradient; in compiled code.
@@ -224,12 +224,14 @@ class Look(Receiver):
         self.listener(module, args, output, None)
 
 
-class Looks:
-    """Hooks of ``Look`` on many modules, on and off. The same hooks each time, so that compiled code fits again."""
+class LookHooks:
+    """Hooks of ``LookHook`` on many modules, on and off. The same hooks each time, so that compiled code fits again."""
 
     def __init__(self, modules: Iterable[tuple[nn.Module, bool]], listener: Any) -> None:
         self._inside = Inside(has_marks=False)
-        self._looks = [(ref(one), Look(self._inside, one, listener, has_args=has_args)) for one, has_args in modules]
+        self._looks = [
+            (ref(one), LookHook(self._inside, one, listener, has_args=has_args)) for one, has_args in modules
+        ]
         self._handles: list[Any] = []
 
     @property

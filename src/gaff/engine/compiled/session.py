@@ -14,14 +14,14 @@ from gaff.address.resolve import unwrap
 from gaff.compat import compiler, distributed
 from gaff.edits.compiled import cuts, traced
 from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
-from gaff.engine.compiled.hooks import Entry, Exit, HookInside, Leave, OwnForward
+from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook, OwnForward
 from gaff.engine.compiled.tell import Inside
 from gaff.engine.force_eager import EAGER, forced_eager
 from gaff.engine.modules import Node, before, before_edit, leave
 from gaff.engine.process.calls import is_compiled
 from gaff.engine.taps import CallTap, EditTap, Tap
 from gaff.errors import ExactnessError
-from gaff.sessions.receipt import counted
+from gaff.views.text import counted
 
 _SEEN = ("output", "input", "grad_output", "param", "buffer", "grad")
 _EDITED = ("output", "input", "grad_output", "grad")
@@ -80,11 +80,11 @@ def _why_order(taps: Sequence[EditTap]) -> str:
 
 def meet(
     opening: ExitStack, model: nn.Module, taps: Sequence[Any], notes: list[str], reason: str, *, has_marks: bool
-) -> Traced | None:
+) -> CompiledHooks | None:
     """Hooks that compiled code holds where it can; else, also for ``reason``, it runs eagerly until closing."""
     reason = reason or why_not(taps) or _why_full(model, taps)
     if not reason:
-        return opening.enter_context(Traced(model, taps, notes, has_marks=has_marks))
+        return opening.enter_context(CompiledHooks(model, taps, notes, has_marks=has_marks))
     opening.enter_context(forced_eager)
     notes.append(f"{EAGER}: {reason}")
     return None
@@ -133,7 +133,7 @@ def _kind_of(tap: Any, start: str) -> str:
     return f"{site.path.removeprefix(start)}:{site.port} {kind}"
 
 
-class Traced(AbstractContextManager["Traced"]):
+class CompiledHooks(AbstractContextManager["CompiledHooks"]):
     """The taps of one session inside compiled code, while open."""
 
     def __init__(self, model: nn.Module, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
@@ -154,9 +154,13 @@ class Traced(AbstractContextManager["Traced"]):
 
         def make(func: Any, node: Node) -> HookInside:
             if func is leave:
-                return Leave(self._inside, func, node, is_bound=is_bound)
+                return LeaveHook(self._inside, func, node, is_bound=is_bound)
             is_entry = func in (before, before_edit)
-            made = Entry(self._inside, func, node, is_bound=is_bound) if is_entry else Exit(self._inside, func, node)
+            made = (
+                EntryHook(self._inside, func, node, is_bound=is_bound)
+                if is_entry
+                else ExitHook(self._inside, func, node)
+            )
             ports = ("input",) if is_entry else ("output", "grad_output")  # gradients are those of what is edited
             made.edits = tuple(edit for port in ports for edit in edits if edit.site.port == port)
             return made

@@ -16,7 +16,7 @@ from gaff.engine.streams import EntryChange, ExitChange
 _BY_PARAMETER: WeakKeyDictionary[Any, ShardedGradient] = WeakKeyDictionary()
 
 
-class Listener(Protocol):
+class ShardListener(Protocol):
     """``coming``: backward has reached the parameter. ``reduced``: its gradient; returns another one, or None."""
 
     def coming(self) -> None: ...
@@ -33,7 +33,7 @@ class ShardedGradient:
 
     def __init__(self, record: Any) -> None:
         self._record = record
-        self.listeners: list[Listener] = []
+        self.listeners: list[ShardListener] = []
         self._part: Any = None
         self._whole: Any = None
         self._part_handle: Any = None
@@ -61,7 +61,7 @@ class ShardedGradient:
                 self._whole_handle.remove()
             self._whole, self._whole_handle = whole, whole.register_hook(self._coming)
 
-    def leave(self, listener: Listener) -> None:
+    def leave(self, listener: ShardListener) -> None:
         if listener in self.listeners:
             self.listeners.remove(listener)
         if not self.listeners:

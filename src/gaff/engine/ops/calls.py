@@ -42,7 +42,7 @@ class OpCall(NamedTuple):
     run: Run | None  # None in a recomputation
 
 
-class Part:
+class CallShare:
     """One session's share in one call of a module. ``counts``: ops so far, by row."""
 
     __slots__ = ("call", "counts", "known", "run", "scope")
@@ -60,7 +60,7 @@ class OpEvent:
 
     __slots__ = ("_found", "_frames", "_place", "_versions", "index", "name", "node", "part", "row")
 
-    def __init__(self, part: Part, row: Any, place: FrameType) -> None:
+    def __init__(self, part: CallShare, row: Any, place: FrameType) -> None:
         self.part = part
         self.name: str = row.name
         self.row = row
@@ -246,7 +246,7 @@ def _regions() -> list[Any]:
     return [*(found.frame for found in checkpoints.enclosing() if not found.is_again), *functions]
 
 
-def _follow(region: Any, part: Part) -> None:
+def _follow(region: Any, part: CallShare) -> None:
     """Let the recomputation of ``region`` go by the ops of this module, from the counts that it began with."""
     scope, counts = part.scope, dict(part.counts)
     follow: Callable[..., Any] = scope.follow(counts)

@@ -26,7 +26,7 @@ from gaff.compat.autograd import backward_task, transform_level
 from gaff.compat.modes import call_frames
 from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook, Node
-from gaff.engine.ops.calls import OpCall, OpEvent, Part, Written, check_place, is_at
+from gaff.engine.ops.calls import CallShare, OpCall, OpEvent, Written, check_place, is_at
 from gaff.engine.ops.names import COMPOSITES, NAMES, is_tensors, name_of, opened
 from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
 from gaff.errors import PlanError
@@ -48,7 +48,7 @@ class Want(NamedTuple):
     connect: Callable[[Node, Site, Any], None]
 
 
-class Listener(NamedTuple):
+class OpListener(NamedTuple):
     """Hears of every op of a module, whatever its values are; of recomputed ones only where ``is_again``."""
 
     enter: Callable[[OpCall], Any]
@@ -56,7 +56,7 @@ class Listener(NamedTuple):
     is_again: bool = False
 
 
-class Row:
+class NamedOps:
     """The ops of one name in one module, by their number within a call; ``wants`` may be empty."""
 
     __slots__ = ("has_left_out", "is_wanted", "looks", "name", "nodes", "scope", "wants")
@@ -91,11 +91,11 @@ class Scope:
         self.path = path
         self.number = next(_numbers)  # in the order in which sessions are opened
         self.wants: list[Want] = []
-        self.listeners: list[Listener] = []
+        self.listeners: list[OpListener] = []
         self.notes: list[str] = []  # of the session
         self.at_end: list[Callable[[], None]] = []  # of its calls
-        self.rows: dict[str, Row] = {}
-        self.plain: dict[Any, Row] = {}  # by function, where nothing but outputs is asked for
+        self.rows: dict[str, NamedOps] = {}
+        self.plain: dict[Any, NamedOps] = {}  # by function, where nothing but outputs is asked for
         self.ran: set[str] = set()  # names of ops that the module itself ran
         self.was_called = False
         self.repeats = False  # something must happen again in a recomputation
@@ -103,19 +103,19 @@ class Scope:
         self.is_plain = True  # nothing but outputs is looked at
         self.known: set[int] = set()  # modules of the model; what another runs, made on the fly, is its caller's
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> NamedOps:
         """What is asked of the ops with this name."""
         wants = [want for want in self.wants if fits_op(want.site.op or "", name)]
-        return self.rows.setdefault(name, Row(self, name, wants, is_wanted=bool(wants or self.listeners)))
+        return self.rows.setdefault(name, NamedOps(self, name, wants, is_wanted=bool(wants or self.listeners)))
 
-    def node(self, row: Row, index: int) -> Node | None:
+    def node(self, row: NamedOps, index: int) -> Node | None:
         """What is asked of the op with this number; made when it is first met."""
         with _making:  # of several threads
             while len(row.nodes) <= index:
                 row.nodes.append(self._make(row, len(row.nodes)))
         return row.nodes[index]
 
-    def _make(self, row: Row, index: int) -> Node | None:
+    def _make(self, row: NamedOps, index: int) -> Node | None:
         self.ran.add(row.name)
         wants = [want for want in row.wants if want.site.op_index in (None, index)]
         if not wants:
@@ -148,7 +148,7 @@ class Scope:
             def again(*args: Any, **kwargs: Any) -> Any:
                 if not self.is_edit and self.owner.clock.closed:
                     return recompute(*args, **kwargs)
-                with _modes.mode.region(Part(self, None, -1, dict(counts)), sys._getframe(0)):
+                with _modes.mode.region(CallShare(self, None, -1, dict(counts)), sys._getframe(0)):
                     return recompute(*args, **kwargs)
 
             return again
@@ -181,7 +181,7 @@ class Scope:
         return name if not count else f"{name}#0" if count == 1 else f"{name}#0 to #{count - 1}"
 
 
-class Call:
+class ScopedCall:
     """One call of a module in progress, whose ops somebody asks for.
 
     ``frame`` of torch's function that runs the forward, at its instruction ``position`` (None: at any); ``outer`` of
@@ -190,13 +190,13 @@ class Call:
 
     __slots__ = ("above", "frame", "has_pushed", "is_over", "known", "outer", "parts", "plain", "position")
 
-    def __init__(self, frame: FrameType, position: int | None, above: Call | None) -> None:
+    def __init__(self, frame: FrameType, position: int | None, above: ScopedCall | None) -> None:
         self.frame = frame
         self.outer = frame.f_back
         self.position = position
         self.above = above
-        self.parts: list[Part] = []
-        self.plain: dict[Any, Row] = {}  # by function: ops of which only outputs are asked for, by one session
+        self.parts: list[CallShare] = []
+        self.plain: dict[Any, NamedOps] = {}  # by function: ops of which only outputs are asked for, by one session
         self.has_pushed = False
         self.is_over = False  # an exception that somebody caught went past its hooks
         self.known: set[int] = set()
@@ -223,7 +223,7 @@ class OpMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.top: Call | None = None
+        self.top: ScopedCall | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         call = self.top
@@ -248,7 +248,7 @@ class OpMode(TorchFunctionMode):
             return output
         return self._look(call, row, frame, func, args, kwargs or {})
 
-    def _look(self, call: Call, row: Row, frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+    def _look(self, call: ScopedCall, row: NamedOps, frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
         """The same for an op that comes for the first time, from another line, or from another module."""
         is_own = call.owns(frame)
         if not is_own and call.is_over:
@@ -268,7 +268,7 @@ class OpMode(TorchFunctionMode):
                     tap(value, part.run, part.call)
         return output
 
-    def _look_up(self, call: Call | None, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    def _look_up(self, call: ScopedCall | None, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
         name = NAMES.get(func)
         if name is None:
             name = name_of(func)
@@ -293,11 +293,11 @@ class OpMode(TorchFunctionMode):
         events = [OpEvent(part, row, frame) for part, row in zip(call.parts, rows, strict=True) if row.is_wanted]
         return self._run(events, func, args, kwargs)
 
-    def enter(self, part: Part, frame: FrameType, position: int | None) -> None:
+    def enter(self, part: CallShare, frame: FrameType, position: int | None) -> None:
         """A module begins its forward."""
         call = self.top
         if call is None or call.frame is not frame:
-            call = self._push(Call(frame, position, call))
+            call = self._push(ScopedCall(frame, position, call))
         call.parts.append(part)
         call.known = call.known | part.scope.known if call.known else part.scope.known
         call.plain = part.scope.plain if len(call.parts) == 1 and part.run is not None else {}
@@ -334,10 +334,10 @@ class OpMode(TorchFunctionMode):
             self._pop(self.top)
 
     @contextmanager
-    def region(self, part: Part, frame: FrameType) -> Iterator[None]:
+    def region(self, part: CallShare, frame: FrameType) -> Iterator[None]:
         """A checkpoint recomputes a part of a forward, in ``frame``, without calling the module again."""
         above = self.top
-        call = Call(frame, None, above)
+        call = ScopedCall(frame, None, above)
         call.parts.append(part)
         call.known = part.scope.known
         if above is not None and frame.f_back is above.frame and above.position is None:
@@ -352,19 +352,19 @@ class OpMode(TorchFunctionMode):
                 self._pop(self.top)
             self._pop(call)
 
-    def _push(self, call: Call) -> Call:
+    def _push(self, call: ScopedCall) -> ScopedCall:
         self.top = call
         if not modes.has_mode(self):
             modes.push_mode(self)
             call.has_pushed = True
         return call
 
-    def _pop(self, call: Call) -> None:
+    def _pop(self, call: ScopedCall) -> None:
         self.top = call.above
         if call.has_pushed:
             modes.remove_mode(self)
 
-    def _pass(self, call: Call, rows: list[Row], frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
+    def _pass(self, call: ScopedCall, rows: list[NamedOps], frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
         """An op of a name that nobody asked for."""
         inside = opened(func) if rows[0].name in COMPOSITES else None
         if inside is not None and call.owns(frame):
@@ -379,7 +379,7 @@ class OpMode(TorchFunctionMode):
                 part.scope.plain[func] = row  # passed on at once from now on
         return func(*args, **kwargs)
 
-    def _note_slow_path(self, call: Call, frame: FrameType) -> None:
+    def _note_slow_path(self, call: ScopedCall, frame: FrameType) -> None:
         """Attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
         here: FrameType | None = frame
         while here is not None and here.f_code not in call_frames().codes:
@@ -485,11 +485,11 @@ def forget(run: Run | None = None) -> None:
 def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     if backward_task() != -1:
         if scope.repeats and (scope.is_edit or not scope.owner.clock.closed):
-            _modes.mode.enter(Part(scope, None, -1, {}), sys._getframe(1), call_frames().position)
+            _modes.mode.enter(CallShare(scope, None, -1, {}), sys._getframe(1), call_frames().position)
         return
     run = scope.owner.open.get(get_ident())
     if run is not None and kwargs is not None and transform_level() is None:
-        part = Part(scope, run, run.entered[scope.owner.index] - 1, {})
+        part = CallShare(scope, run, run.entered[scope.owner.index] - 1, {})
         scope.was_called = True
         _modes.mode.enter(part, sys._getframe(1), call_frames().position)
 

@@ -64,7 +64,7 @@ def _bind(around: Surround, call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda module, *args, **kwargs: around(module, args, kwargs, call)
 
 
-class Calls:
+class ClassCalls:
     """Calls ``around(module, args, kwargs, call)`` instead of each call of a module of the classes that it follows.
 
     ``around`` makes the call itself, with ``call(module, *args, **kwargs)``.
@@ -112,7 +112,7 @@ class Outermost:
         self._end = end
         self._is_running = False
         self._thread = 0
-        self._calls = Calls(self._around)
+        self._calls = ClassCalls(self._around)
 
     def __enter__(self) -> None:
         self._thread = get_ident()

@@ -21,7 +21,7 @@ _ROWS = 30  # of the text
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DiffRow:
     """One site of both. ``phase``: input, forward, backward, parameter, batch, loss or
     evaluation; ``step``: of a run, None of a trace.
 
@@ -49,7 +49,7 @@ class Difference:
 
     a: str
     b: str
-    rows: tuple[Row, ...]
+    rows: tuple[DiffRow, ...]
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Difference:
         return self.first is not None
 
     @property
-    def first(self) -> Row | None:
+    def first(self) -> DiffRow | None:
         return next((row for row in self.rows if row.state == "parted"), None)
 
     @property
@@ -99,7 +99,7 @@ class Difference:
 
     __repr__ = __str__
 
-    def _shown(self) -> list[Row]:
+    def _shown(self) -> list[DiffRow]:
         """What comes just before the first that parted, and what follows."""
         if self.first is None:
             return sorted(self.rows, key=lambda row: -row.delta)[: _ROWS // 3]
@@ -140,7 +140,7 @@ class Difference:
         return framed(self.to_html())
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[DiffRow]) -> str:
     """Without the columns in which nothing is."""
     head = ("phase", "step", "site of A", "site of B", "state", "difference", "tolerance", "number", "A", "B")
     cells = [
@@ -163,7 +163,7 @@ def shown(value: float | None) -> str:
     return "" if value is None else number(value)
 
 
-def _at(row: Row) -> str:
+def _at(row: DiffRow) -> str:
     return "" if row.step is None else f" at step {row.step}"
 
 

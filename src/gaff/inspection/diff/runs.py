@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gaff.inspection.diff.difference import Difference, Row, shown, state_of
+from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
 from gaff.inspection.diff.pairs import pair_up
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
@@ -64,7 +64,7 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     place = {line.name: at for at, line in enumerate(lines_a)}
     last = 1 << 60
 
-    def order(row: Row) -> tuple[int, int, int]:
+    def order(row: DiffRow) -> tuple[int, int, int]:
         step = row.step if row.state == "parted" and row.step is not None else last
         return step, _ORDER.index(row.phase), place.get(row.site, 0)
 
@@ -112,7 +112,7 @@ def _least(lines: list[Line]) -> dict[str, float]:
     return {port: _LEAST * float(np.median(known)) for port, known in sizes.items()}
 
 
-def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> Row | None:
+def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> DiffRow | None:
     """The first step that both runs looked at, but at which only one of them has this site; its own steps aside."""
     if one.phase != "train" or (one.port in ("param", "grad", "update") and not looked):
         return None
@@ -123,10 +123,10 @@ def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> Row | N
     step = unlike[0]
     told = ("there", "absent") if step in a else ("absent", "there")
     phase = _PHASES.get(one.port, "forward")
-    return Row(one.name, other.name, phase, "parted", math.inf, 0.0, "presence", *told, how, step)
+    return DiffRow(one.name, other.name, phase, "parted", math.inf, 0.0, "presence", *told, how, step)
 
 
-def _site(one: Line, other: Line, how: str, tolerance: float | None, least: float) -> Row | None:
+def _site(one: Line, other: Line, how: str, tolerance: float | None, least: float) -> DiffRow | None:
     steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
     if not len(steps):
         return None
@@ -140,7 +140,7 @@ def _site(one: Line, other: Line, how: str, tolerance: float | None, least: floa
     delta = float(worst[at])
     a, b = (float(values[number][places[at]]) for values, places in ((one.values, here), (other.values, there)))
     phase = _PHASES.get(one.port, "forward") if one.phase == "train" else "evaluation"
-    return Row(one.name, other.name, phase, state_of(delta, allowed), delta, allowed, number,
+    return DiffRow(one.name, other.name, phase, state_of(delta, allowed), delta, allowed, number,
                shown(a), shown(b), how, int(steps[at]))  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _first_bit(pairs: list[tuple[Line, Line]]) -> str:
     return "" if best is None else f"the first number that differs at all is {best[2]} of {best[1]} at step {best[0]}"
 
 
-def _batches(a: Record, b: Record) -> list[Row]:
+def _batches(a: Record, b: Record) -> list[DiffRow]:
     prints = [
         {step: one["fingerprint"] for step, one in record.events("look", record.ranks[0])
          if one.get("phase") == "train" and isinstance(one.get("fingerprint"), str)}
@@ -198,12 +198,12 @@ def _batches(a: Record, b: Record) -> list[Row]:
         return []
     step = next((step for step in common if prints[0][step] != prints[1][step]), None)
     if step is None:
-        return [Row("the batch", "the batch", "batch", "same", 0.0, 0.0, _CHECKED, step=common[-1])]
+        return [DiffRow("the batch", "the batch", "batch", "same", 0.0, 0.0, _CHECKED, step=common[-1])]
     a_print, b_print = (one[step] for one in prints)
-    return [Row("the batch", "the batch", "batch", "parted", math.inf, 0.0, _CHECKED, a_print, b_print, step=step)]
+    return [DiffRow("the batch", "the batch", "batch", "parted", math.inf, 0.0, _CHECKED, a_print, b_print, step=step)]
 
 
-def _losses(a: Record, b: Record, tolerance: float | None) -> list[Row]:
+def _losses(a: Record, b: Record, tolerance: float | None) -> list[DiffRow]:
     rows = []
     for name in a.scalars:
         if not name.startswith("loss:") or name not in b.scalars:
@@ -224,7 +224,7 @@ def _losses(a: Record, b: Record, tolerance: float | None) -> list[Row]:
         parted = np.flatnonzero(delta > allowed)
         at = int(parted[0]) if len(parted) else int(delta.argmax())
         rows.append(
-            Row(name, name, "loss", state_of(float(delta[at]), allowed), float(delta[at]), allowed, "loss",
+            DiffRow(name, name, "loss", state_of(float(delta[at]), allowed), float(delta[at]), allowed, "loss",
                 shown(float(values[0][at])), shown(float(values[1][at])), step=common[at])
         )  # fmt: skip
     return rows

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gaff.inspection.diff.difference import Difference, Row, shown, state_of
+from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
 from gaff.inspection.diff.pairs import Pair, pair_up
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow
@@ -30,10 +30,11 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
     )
     made = _made(a)
     pairs.sort(key=lambda pair: made[pair.a])
-    rows: list[Row] = []
+    rows: list[DiffRow] = []
     if a.given and b.given:
         is_same = a.given == b.given
-        rows.append(Row("the input", "the input", "input", "same" if is_same else "close", 0.0 if is_same else _LITTLE,
+        state, delta = ("same", 0.0) if is_same else ("close", _LITTLE)
+        rows.append(DiffRow("the input", "the input", "input", state, delta,
                         0.0, "digest", a.given, b.given))  # fmt: skip
     compared = 0
     for order, pair in enumerate(pairs):
@@ -62,7 +63,7 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
 
 
-def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[Row]) -> list[str]:
+def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
     """What is worth knowing where nothing has parted yet: the first bits that differ, a type among others."""
     notes = []
     first = next((row for row in rows if row.state != "same"), None)
@@ -104,10 +105,10 @@ def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow)
     return _OFTEN * coarsest * math.sqrt(order + 1)
 
 
-def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[Row]:
+def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
     """Nothing where one has no numbers."""
     if one.digest and one.digest == other.digest and one.dtype == other.dtype and one.output == other.output:
-        return [Row(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
+        return [DiffRow(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
     if one.statistics is None or other.statistics is None:
         return _of_sketches(one, other, how, tolerance)
     number, delta = _farthest(one, other)
@@ -115,7 +116,9 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[R
     if one.output != other.output:
         number, delta = "shape", max(delta, _LITTLE)
         state = state_of(delta, tolerance)
-        return [Row(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)]
+        return [
+            DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)
+        ]
     if delta < math.inf and one.sketch and other.sketch:
         delta = _sketched(one.sketch, other.sketch)
         counts = [one.statistics.nonfinite, other.statistics.nonfinite]
@@ -124,15 +127,15 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[R
     delta = max(delta, _LITTLE)  # the bits differ, or the type
     state = state_of(delta, tolerance)
     told = shown(values[0]), shown(values[1])
-    return [Row(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
+    return [DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
 
 
-def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[Row]:
+def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
     """Of what has no moments, such as complex numbers; nothing where there is not even a sketch."""
     if not one.sketch or not other.sketch:
         return []
     delta = max(_sketched(one.sketch, other.sketch), _LITTLE)
-    return [Row(one.site, other.site, "forward", state_of(delta, tolerance), delta, tolerance, "sketch", how=how)]
+    return [DiffRow(one.site, other.site, "forward", state_of(delta, tolerance), delta, tolerance, "sketch", how=how)]
 
 
 def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
@@ -165,16 +168,16 @@ def _backward(
     how: str,
     tolerance: float,
     least: float,
-) -> list[Row]:
+) -> list[DiffRow]:
     """``least``: a norm below which a gradient counts as rounding of the others, such as that of a key's bias."""
     one, other = gradients
     if one is None or other is None or (one.norm is None and other.norm is None):
         return []
     a, b = _told(one), _told(other)
     if one.norm is None or other.norm is None:
-        return [Row(*sites, phase, "parted", math.inf, tolerance, "gradient", a, b, how)]
+        return [DiffRow(*sites, phase, "parted", math.inf, tolerance, "gradient", a, b, how)]
     if one.digest and one.digest == other.digest and one.shape == other.shape:
-        return [Row(*sites, phase, "same", 0.0, tolerance, how=how)]
+        return [DiffRow(*sites, phase, "same", 0.0, tolerance, how=how)]
     is_finite = math.isfinite(one.norm), math.isfinite(other.norm)
     if is_finite[0] != is_finite[1]:
         delta = math.inf
@@ -186,17 +189,17 @@ def _backward(
         delta = abs(one.norm - other.norm) / size if size else 0.0
         delta = math.inf if math.isnan(delta) else delta
     delta = max(delta, _LITTLE)  # the bits differ
-    return [Row(*sites, phase, state_of(delta, tolerance), delta, tolerance, "norm", a, b, how)]
+    return [DiffRow(*sites, phase, state_of(delta, tolerance), delta, tolerance, "norm", a, b, how)]
 
 
 def _told(gradient: Gradient) -> str:
     return f"None: {gradient.reason}" if gradient.norm is None else shown(gradient.norm)
 
 
-def _parameters(a: Trace, b: Trace, tolerance: float | None, order: int) -> list[Row]:
+def _parameters(a: Trace, b: Trace, tolerance: float | None, order: int) -> list[DiffRow]:
     by_shape: Callable[[ParameterRow], Any] = lambda row: row.shape  # noqa: E731
     pairs, _, _ = pair_up(a.parameters, b.parameters, lambda row: row.site, [("shape", by_shape)])
-    rows: list[Row] = []
+    rows: list[DiffRow] = []
     least = _LEAST * _middle([row.grad for row in (*a.parameters, *b.parameters)])
     for pair in pairs:
         one, other = a.parameters[pair.a], b.parameters[pair.b]

@@ -37,7 +37,7 @@ def readable(tensor: Tensor) -> Tensor | None:
     return value if value.dtype in _READABLE else value.float()
 
 
-class Bank:
+class Accumulator:
     """Rows by key. ``units``: tables of units by key, see ``statistics``. Adding to a row needs no lock: one thread."""
 
     def __init__(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gaff.compat import compiler
-from gaff.training.watch.models import Entry, Model, Models
+from gaff.training.watch.models import Model, Models, WatchedModule
 
 if TYPE_CHECKING:
-    from gaff.engine.compiled.hooks import Looks
+    from gaff.engine.compiled.hooks import LookHooks
 
 
 class InsideCompiled:
@@ -17,7 +17,7 @@ class InsideCompiled:
     def __init__(self, models: Models, listener: Any) -> None:
         self._models = models
         self._listener = listener
-        self._looks: dict[str, Looks] = {}  # by name of the model
+        self._looks: dict[str, LookHooks] = {}  # by name of the model
 
     def is_needed(self) -> bool:
         """Whether a model is compiled: then hooks on all modules, which its graphs would meet, are not for it."""
@@ -29,11 +29,11 @@ class InsideCompiled:
             return
         looks = self._looks.get(model.name)
         if looks is None:
-            from gaff.engine.compiled.hooks import Looks  # imports what only processes that compile need
+            from gaff.engine.compiled.hooks import LookHooks  # imports what only processes that compile need
 
             entries = [(one, entry) for one, entry in self._models.entries.items() if entry.model == model.name]
             inside = [(one, _needs_args(entry)) for one, entry in entries]
-            looks = self._looks[model.name] = Looks(inside, self._listener)
+            looks = self._looks[model.name] = LookHooks(inside, self._listener)
         if is_on:
             looks.switch_on()
         else:
@@ -46,6 +46,6 @@ class InsideCompiled:
         self._looks.clear()
 
 
-def _needs_args(entry: Entry) -> bool:
+def _needs_args(entry: WatchedModule) -> bool:
     """Whether a window asks compiled code what the module was given."""
     return entry.is_wanted and entry.kind == "dropout"

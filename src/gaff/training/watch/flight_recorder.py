@@ -25,13 +25,13 @@ from gaff.training.watch import step_facts
 from gaff.training.watch.losses import Losses
 from gaff.training.watch.models import Model
 from gaff.training.watch.recorder import bytes_of
-from gaff.training.watch.saved_batches import Keeper
+from gaff.training.watch.saved_batches import BatchSaver
 
 _CHECKED = 4096  # bytes of a batch that its checksum is of
 Batches = Sequence[tuple[Model, Batch]]
 
 
-class Recall:
+class FlightRecorder:
     """Rows of the last steps, and the batches that did harm. ``is_asked``: somebody wants to see the last steps now.
 
     ``out``: None keeps nothing. Values that are on a GPU are not waited for: they are NaN here.
@@ -42,7 +42,7 @@ class Recall:
         self._out = out
         self.recent: deque[Flight] = deque(maxlen=ROWS)
         self._ring: RingWriter | None = None
-        self._keeper = Keeper(out) if out is not None and keeps_batches else None
+        self._keeper = BatchSaver(out) if out is not None and keeps_batches else None
         self._before: Any = None
         self._notes: list[str] = []
         self._spent_s = 0.0

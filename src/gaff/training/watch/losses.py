@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from gaff.training.watch.sampled_step import Window
+from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
@@ -40,7 +40,7 @@ class Losses:
         self.latest = ""
         self.is_nonfinite = False
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
-        self._past: dict[str, Past] = {}
+        self._past: dict[str, PastLosses] = {}
         self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
 
     def note_scale(self, loss: Tensor, scaled: Tensor, scaler: Any) -> None:
@@ -48,7 +48,7 @@ class Losses:
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
-    def note(self, tensor: Tensor, window: Window | None, at: int = 0) -> Spike | None:
+    def note(self, tensor: Tensor, window: SampledStep | None, at: int = 0) -> Spike | None:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
 
         ``at``: its place, where backward runs from several.
@@ -89,7 +89,7 @@ class Losses:
 
     def _spike(self, name: str, value: float) -> Spike | None:
         """Six standard deviations above the last 128 (OLMo-core), three times their mean, half of the first loss."""
-        past = self._past.setdefault(name, Past(value))
+        past = self._past.setdefault(name, PastLosses(value))
         found = None
         if len(past.values) >= _LEAST:
             mean, deviation = past.moments()
@@ -99,7 +99,7 @@ class Losses:
         return found
 
 
-class Past:
+class PastLosses:
     """The last values of a loss, with their sums kept up."""
 
     def __init__(self, first: float) -> None:

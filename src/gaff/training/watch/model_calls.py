@@ -15,12 +15,12 @@ from gaff.address.nested import iter_tensors, size_bytes
 from gaff.address.resolve import unwrap
 from gaff.compat import autograd, checkpoints
 from gaff.engine.exported import try_run_as
-from gaff.engine.process.calls import Calls, ModuleHooks
+from gaff.engine.process.calls import ClassCalls, ModuleHooks
 from gaff.inspection.nonfinite.rerun import Batch
 from gaff.training.watch import step_facts
 from gaff.training.watch.compiled import InsideCompiled
 from gaff.training.watch.models import Model, Models
-from gaff.training.watch.sampled_step import Window
+from gaff.training.watch.sampled_step import SampledStep
 
 _KEPT = 16  # batches of one step that are kept for a look at what went wrong: the last ones
 _KEPT_BYTES = 1 << 28
@@ -37,7 +37,7 @@ class Listener(Protocol):
 
     def model_found(self, model: Model) -> None: ...
 
-    def evaluated(self, window: Window) -> None: ...
+    def evaluated(self, window: SampledStep) -> None: ...
 
     def may_evaluate(self) -> bool: ...
 
@@ -46,21 +46,21 @@ class Listener(Protocol):
     def step_over(self) -> None: ...
 
 
-class Runs:
+class ModelCalls:
     """Follows the calls of ``models``; finds new ones unless ``is_given``. Only on the thread that opened it."""
 
     def __init__(self, models: Models, listener: Listener, begins: Callable[[Batch], None], *, is_given: bool) -> None:
         self._begins = begins
         self.batches: list[tuple[Model, Batch]] = []  # of the step in progress
-        self.window: Window | None = None  # of the step in progress, if it is looked at
+        self.window: SampledStep | None = None  # of the step in progress, if it is looked at
         self.has_compiled_function = False
         self._models = models
         self._listener = listener
         self._is_given = is_given
-        self._calls = Calls(self._called)
+        self._calls = ClassCalls(self._called)
         self._hooks = ModuleHooks(self._entered, self._left)
         self._known: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
-        self._target: Window | None = None  # of what is called now
+        self._target: SampledStep | None = None  # of what is called now
         self._inside: nn.Module | None = None  # the outermost module in progress
         self._hooked: nn.Module | None = None  # the same where only a hook has told of it
         self._expected: set[type] = set()
@@ -106,7 +106,7 @@ class Runs:
                 self._known[one] = model
                 self._calls.follow(type(one))
 
-    def look(self, window: Window | None) -> None:
+    def look(self, window: SampledStep | None) -> None:
         """From now on runs in training mode go to ``window``; None: to nobody, and no hook is left."""
         self.window = self._target = window
         self._switch(is_on=window is not None)
@@ -253,7 +253,7 @@ class Runs:
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + 1
         self._target = None
         if self._evals in _LOOKED_AT and (self._evals > 1 or self._listener.may_evaluate()):
-            window = self._target = Window(self._listener.step, "eval", self._models)
+            window = self._target = SampledStep(self._listener.step, "eval", self._models)
             window.facts["training"] = module.training
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
             if (often >= 10 or (often and since >= 5)) and step_facts.has_modes(module):

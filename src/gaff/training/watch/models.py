@@ -29,7 +29,7 @@ Place = tuple[int | str, ...]  # of a tensor in what a module returned
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class WatchedModule:
     """One module of a watched model."""
 
     model: str
@@ -79,7 +79,7 @@ class Models:
 
     def __init__(self, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> None:
         self.all: list[Model] = []
-        self.entries: weakref.WeakKeyDictionary[nn.Module, Entry] = weakref.WeakKeyDictionary()
+        self.entries: weakref.WeakKeyDictionary[nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
         self.called_often: set[Key] = set()  # outputs of modules that are called several times in a step
         self.is_fresh = False  # parameters were read again since the last window began
         self.missed: list[str] = []  # filters that name nothing of a model
@@ -149,7 +149,9 @@ class Models:
         for path, module, _ in iter_modules(root):
             if module not in self.entries and not is_container(module):
                 is_wanted = wanted is None or id(module) in wanted
-                self.entries[module] = Entry(model.name, path, _kind_of(module), _channels_of(module), is_wanted)
+                self.entries[module] = WatchedModule(
+                    model.name, path, _kind_of(module), _channels_of(module), is_wanted
+                )
         model.graphs.update(trees_of(module for _, module, _ in iter_modules(root)))
 
 

@@ -14,15 +14,18 @@ from gaff.record.finding import Finding
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogWriter
 from gaff.record.matrix import Layout, pack, pack_series, to_bytes
 from gaff.record.sample import Key, Sample, port_of
-from gaff.record.statistics import COUNT, M2, MAX, MEAN, MIN, NAN, NEGATIVE, POSITIVE, SAMPLED, WIDTH, ZEROS
+from gaff.record.statistics import (
+    ACTIVATIONS,
+    BY_NAME,
+    COUNT,
+    PARAMETERS,
+    SAMPLED,
+    WIDTH,
+    Statistic,
+    columns_of,
+)
 
-_COLUMNS = (("count", "d"), ("mean", "f"), ("std", "f"), ("min", "f"), ("max", "f"), ("zeros", "f"), ("nan", "f"),
-            ("positive_inf", "f"), ("negative_inf", "f"))  # fmt: skip
-_EXTRAS = {
-    "activations": ("saturated", "entropy", "dead", "outlier"),
-    "parameters": ("update_ratio", "adam_rms", "momentum", "lr"),
-}
-_GROUPS = {"param": "parameters", "grad": "parameters", "update": "parameters"}
+_GROUPS = dict.fromkeys(("param", "grad", "update"), PARAMETERS)  # by port
 _OCTAVES = 24
 _ABSENT = torch.full((1, WIDTH), float("nan"), dtype=torch.float64)
 
@@ -59,17 +62,16 @@ class Recorder:
             return
         groups: dict[tuple[str, int], dict[Key, int]] = {}
         for at, key in enumerate(keys):
-            group = _GROUPS.get(port_of(key[1]), "activations")
+            group = _GROUPS.get(port_of(key[1]), ACTIVATIONS)
             owner = sample.parameters.get((key[0], f"{key[1].rpartition(':')[0]}:param"))
-            step = owner.step if owner is not None and group == "parameters" else sample.step
+            step = owner.step if owner is not None and group == PARAMETERS else sample.step
             groups.setdefault((group, step), {})[key] = at
         for (group, step), places in groups.items():
             layout = self._layout(group, places, sample.step)
             wanted = [places.get(key, -1) for key in layout.rows]
             table = torch.cat([rows, _ABSENT])[torch.tensor(wanted)]
-            extras = [_extra(sample, name, layout.rows) for name in _EXTRAS[group]]
-            columns = _columns(table)
-            self._log.write(MATRIX, pack(layout.number, sample.phase, [*columns[:-1], *extras, columns[-1]]), step)
+            columns = [_column(BY_NAME[name], table, sample, layout.rows) for name, _ in columns_of(group)]
+            self._log.write(MATRIX, pack(layout.number, sample.phase, [*columns, _magnitudes(table)]), step)
 
     def series(self, columns: dict[str, list[float]]) -> None:
         """Numbers of consecutive steps."""
@@ -97,37 +99,38 @@ class Recorder:
         known = self._layouts.get(group)
         if known is None or any(key not in known.index for key in keys):
             rows = tuple(dict.fromkeys((*(known.rows if known is not None else ()), *keys)))
-            columns = (*_COLUMNS, *((name, "f") for name in _EXTRAS[group]))
-            known = self._layouts[group] = Layout(self._made, group, rows, columns, has_magnitudes=True)
+            known = self._layouts[group] = Layout(self._made, group, rows, columns_of(group), has_magnitudes=True)
             self._made += 1
             assert self._log is not None
             self._log.write_json(LAYOUT, known.to_json(), step)
         return known
 
 
-def _columns(rows: Tensor) -> list[bytes]:
-    """The stored columns as bytes, and last the magnitudes."""
-    count = rows[:, COUNT]
-    is_empty = count == 0
-    std = (rows[:, M2] / count.clamp(min=1)).clamp(min=0).sqrt()
-    nothing = torch.full_like(count, float("nan"))
-    moments = [torch.where(is_empty, nothing, one) for one in (rows[:, MEAN], std, rows[:, MIN], rows[:, MAX])]
-    zeros = rows[:, ZEROS] / count.clamp(min=1)
-    floats = [*moments, zeros, rows[:, NAN], rows[:, POSITIVE], rows[:, NEGATIVE]]
+def _column(statistic: Statistic, rows: Tensor, sample: Sample, keys: Sequence[Key]) -> bytes:
+    """One stored column: of the rows, [n, 74], or of what the sample knows besides."""
+    if statistic.slot is None:
+        return to_bytes(statistic.code, [_number(sample, statistic.name, key) for key in keys])
+    count, values = rows[:, COUNT], rows[:, statistic.slot]
+    if statistic.kind in ("share", "deviation"):
+        values = values / count.clamp(min=1)
+    if statistic.kind == "deviation":
+        values = values.clamp(min=0).sqrt()
+    if statistic.kind in ("moment", "deviation"):
+        values = torch.where(count == 0, float("nan"), values)
+    return bytes_of(values if statistic.code == "d" else values.float())
+
+
+def _magnitudes(rows: Tensor) -> bytes:
+    """The shares of the buckets, a byte each, bucket by bucket."""
     shares = rows[:, SAMPLED + 1 :] / rows[:, SAMPLED : SAMPLED + 1].clamp(min=1)
     scaled = (255 + shares.log2() * (254 / _OCTAVES)).round().clamp(1, 255)
-    magnitudes = torch.where(shares > 0, scaled, 0.0).to(torch.uint8).t()
-    return [bytes_of(count), *(bytes_of(one.float()) for one in floats), bytes_of(magnitudes)]
+    return bytes_of(torch.where(shares > 0, scaled, 0.0).to(torch.uint8).t())
 
 
 def bytes_of(values: Tensor) -> bytes:
     """The memory of a tensor on the CPU."""
     values = values.contiguous()
     return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
-
-
-def _extra(sample: Sample, name: str, keys: Sequence[Key]) -> bytes:
-    return to_bytes("f", [_number(sample, name, key) for key in keys])
 
 
 def _number(sample: Sample, name: str, key: Key) -> float:

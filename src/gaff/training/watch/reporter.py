@@ -21,13 +21,13 @@ from gaff.record.sample import Key, Sample, Units
 from gaff.record.statistics import Numbers
 from gaff.training.rules.judge import Judge
 from gaff.training.watch import losses, step_facts
-from gaff.training.watch.flight_recorder import Recall, changes
+from gaff.training.watch.flight_recorder import FlightRecorder, changes
 from gaff.training.watch.losses import Losses
 from gaff.training.watch.models import Model
 from gaff.training.watch.pace import Pace
 from gaff.training.watch.recorder import Recorder, bytes_of
-from gaff.training.watch.sampled_step import Window, unscaled
-from gaff.training.watch.worker import Writer
+from gaff.training.watch.sampled_step import SampledStep, unscaled
+from gaff.training.watch.worker import Worker
 from gaff.views import run_text
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class Pulse(NamedTuple):
     alone: tuple[float, float]  # seconds to the first forward and to the first backward pass
 
 
-class Desk:
+class Reporter:
     """Everything that happens to a look after it was taken. The methods are called by the training thread."""
 
-    def __init__(self, settings: Settings, recall: Recall) -> None:
+    def __init__(self, settings: Settings, recall: FlightRecorder) -> None:
         self._settings = settings
         self._recall = recall
         self._due: list[str] = []  # why the last steps are to be written
@@ -61,7 +61,7 @@ class Desk:
         self._path = str(settings.out) if settings.out is not None else ""
         self._recorder = Recorder(lambda: recall.open(_log_path(settings)))
         self._judge = Judge(settings.rules, self._alarm)
-        self._writer = Writer(self._job_failed)
+        self._writer = Worker(self._job_failed)
         self._pulses: list[Pulse] = []
         self._is_spread = False  # several processes train together, or did until now
         self._began = perf_counter()
@@ -100,7 +100,7 @@ class Desk:
 
         self._writer.put(job)
 
-    def look(self, window: Window, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]) -> None:
+    def look(self, window: SampledStep, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]) -> None:
         """A window has closed. Its rows may still be on a device: they are read by the other thread."""
         keys, rows = window.bank.take()
         units, shares, told = dict(window.bank.units), dict(window.extras), dict(window.facts)

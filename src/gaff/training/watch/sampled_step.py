@@ -17,14 +17,14 @@ from gaff.compat import autograd, memory, modes
 from gaff.engine.gradients.nodes import keep_gradient
 from gaff.record.sample import Key
 from gaff.record.statistics import NAN, NEGATIVE
-from gaff.training.watch.accumulator import Bank, readable
-from gaff.training.watch.models import Entry, Models, Place, units_of
+from gaff.training.watch.accumulator import Accumulator, readable
+from gaff.training.watch.models import Models, Place, WatchedModule, units_of
 
 _LEAST_ROWS = 2  # of an attention matrix that is looked at
 _MOST_INPUTS = 8
 
 
-class Window:
+class SampledStep:
     """Hooks call ``left`` for modules; gradients come by themselves. All in the thread that trains.
 
     A module that returns what the last one returned is not read twice. What a checkpoint recomputes is not counted
@@ -34,7 +34,7 @@ class Window:
     def __init__(self, step: int, phase: str, models: Models) -> None:
         self.step = step
         self.phase = phase
-        self.bank = Bank()
+        self.bank = Accumulator()
         self.cost_s = 0.0
         self.runs = 0
         self.calls: dict[Key, int] = {}
@@ -93,7 +93,7 @@ class Window:
                 self._remember(tensor, None)
         self.cost_s += perf_counter() - began
 
-    def _called(self, entry: Entry, module: nn.Module, args: Any, output: Any) -> None:
+    def _called(self, entry: WatchedModule, module: nn.Module, args: Any, output: Any) -> None:
         self.modules_called.add((entry.model, entry.path))
         if entry.channels_at is not None:
             self._channels_at = entry.channels_at
@@ -109,7 +109,7 @@ class Window:
             for key, tensor in iter_tensors(output):
                 self._returned(entry, key, tensor)
 
-    def _given(self, entry: Entry, tensor: Tensor) -> None:
+    def _given(self, entry: WatchedModule, tensor: Tensor) -> None:
         """What a layer was given, where no module returned it: the result of a functional op."""
         if self._is_latest(tensor) or not entry.path:
             return
@@ -117,7 +117,7 @@ class Window:
         if value is not None:
             self._observe(entry.key("input"), value, entry.channels_at or -1)
 
-    def _returned(self, entry: Entry, place: tuple[int | str, ...], tensor: Tensor) -> None:
+    def _returned(self, entry: WatchedModule, place: tuple[int | str, ...], tensor: Tensor) -> None:
         key = entry.key("output", place)
         calls = self.calls[key] = self.calls.get(key, 0) + 1
         self._gradient_keys[key] = entry.key("grad_output", place)
@@ -157,7 +157,7 @@ class Window:
         known = self._latest
         return known is not None and known() is tensor and memory.version_of(tensor) == self._latest_version
 
-    def _recomputed(self, entry: Entry, output: Any) -> None:
+    def _recomputed(self, entry: WatchedModule, output: Any) -> None:
         """A checkpoint runs the module again: its gradients come from here if the first pass had no graph.
 
         Those of compiled code do in any case: backward is given what the second pass has saved.
@@ -167,7 +167,7 @@ class Window:
                 if self._stands is not None or entry.key("grad_output", place) not in self._graded:
                     self._follow(entry, place, tensor, is_again=True)
 
-    def _follow(self, entry: Entry, place: Place, tensor: Tensor, *, is_again: bool = False) -> None:
+    def _follow(self, entry: WatchedModule, place: Place, tensor: Tensor, *, is_again: bool = False) -> None:
         if self._stands is not None:
             tensor = self._stands.get(id(tensor), tensor)
         elif not torch.is_grad_enabled():
@@ -205,7 +205,7 @@ class Window:
             far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
             self._add("saturated", key, far.sum(), value.numel())
 
-    def _attended(self, entry: Entry, args: Any, output: Any) -> None:
+    def _attended(self, entry: WatchedModule, args: Any, output: Any) -> None:
         """Attention probabilities: what a softmax returned, a dropout was given, or MultiheadAttention's weights."""
         found: Any
         if entry.kind == "attention":

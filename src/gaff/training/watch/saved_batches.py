@@ -23,7 +23,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedBatch:
     """What was kept, read back. ``weights``: the model's ``state_dict`` before the step; ``why``: the rule."""
 
     step: int
@@ -58,7 +58,7 @@ class Kept:
                 modules[path].training = is_training
 
 
-class Keeper:
+class BatchSaver:
     """Writes the batches of steps in which something went wrong into ``folder``. Waits for devices and the disk."""
 
     def __init__(self, folder: Path) -> None:
@@ -95,8 +95,8 @@ class Keeper:
         return path
 
 
-def read_kept(path: Path) -> Kept:
-    """Raises RecordError for what ``Keeper`` has not written."""
+def read_kept(path: Path) -> SavedBatch:
+    """Raises RecordError for what ``BatchSaver`` has not written."""
     _need_safetensors()
     from safetensors import SafetensorError, safe_open
 
@@ -113,7 +113,7 @@ def read_kept(path: Path) -> Kept:
         weights, buffers = (_under(start, tensors) for start in ("weights.", "buffers."))
         modes = {str(path): bool(is_training) for path, is_training in told["modes"].items()}
         why, model = str(told["why"]), str(told["model"])
-        return Kept(int(told["step"]), why, model, batch, weights, buffers, modes, bool(told["changed"]))
+        return SavedBatch(int(told["step"]), why, model, batch, weights, buffers, modes, bool(told["changed"]))
     except (*_DAMAGES, SafetensorError) as error:
         raise RecordError(f"{path}: is no batch that gaff has kept: {type(error).__name__}: {error}") from None
 

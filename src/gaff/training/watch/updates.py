@@ -14,7 +14,7 @@ from torch import Tensor
 from gaff.compat import modes
 from gaff.record.sample import Key, address_of
 from gaff.training.statistics.plain import in_memory_order
-from gaff.training.watch.accumulator import Bank, readable
+from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models
 
 _WHOLE = 1 << 14  # elements; of larger tensors a sample of an odd stride is copied
@@ -43,7 +43,7 @@ class Update:
     """
 
     def __init__(
-        self, optimizer: Any, models: Models, bank: Bank, *, has_closure: bool, has_moments: bool = True
+        self, optimizer: Any, models: Models, bank: Accumulator, *, has_closure: bool, has_moments: bool = True
     ) -> None:
         self.optimizer = optimizer
         self.owned: list[Owned] = []

@@ -25,14 +25,14 @@ from gaff.compat import compiler
 from gaff.engine.process.calls import Outer, Told
 from gaff.training.rules.registry import Rule
 from gaff.training.watch import incidents, step_facts
-from gaff.training.watch.flight_recorder import Recall
+from gaff.training.watch.flight_recorder import FlightRecorder
 from gaff.training.watch.losses import Losses
-from gaff.training.watch.model_calls import Runs
+from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.pace import Alone, Pace
-from gaff.training.watch.reporter import Desk
-from gaff.training.watch.sampled_step import Window
+from gaff.training.watch.reporter import Reporter
+from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.updates import Clearing, Update
 
 _MOMENTS = 4  # what an optimizer keeps is read at every fourth look
@@ -76,15 +76,15 @@ class Watcher:
         self.is_open = False
         self.pace = Pace(settings.budget, settings.every)
         self._models = Models(settings.only, settings.skip)
-        self._recall = Recall(settings.out, keeps_batches=settings.keep_batch)
+        self._recall = FlightRecorder(settings.out, keeps_batches=settings.keep_batch)
         self._alone = Alone()
         begins = self._alone.before(self._recall.begins)
-        self._runs = Runs(self._models, self, begins, is_given=models is not None)
+        self._runs = ModelCalls(self._models, self, begins, is_given=models is not None)
         self._optimizers = Optimizers(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
             self._runs.know(self._models.add(name, model), model)
-        self.desk = Desk(settings, self._recall)
+        self.desk = Reporter(settings, self._recall)
         self._losses = Losses()
         self._clearing = Clearing()
         safely = partial(partial, self.guarded)
@@ -173,7 +173,7 @@ class Watcher:
     def model_found(self, model: Model) -> None:
         self.desk.model(model, self.step)
 
-    def evaluated(self, window: Window) -> None:
+    def evaluated(self, window: SampledStep) -> None:
         self.pace.spend(window.cost_s)
         self._evaluated_at = self.step
         self.desk.look(window, {}, {})
@@ -332,7 +332,7 @@ class Watcher:
                 self._clearing.stepped(optimizer)
         self._models.is_fresh = False
         self._looks += 1
-        self._runs.look(Window(self.step, "train", self._models))
+        self._runs.look(SampledStep(self.step, "train", self._models))
 
     def _end_window(self, *, is_whole: bool) -> None:
         window = self._window
@@ -353,7 +353,7 @@ class Watcher:
             self.desk.look(window, parameters, self._losses.values())
 
     @property
-    def _window(self) -> Window | None:
+    def _window(self) -> SampledStep | None:
         return self._runs.window
 
     # processes
@@ -392,7 +392,7 @@ def _in_child() -> None:
         one.in_child()
 
 
-def _notes(models: Models, runs: Runs, *, is_endless: bool) -> list[str]:
+def _notes(models: Models, runs: ModelCalls, *, is_endless: bool) -> list[str]:
     """What was not looked at, and why."""
     told = []
     if is_endless:

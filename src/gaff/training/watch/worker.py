@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 _MOST = 256  # jobs that may wait; further ones are dropped and counted
 
 
-class Writer:
+class Worker:
     """Does jobs one after the other on a thread of its own, which is started by the first and ends with ``stop``.
 
     A job that raises is given to ``failed``. ``spent_s``: the processor time of the thread, which holds the interpreter

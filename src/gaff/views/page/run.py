@@ -13,6 +13,7 @@ from gaff.errors import RecordError
 from gaff.record.cube import Cache, Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import Key, address_of
+from gaff.record.statistics import STATISTICS
 from gaff.version import __version__
 from gaff.views import run_text
 from gaff.views.page.chunks import Chunks
@@ -26,13 +27,7 @@ _MOST_STEPS = 4000  # of a curve, before it is drawn by its lowest and highest v
 _MOST_ODD = 20  # steps without a finite loss that are named
 _TINY = 1e-6  # of the median gradient of all parameters
 
-# What is kept of a bucket of looks: what matters of a number is one end, or both.
-_KEPT = {
-    "rms": ("highest", "lowest"), "mean": ("latest",), "min": ("lowest",), "max": ("highest",),
-    "zeros": ("highest",), "nonfinite": ("highest",), "saturated": ("highest",), "entropy": ("lowest",),
-    "dead": ("highest",), "outlier": ("highest",), "update_ratio": ("highest", "lowest"), "adam_rms": ("highest",),
-    "momentum": ("latest",), "lr": ("latest",),
-}  # fmt: skip
+_KEPT = {one.name: one.ends for one in STATISTICS if one.ends}
 
 
 def document(records: Sequence[Record], *, rank: int = 0) -> Document:

@@ -12,13 +12,13 @@ from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document
 
 if TYPE_CHECKING:
-    from gaff.inspection.trace import Trace
     from gaff.record.picture import Picture
+    from gaff.record.trace_rows import Traced
 
 _HIDDEN = ("digest", "sketch")  # for comparing traces, not for reading
 
 
-def document(trace: Trace) -> Document:
+def document(trace: Traced) -> Document:
     """The page of a trace; pictures where it has some."""
     chunks = Chunks()
     told = {
