@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,6 +15,8 @@ from gaff.sessions.plan import Plan
 from gaff.sessions.request import Options
 
 if TYPE_CHECKING:  # tools are loaded when they are called
+    from typing_extensions import Unpack
+
     from gaff.inspection.anatomy import Anatomy
     from gaff.inspection.nonfinite.report import Report
     from gaff.inspection.sites import Sites
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # tools are loaded when they are called
     from gaff.training.guard import Guard
     from gaff.training.sample_norms import SampleNorms
     from gaff.training.watch.handle import Watch
+    from gaff.training.watch.settings import WatchOptions
 
 
 def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
@@ -268,18 +270,8 @@ def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> 
     return list_sites(model, what, inputs, ops=ops)
 
 
-def watch(  # noqa: PLR0913  # what to watch, where to keep it, and how often
-    model: nn.Module | Mapping[str, nn.Module] | None = None,
-    optimizer: Any = None,
-    *,
-    out: str | os.PathLike[str] | None = None,
-    only: Iterable[str] = (),
-    skip: Iterable[str] = (),
-    every: int | None = None,
-    budget: float = 0.01,
-    rules_off: Iterable[str] = (),
-    keep_batch: bool = False,
-    tell: Callable[[str], None] | None = None,
+def watch(
+    model: nn.Module | Mapping[str, nn.Module] | None = None, optimizer: Any = None, **options: Unpack[WatchOptions]
 ) -> Watch:
     """Watch a training run: statistics of activations, gradients, weights and updates, judged by health rules.
 
@@ -302,8 +294,7 @@ def watch(  # noqa: PLR0913  # what to watch, where to keep it, and how often
     of others are not seen. Raises SiteError for a filter that names nothing, PlanError for what cannot be done,
     RecordError where ``out`` holds a run already.
     """
-    from gaff.training.watch.handle import make_watch, settings_of
+    from gaff.training.watch.handle import make_watch, rank_of_process
+    from gaff.training.watch.settings import Settings
 
-    settings = settings_of(out, only, skip, every, budget, tell)
-    settings["keep_batch"] = keep_batch
-    return make_watch(model, optimizer, settings=settings, rules_off=rules_off)
+    return make_watch(model, optimizer, Settings.of(rank=rank_of_process(), **options))

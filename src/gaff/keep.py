@@ -3,6 +3,10 @@
 Each is a frozen value that is called with the tensor and returns a smaller one, so that a plan which holds it
 can be saved. Any other function ``tensor -> tensor`` serves as well, but a plan with one cannot be saved.
 Slices with ``slice`` or an integer are views of a copy-on-write copy; index lists copy the chosen elements.
+
+The values are called inside hooks, on the device of the tensor, and write into nothing. An index list has to be copied
+to a GPU, which waits for it; slices and reductions do not. ``Part`` and ``Heads`` also say at which place an edit acts
+(``gaff.edits.at``).
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ Index = int | slice | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``index`` along dimension ``dim``; an integer keeps the dimension, with size 1."""
+    """``index`` along dimension ``dim``; an integer keeps the dimension, with size 1.
+
+    Negative numbers count from the end. Raises PlanError, when called, for a dimension or an index that the tensor does
+    not have; a slice that reaches beyond the end is shorter, as in Python.
+    """
 
     index: Index
     dim: int
@@ -50,7 +58,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of a ``[..., heads * width]`` tensor: the last dimension is cut into ``count`` equal parts."""
+    """Heads of a ``[..., heads * width]`` tensor: the last dimension is cut into ``count`` equal parts.
+
+    Called, it returns ``[..., len(index), width]``. Raises PlanError where the dimension cannot be cut so.
+    """
 
     index: tuple[int, ...]
     count: int
@@ -66,7 +77,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """One of torch's reductions over ``dim`` (None: all): mean, sum, amax, amin, or norm (L2)."""
+    """One of torch's reductions over ``dim`` (None: all): mean, sum, amax, amin, or norm (L2).
+
+    A quantised subclass (torchao, quanto) is reduced as the numbers that it stands for, and float8 in float32; every
+    other dtype as torch does it.
+    """
 
     name: str
     dim: tuple[int, ...] | None = None
@@ -125,17 +140,20 @@ def norm(*dim: int) -> Reduce:
 
 
 def in_graph(reduce: Any) -> Any:
-    """``reduce`` itself where compiled code may do it: one number of the whole, which no shape is too small for."""
+    """``reduce`` itself where compiled code may do it: one number of the whole, which an empty tensor has, too.
+
+    None for every other. A compiled graph tells that number in the place of the tensor, which need not leave the graph.
+    """
     return reduce if type(reduce) is Reduce and reduce.dim is None and reduce.name in ("norm", "mean", "sum") else None
 
 
 def is_pure(reduce: Any) -> bool:
-    """Whether ``reduce`` is one of the values above, which never write into what they are given."""
+    """Whether ``reduce`` is one of the values of this module, which never write into what they are given."""
     return isinstance(reduce, tuple(_KINDS.values()))
 
 
 def to_dict(keep: Any) -> dict[str, Any]:
-    """JSON-ready form of one of the values above. Raises PlanError for a function, which has none."""
+    """JSON-ready form of one of the values of this module. Raises PlanError for a function, which has none."""
     for kind, cls in _KINDS.items():
         if isinstance(keep, cls):
             return {"kind": kind, **{name: _plain(value) for name, value in asdict(keep).items()}}
@@ -154,14 +172,17 @@ def from_dict(data: dict[str, Any]) -> Any:
 
 
 def _index(index: int | slice | Sequence[int]) -> Index:
+    """A list as a tuple, which can be compared and saved; integers and slices as they are."""
     return index if isinstance(index, (int, slice)) else tuple(index)
 
 
 def _plain(value: Any) -> Any:
+    """A slice as a dict, which JSON can hold; every other field as it is."""
     return {"slice": [value.start, value.stop, value.step]} if isinstance(value, slice) else value
 
 
 def _from_plain(value: Any) -> Any:
+    """Inverse of ``_plain``; lists, which JSON makes of tuples, are made tuples again."""
     if isinstance(value, dict):
         return slice(*value["slice"])
     return tuple(value) if isinstance(value, list) else value

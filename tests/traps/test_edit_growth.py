@@ -14,7 +14,7 @@ def test_a_leaf_that_comes_in_at_every_step():
     for _ in range(600):
         x.grad = None
         model(x).sum().backward()
-    gradients = handle._session._gradients
+    gradients = handle._session._wiring.gradients
     assert torch.allclose(x.grad, 0.5 * model[0].weight.sum(0))
     assert handle.receipt.rows[0].hits == 600
     assert len(gradients._armed) < 600
@@ -29,7 +29,7 @@ def test_checkpointed_forwards_whose_loss_is_dropped():
     handle = gaff.edit(model, {"0": edits.scale(2.0)}).attach()
     for _ in range(50):
         model(torch.randn(2, 3, requires_grad=True))
-    [node] = [node for node in handle._session._nodes.values() if node.exit_changes]
+    [node] = [node for node in handle._session._wiring.nodes.values() if node.exit_changes]
     assert len(node.exit_replay._waiting) <= 1  # the last one is noticed when the next run ends
     assert not list(node.exit_replay.regions())
     handle.remove()

@@ -11,5 +11,5 @@ def test_hooks_of_dead_graphs_are_forgotten():
     with gaff.capture(model, "0:grad_output", "1:grad_input", last=1) as got:
         for _ in range(2000):
             model(x).sum().backward()
-        assert len(got._session._gradients._armed) < 1500
+        assert len(got._session._wiring.gradients._armed) < 1500
     assert len(got.all("0:grad_output")) == 1

@@ -49,7 +49,7 @@ def test_calls_that_wait_are_forgotten_with_their_graph():
     with gaff.capture(model, "block:grad_output", last=1) as got:
         for _ in range(50):
             model(x).backward()
-        nodes = got._session._nodes.values()
+        nodes = got._session._wiring.nodes.values()
         assert max(len(node.replay._waiting) for node in nodes if node.arms) < 10
         stream = next(iter(got._by_object.values()))
         assert len(stream.records) == 1

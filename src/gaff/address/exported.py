@@ -4,6 +4,10 @@ Such a graph calls no modules any more, but each of its nodes knows the calls in
 (``node.meta["nn_module_stack"]``). A tree with the original paths and class names stands for it: its root runs the
 graph node by node, the same operations in the same order, and each module in it is called for the nodes of its own.
 Nothing is put on the graph here: whoever uses the tree lets its root run in place of the graph's ``forward``.
+
+In order: ``tree_of`` asks ``exported_calls`` for the calls and makes a tree, once for each state of a graph; a session
+hooks modules of the tree as it would any others; the graph is called, the engine lets ``GraphTree.forward`` run, a
+``_GraphRun`` goes through the nodes, and at each call that was found the module of the tree is called, with its hooks.
 """
 
 from __future__ import annotations
@@ -23,28 +27,41 @@ from gaff.errors import PlanError
 
 
 class GraphPart(nn.Module):
-    """A module of a tree that is never called.
+    """A module of a tree that is never called: it holds parameters, other modules, or a name.
 
-    ``why_untold``: though the original was. ``why_fixed``: why what it returns can be told, and cannot be edited.
+    ``why_untold`` says why the calls that the original had cannot be told, ``why_fixed`` why what it returns can be
+    told but not edited; both are empty where that is not so. The engine passes these reasons on.
     """
 
     why_untold = ""
     why_fixed = ""
 
     def hold(self, own: nn.Module) -> None:
-        """Have the parameters and buffers of a module of the graph: not copies, but the same dictionaries."""
+        """Have the parameters and buffers of a module of the graph: not copies, but the same dictionaries.
+
+        So a parameter that is replaced in the graph is replaced here, and an edit that stands in for one here acts
+        there.
+        """
         for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = own.__dict__[name]
 
 
 class GraphCall(GraphPart):
-    """A module of a tree that is called. Hooks see which tensors it uses, not the arguments of the original."""
+    """A module of a tree that is called. Hooks see which tensors it uses, not the arguments of the original.
+
+    What it is called with are the values from outside that its nodes use, in the order of the nodes that made them. Its
+    ``forward`` finds the run through the root of the tree, on the thread that it runs on.
+    """
 
     tree: GraphTree
     edits = 0  # open sessions that edit what it returns
 
     def forward(self, *entering: Any) -> Any:
-        """Run the nodes of the call that is due, and return what leaves it."""
+        """Run the nodes of the call that is due, and return what leaves it.
+
+        Raises PlanError where its output is edited, others use that value, too, and it turns out to be the very tensor
+        that came in: the edit would reach some of those who use it and not others.
+        """
         run: _GraphRun = self.__dict__["tree"].now.run
         region = run.due
         run.go(region)
@@ -55,7 +72,13 @@ class GraphCall(GraphPart):
 
 
 class GraphTree(GraphCall):
-    """The root of the tree that stands for a graph, which it does not keep alive."""
+    """The root of the tree that stands for an exported graph, which it does not keep alive.
+
+    Made by ``tree_of``, and kept as long as the graph is and does not change. It may run on several threads at once:
+    the run in progress lies in ``now``, which is local to a thread. ``untold`` says by path why a module's calls cannot
+    be told. It shares the hook dictionaries of the graph, so that a hook on the root of the tree fires in the graph's
+    own call.
+    """
 
     def __init__(self, graph: fx.GraphModule, calls: Calls) -> None:
         super().__init__()
@@ -72,7 +95,7 @@ class GraphTree(GraphCall):
         self._frees = _frees(calls.nodes)
 
     def graph(self) -> fx.GraphModule:
-        """The graph that it stands for."""
+        """The exported graph that it stands for. Raises PlanError where that has been freed."""
         graph = self._graph()
         if graph is None:
             raise PlanError("the exported graph that this session is about is gone")
@@ -83,13 +106,20 @@ class GraphTree(GraphCall):
         return self._signature == _signature(self.graph())
 
     def check(self) -> None:
-        """Raises PlanError when the graph's code does not say what its nodes do."""
+        """Raises PlanError when the graph's code does not say what its nodes do.
+
+        fx runs the code and the tree runs the nodes: after a change of nodes without ``recompile()`` the two differ.
+        """
         graph = self.graph()
         if graph.graph.python_code("self").src != graph.code:
             raise PlanError("the graph was changed after its code was made: call .recompile() on it first")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the graph's own ``forward`` returns, bit for bit."""
+        """Run the graph node by node, and return what its own ``forward`` returns, bit for bit.
+
+        Takes what the graph takes. Runs may nest on one thread, where a hook calls the graph again: the outer one is
+        put back at the end.
+        """
         graph = self.graph()
         before = getattr(self.now, "run", None)
         self.now.run = run = _GraphRun(graph, self._frees, _flat(graph, args, kwargs))
@@ -101,7 +131,12 @@ class GraphTree(GraphCall):
 
 
 class _GraphRun:
-    """One run of a graph. ``values``: of nodes that are still needed; ``due``: the call that is about to be made."""
+    """One run of an exported graph: which node is next, and the values of those that are still needed.
+
+    ``values``: by node; each is dropped behind the last node that uses it (``frees``), as the graph's own code does, or
+    a run would hold all activations. ``due``: the call that is about to be made, which its module picks up. ``given``:
+    one value for each placeholder.
+    """
 
     def __init__(self, graph: fx.GraphModule, frees: list[list[int]], given: list[Any]) -> None:
         self._each = fx.Interpreter(graph, garbage_collect_values=False)
@@ -113,7 +148,7 @@ class _GraphRun:
         self.output: Any = None
 
     def go(self, region: Region) -> None:
-        """Run the nodes of a call, and the calls inside it."""
+        """Run the nodes of a call, and the calls inside it, in the order in which the graph has them."""
         for step in region.steps:
             if isinstance(step, int):
                 self._node(step)
@@ -123,6 +158,7 @@ class _GraphRun:
                 self.values[self.nodes[step.leaving]] = step.module(*entering)
 
     def _node(self, place: int) -> None:
+        """Run one node: a placeholder takes the next value that was given, the output node ends the run."""
         node = self.nodes[place]
         if node.op == "output":
             self.output = self._each.run_node(node)
@@ -147,7 +183,10 @@ _lock = threading.Lock()
 
 
 def tree_of(module: nn.Module) -> nn.Module:
-    """The tree that stands for a graph; any other module, and a graph that knows of no calls, as it is."""
+    """The tree that stands for an exported graph; any other module, and a graph that knows of no calls, as it is.
+
+    Made once and again when the graph has changed; kept by a weak reference to the graph. Safe to call on any thread.
+    """
     if not isinstance(module, fx.GraphModule) or _has_forward_of_its_own(module):
         return module
     with _lock:
@@ -161,24 +200,34 @@ def tree_of(module: nn.Module) -> nn.Module:
 
 
 def _has_forward_of_its_own(graph: fx.GraphModule) -> bool:
-    """Whether somebody, such as accelerate, has put another forward on it, which knows nothing of nodes."""
+    """Whether somebody, such as accelerate, has put another forward on it, which knows nothing of nodes.
+
+    The forward that a session of gaff puts there, marked by ``is_gaffs``, does not count.
+    """
     own = graph.__dict__.get("forward")
     return own is not None and not getattr(own, "is_gaffs", False)
 
 
 def _signature(graph: fx.GraphModule) -> tuple[object, ...]:
-    """What a tree is made from: equal as long as that is there."""
+    """What a tree is made from: equal as long as the graph has the same code, modules and hook dictionaries."""
     return (graph.code, *map(id, graph.modules()), *(id(graph.__dict__[name]) for name in _HOOKS))
 
 
 def class_of(module: nn.Module) -> type:
-    """A module's class; of one in a tree the class of torch that has its name, if there is one."""
+    """A module's class; of one in a tree the class of ``torch.nn`` that has its name, if there is one.
+
+    Whoever asks for what a layer is (a ``Linear``, say) gets an answer for trees, too, whose classes are made up.
+    """
     cls = type(module)
     known = getattr(nn, cls.__name__, cls) if isinstance(module, GraphPart) else cls
     return known if isinstance(known, type) else cls
 
 
 def _build(graph: fx.GraphModule) -> GraphTree | None:
+    """A tree for a graph, or None where it cannot be run node by node or no node knows of a call.
+
+    A graph with a body transformer has code that its nodes do not tell. The root's class name is taken from the nodes.
+    """
     if not _takes_plain_arguments(graph) or graph.graph._codegen._body_transformer is not None:
         return None
     calls = Calls(graph)
@@ -206,7 +255,10 @@ def _takes_plain_arguments(graph: fx.GraphModule) -> bool:
 
 
 def _flat(graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """One value for each placeholder."""
+    """One value for each placeholder, from what the graph was called with, defaults filled in.
+
+    Graphs of ``torch.export`` flatten their arguments by ``_in_spec``; others have one placeholder for each argument.
+    """
     bound = inspect.signature(type(graph).forward).bind(graph, *args, **kwargs)
     bound.apply_defaults()
     given = list(bound.arguments.values())[1:]
@@ -220,7 +272,10 @@ def _flat(graph: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _nest(region: Region, inner: list[Region]) -> None:
-    """Put what a call runs in order: the calls directly inside it, and the nodes between them."""
+    """Put what a call runs in order: the calls directly inside it, and the nodes between them.
+
+    ``inner``: all calls inside, at any depth, outer ones first. Fills ``steps`` of the call and of each of these.
+    """
     place, number = region.first, 0
     while place <= region.last:
         if number < len(inner) and inner[number].first == place:
@@ -235,7 +290,7 @@ def _nest(region: Region, inner: list[Region]) -> None:
 
 
 def _frees(nodes: list[fx.Node]) -> list[list[int]]:
-    """For each node the positions of those whose value nobody needs after it."""
+    """For each node the positions of those whose value nobody needs after it; what nobody uses goes at once."""
     places = {node: number for number, node in enumerate(nodes)}
     frees: list[list[int]] = [[] for _ in nodes]
     for number, node in enumerate(nodes):
@@ -244,7 +299,11 @@ def _frees(nodes: list[fx.Node]) -> list[list[int]]:
 
 
 def _plant(tree: GraphTree, graph: fx.GraphModule, calls: Calls) -> None:
-    """Make the modules of a tree: those of the graph, and those that its nodes name."""
+    """Make the modules of a tree: those of the graph, and those that its nodes name.
+
+    A module that the graph still calls as a module is put in as it is. A plain ``nn.Module`` is what ``torch.export``
+    leaves of one that it took apart: it only holds parameters, and a part of the tree takes these over.
+    """
     kinds, called = calls.kinds, {region.path for region in calls.regions}
     paths = dict.fromkeys(path for path, _ in graph.named_modules(remove_duplicate=False) if path)
     for path in kinds:
@@ -268,5 +327,5 @@ def _plant(tree: GraphTree, graph: fx.GraphModule, calls: Calls) -> None:
 
 @lru_cache(maxsize=1024)
 def _class(name: str, base: type[GraphPart]) -> Any:
-    """A class with the name of the original, by which patterns find it."""
+    """A class with the name of the original, by which patterns such as ``**<Conv2d>`` find it. One for each name."""
     return type(name, (base,), {})

@@ -1,4 +1,10 @@
-"""The calls of modules that the nodes of an exported graph were made in, read from their metadata."""
+"""The calls of modules that the nodes of an exported graph were made in, read from their metadata.
+
+A graph keeps, node by node, the stack of calls in which its program ran the operation. ``Calls`` puts the nodes of each
+call together and asks whether they can stand for it: they must lie side by side, and one tensor must leave them. What
+does not qualify is told as a reason, never guessed: decomposition and functionalisation can lose which tensor a module
+returned, and graphs can be changed by hand.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ Chain = tuple[str, ...]  # keys of the calls around a node, outermost first: the
 
 
 class Place(NamedTuple):
-    """A module as a node's metadata names it."""
+    """A module as a node's metadata names it: its path, and its class's name."""
 
     path: str
     kind: str
@@ -32,8 +38,10 @@ class Place(NamedTuple):
 class Region:
     """One call of a module: what it runs, as positions of nodes and calls inside it, in order.
 
-    ``entering``: nodes from outside that it uses; ``leaving``: the one node that others use, ``uses``: how often;
-    ``is_given_again``: it is a tensor that came from outside.
+    ``first`` and ``last``: its span of positions. ``depth``: how many calls are around it, itself and the root's
+    included. ``entering``: nodes from outside that it uses; ``leaving``: the one node that others use, ``uses``: how
+    often; ``is_given_again``: it is a tensor that came from outside. ``Calls`` makes it; the tree adds ``steps`` and
+    ``module``, the module that is called for it.
     """
 
     __slots__ = ("depth", "entering", "first", "is_given_again", "last", "leaving", "module", "path", "steps", "uses")
@@ -59,7 +67,11 @@ class Region:
 
 
 def place_in_model(frame: FrameType) -> tuple[str, int] | None:
-    """File and line of the model for the node that torch's interpreter runs in ``frame``; None in any other frame."""
+    """File and line of the model for the node that torch's interpreter runs in ``frame``; None in any other frame.
+
+    An op that a tree runs is called from torch's interpreter: the user's line is in the node's own stack trace, where
+    ``torch.export`` keeps it. None where the node has none.
+    """
     at: FrameType | None = frame
     if frame.f_code.co_filename != _INTERPRETER.co_filename:
         return None
@@ -71,7 +83,7 @@ def place_in_model(frame: FrameType) -> tuple[str, int] | None:
 
 
 def _stack(node: fx.Node) -> dict[str, tuple[str, str]]:
-    """The calls around a node by their keys, the root's too: path and class name of each."""
+    """The calls around a node by their keys, the root's too, outermost first: path and class name of each."""
     found = node.meta.get("nn_module_stack") or {}
     return {
         key: (path, kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2])
@@ -100,7 +112,7 @@ def _chain(graph: fx.GraphModule, node: fx.Node, *, has_root: bool = True) -> di
 
 
 def module_at(graph: nn.Module, path: str) -> nn.Module | None:
-    """The module of that path, or None."""
+    """The module at ``path`` below an exported graph, by its own ``_modules`` alone; None where there is none."""
     module: nn.Module | None = graph
     for name in path.split("."):
         module = module._modules.get(name) if module is not None else None
@@ -108,7 +120,11 @@ def module_at(graph: nn.Module, path: str) -> nn.Module | None:
 
 
 class Calls:
-    """All calls in a graph: ``regions``, outer ones first; ``untold``: why modules at other paths cannot be told."""
+    """All calls in an exported graph: ``regions``, outer ones first, and ``untold``, by path why others cannot be told.
+
+    ``nodes`` are the graph's in order, ``numbers`` their positions, ``chains`` the calls around each and ``kinds`` the
+    class name for each path. Reads the graph when made, changes nothing, and does not follow later changes.
+    """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self.nodes = list(graph.graph.nodes)
@@ -134,7 +150,11 @@ class Calls:
         self.regions.sort(key=lambda region: (region.first, -region.last, region.depth))
 
     def _region(self, keys: Chain, place: Place, own: list[int]) -> Region | str:
-        """The call, or why it cannot be told."""
+        """The call made of the nodes ``own``, or why it cannot be told.
+
+        It needs nodes that stand together, users that are known, one tensor that leaves, and certainty which that is.
+        Of a value that is one from outside returned again and one that was made inside, the latter is the output.
+        """
         first, last = own[0], own[-1]
         if any(chain is not None and keys not in chain for chain in self.chains[first:last]):
             return "its operations do not stand together in the graph"
@@ -154,7 +174,11 @@ class Calls:
         return Region(place, len(keys), (first, last), entering, leaves, is_given_again=not made)
 
     def _uses_after(self, number: int, last: int) -> int | None:
-        """How often a value is used later, but for writes into buffers; None where nobody knows by whom."""
+        """How often a value is used later, but for writes into buffers; None where nobody knows by whom.
+
+        Nodes that belong to no module and whose result nobody uses are assertions that ``torch.export`` adds: no use
+        either.
+        """
         count = 0
         for user in self.nodes[number].users:
             at = self.numbers[user]
@@ -168,7 +192,10 @@ class Calls:
         return count
 
     def _is_given_again(self, number: int, first: int) -> bool:
-        """Whether the value is the very tensor that came from outside, so that later uses of that are uses of it."""
+        """Whether the value is the very tensor that came from outside, so that later uses of that are uses of it.
+
+        Follows operations that return their argument, in place or because there was nothing to do, back to its origin.
+        """
         while _returns_its_argument(self.nodes[number]):
             number = self.numbers[self.nodes[number].args[0]]
             if number < first:
@@ -176,12 +203,19 @@ class Calls:
         return False
 
     def _is_base(self, number: int, last: int) -> bool:
-        """Whether a later view of the value was made by an operation that is none: what was written in place is so."""
+        """Whether a later view of the value was made by an operation that is none: what was written in place is so.
+
+        Functionalisation turns a write into a view into a new base from which the view is cut again.
+        """
         users = [user for user in self.nodes[number].users if self.numbers[user] > last]
         return any(_is_view(str(user.target)) and not any(map(_is_view, _origins(user))) for user in users)
 
     def _part_names(self, graph: fx.GraphModule) -> None:
-        """One module under several names has its calls under each: where that may be so, none of them is told."""
+        """One module under several names has its calls under each: where that may be so, none of them is told.
+
+        It may be so where two paths have the same class name and the very same parameters. Fills ``untold``, for what
+        is below these paths as well.
+        """
         alike: dict[object, list[str]] = {}
         for path in self.kinds:
             own = module_at(graph, path)
@@ -197,6 +231,7 @@ class Calls:
 
 
 def _occurrences(node: fx.Node, user: fx.Node) -> int:
+    """How many times ``node`` stands among the arguments of ``user``: ``x + x`` uses it twice."""
     found: list[fx.Node] = []
 
     def note(one: fx.Node) -> fx.Node:
@@ -208,6 +243,7 @@ def _occurrences(node: fx.Node, user: fx.Node) -> int:
 
 
 def _is_buffer_write(node: fx.Node) -> bool:
+    """Whether a node copies a new value into a buffer, as that of batch norm's statistics."""
     is_copy = node.op == "call_function" and str(node.target).startswith("aten.copy_")
     return is_copy and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
 
@@ -253,7 +289,11 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _hidden(graph: fx.GraphModule, around: frozenset[Chain], at: str) -> Iterator[tuple[str, str]]:
-    """Modules of which a call is in a graph inside this one, called as a function: their path, and what to say."""
+    """Modules of which a call is in a graph inside this one, called as a function: their path, and what to say.
+
+    Such are the branches of ``torch.cond`` and the bodies of other higher-order operations. ``around``: the calls that
+    are known to be around this graph, ``at``: its path. Goes down to any depth.
+    """
     for node in graph.graph.nodes:
         for given in node.all_input_nodes:
             inner = graph._modules.get(str(given.target)) if given.op == "get_attr" else None
@@ -271,5 +311,6 @@ def _hidden(graph: fx.GraphModule, around: frozenset[Chain], at: str) -> Iterato
 
 
 def _named_in(graph: fx.GraphModule, inside: frozenset[Chain]) -> Iterator[str]:
+    """Paths of the modules that the nodes of an inner graph name, but for the calls around that graph (``inside``)."""
     for node in graph.graph.nodes:
         yield from (place.path for keys, place in (_chain(graph, node) or {}).items() if keys not in inside)

@@ -1,7 +1,10 @@
 """Addresses: one grammar for Python, the command line, files and reports. Needs no torch.
 
-``path <Class> /op#k @call :port {key}``, in this order, every part optional. An address without wildcards is a
+``path <Class> /op#k @call :port [key]``, in this order, every part optional. An address without wildcards is a
 ``Site``; one with ``*``, ``?`` or ``<Class>`` is a ``Pattern``. ``str`` of either parses back to the same value.
+
+``parse`` reads a text from left to right: each ``_read_*`` function takes the text and the position at which its part
+would begin, and returns the part (None, or the default, where it is absent) and the position behind it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,14 @@ _KEY = re.compile(r"""\[(?:(-?\d+)|([^\W\d]\w*)|('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The address of one tensor stream. ``call`` None means every call, ``key`` leads into a nested value."""
+    """The address of one tensor stream: exactly one place in a model, though it may name no module that exists.
+
+    ``path`` is the module's name as ``named_modules(remove_duplicate=False)`` gives it, empty for the root; at the
+    ports ``param``, ``grad`` and ``buffer`` it ends with the name of the parameter or buffer. ``op`` is an op in the
+    module's own forward and ``op_index`` counts the ops of that name in one call from 0; None there means every op of
+    that name. ``call`` is the nth call of the module in a run, from 0; None means every call. ``key`` leads into a
+    nested value.
+    """
 
     path: str = ""
     op: str | None = None
@@ -52,12 +62,17 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name of a pattern's path: literal text, or a glob where ``*`` and ``?`` stand for characters."""
+    """One name of a pattern's path: literal text, or a glob where ``*`` and ``?`` stand for characters.
+
+    A module may be called ``*`` in earnest (``setattr`` allows it), so that the text alone does not tell: such a name
+    is written in backticks and has ``is_glob`` False.
+    """
 
     text: str
     is_glob: bool
 
     def matches(self, name: str) -> bool:
+        """Whether one name of a path, without dots, fits this one as a whole."""
         return _glob(self.text).fullmatch(name) is not None if self.is_glob else self.text == name
 
     def __str__(self) -> str:
@@ -69,7 +84,12 @@ ANY_DEPTH = Name("**", is_glob=True)  # zero or more names, never the root itsel
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Many sites at once. ``cls``: only modules with a class of this name among their bases."""
+    """Many sites at once: what a text with ``*``, ``?`` or ``<Class>`` means, to be looked up in a model.
+
+    ``names`` are matched against the names of a path one by one, where ``**`` stands for any number of them, none
+    included. ``cls`` leaves only modules that have a class of this name among their bases. ``op`` may be a glob of its
+    own; the other fields mean what they mean in a ``Site``, and go into each site that the pattern finds.
+    """
 
     names: tuple[Name, ...] = ()
     cls: str | None = None
@@ -84,7 +104,10 @@ class Pattern:
         return head + _print_tail(self, head)
 
     def matches(self, path: str) -> bool:
-        """Whether ``path`` (of a module, parameter or buffer) fits the names; classes are the caller's business."""
+        """Whether ``path`` (of a module, parameter or buffer) fits the names; classes are the caller's business.
+
+        The empty path never fits: no pattern means the root itself.
+        """
         return bool(path) and _match_names(self.names, path.split("."))
 
 
@@ -92,12 +115,16 @@ Address = Site | Pattern
 
 
 def print_key(key: Key) -> str:
+    """A key as an address has it: ``("state", 0, "a b")`` as ``[state][0]['a b']``; the empty key as empty text."""
     return "".join(f"[{part}]" if isinstance(part, int) or _is_bare(part) else f"[{part!r}]" for part in key)
 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Address:
-    """The site or pattern that ``text`` names. Raises SiteError with the place where reading stopped."""
+    """The site or pattern that ``text`` names. Raises SiteError with the place where reading stopped.
+
+    Spaces are refused outside backticks and quotes. What a text gives is frozen, and cached.
+    """
     if not text:
         raise SiteError("address '' is empty: expected 'path:port'; the root module's own output is ':output'")
     names, at = _read_names(text)
@@ -118,7 +145,10 @@ def parse(text: str) -> Address:
 
 
 def parse_site(text: str) -> Site:
-    """Like ``parse``, for places where only one exact site makes sense."""
+    """Read the address of one exact site, for places where a pattern makes no sense, such as ``got[address]``.
+
+    Raises SiteError for a pattern, and for what ``parse`` cannot read.
+    """
     address = parse(text)
     if isinstance(address, Pattern):
         raise SiteError(f"address {text!r} is a pattern: expected one exact site, without *, ? or <Class>")
@@ -126,17 +156,21 @@ def parse_site(text: str) -> Site:
 
 
 def fits_op(wanted: str, name: str) -> bool:
-    """Whether an op's ``name`` is the one wanted, which may be a glob."""
+    """Whether ``name``, of an op, is the one that an address wants: ``wanted`` may be a glob, such as ``*_softmax``."""
     return _glob(wanted).fullmatch(name) is not None
 
 
 def every_call(site: Site) -> Site:
-    """The same site without its ``@call``."""
+    """``site`` without its ``@call``: the address of all calls of the module. Itself where it names no call."""
     return replace(site, call=None) if site.call is not None else site
 
 
 def nearest(wanted: str, names: Sequence[str], count: int = 3) -> list[str]:
-    """The names most like ``wanted``, best first: close spellings, then names that share its last part."""
+    """The names most like ``wanted``, best first: close spellings, then names that share its last part.
+
+    For messages about addresses that name nothing: at most ``count`` names, fewer or none where nothing is similar.
+    The least similarity, 0.6, is the default of ``difflib.get_close_matches``.
+    """
     close = get_close_matches(wanted, names, n=count, cutoff=0.6)
     last = wanted.rpartition(".")[2]
     tails = [name for name in names if last and last in name.split(".") and name not in close]
@@ -144,6 +178,10 @@ def nearest(wanted: str, names: Sequence[str], count: int = 3) -> list[str]:
 
 
 def _read_names(text: str) -> tuple[tuple[Name, ...], int]:
+    """The names of the path, up to the first character that belongs to none. Raises SiteError for an empty name.
+
+    The number of ``**`` is limited, since each multiplies the ways in which a path can match.
+    """
     names: list[Name] = []
     at = 0
     while found := _SEGMENT.match(text, at):
@@ -160,6 +198,7 @@ def _read_names(text: str) -> tuple[tuple[Name, ...], int]:
 
 
 def _name(raw: str, text: str) -> Name:
+    """One name as it is written: in backticks (a doubled one stands for itself) and so literal, or perhaps a glob."""
     if raw.startswith("`"):
         name = raw[1:-1].replace("``", "`")
         if "." in name:
@@ -171,11 +210,13 @@ def _name(raw: str, text: str) -> Name:
 
 
 def _read_class(text: str, at: int) -> tuple[str | None, int]:
+    """The text between ``<`` and ``>``, without them."""
     found = _CLASS.match(text, at)
     return (found.group(1), found.end()) if found else (None, at)
 
 
 def _read_op(text: str, at: int) -> tuple[str | None, int | None, int]:
+    """The name of an op after ``/``, which may be a glob, and its number after ``#``."""
     found = _OP.match(text, at)
     if not found:
         return None, None, at
@@ -183,11 +224,13 @@ def _read_op(text: str, at: int) -> tuple[str | None, int | None, int]:
 
 
 def _read_call(text: str, at: int) -> tuple[int | None, int]:
+    """The number after ``@``."""
     found = _CALL.match(text, at)
     return (int(found.group(1)), found.end()) if found else (None, at)
 
 
 def _read_port(text: str, at: int) -> tuple[str, int]:
+    """The word after ``:``, or ``output`` where there is none. Raises SiteError for a port that does not exist."""
     found = _PORT.match(text, at)
     if not found:
         return OUTPUT, at
@@ -199,6 +242,7 @@ def _read_port(text: str, at: int) -> tuple[str, int]:
 
 
 def _read_keys(text: str, at: int) -> tuple[Key, int]:
+    """All keys in brackets: an integer, a bare word, or a Python string in quotes for any other text."""
     keys: list[int | str] = []
     while found := _KEY.match(text, at):
         number, word, quoted = found.groups()
@@ -208,6 +252,7 @@ def _read_keys(text: str, at: int) -> tuple[Key, int]:
 
 
 def _unquote(quoted: str, text: str) -> str:
+    """The text that a quoted key stands for; a Python literal, so that every character has a way to be written."""
     try:
         return str(ast.literal_eval(quoted))
     except (SyntaxError, ValueError) as error:
@@ -216,15 +261,21 @@ def _unquote(quoted: str, text: str) -> str:
 
 @lru_cache(maxsize=16384)
 def _print_site(site: Site) -> str:
+    """A site as text. Cached: the same sites are printed again and again."""
     names = ".".join(_print_name(name) for name in site.path.split(".")) if site.path else ""
     return names + _print_tail(site, names)
 
 
 def _print_name(name: str) -> str:
+    """A name as an address has it: as it is where that cannot be misread, else in backticks."""
     return name if _PLAIN_NAME.fullmatch(name) else "`" + name.replace("`", "``") + "`"
 
 
 def _print_tail(address: Address, head: str) -> str:
+    """What follows path and class: op, call, port and key; the port ``output`` only where something depends on it.
+
+    ``head`` is what stands before. A key needs its port before it, and the root's own output would be empty text.
+    """
     text = ""
     if address.op is not None:
         text += f"/{address.op}" + (f"#{address.op_index}" if address.op_index is not None else "")
@@ -241,11 +292,13 @@ def _is_bare(part: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _glob(text: str) -> re.Pattern[str]:
+    """A glob as a regular expression, in which neither ``*`` nor ``?`` stands for a dot. Cached."""
     parts = {"*": "[^.]*", "?": "[^.]"}
     return re.compile("".join(parts.get(char) or re.escape(char) for char in text))
 
 
 def _match_names(wanted: Sequence[Name], names: Sequence[str]) -> bool:
+    """Whether a pattern's names fit those of a path, first to last; at a ``**`` every number of names is tried."""
     if not wanted:
         return not names
     if wanted[0] == ANY_DEPTH:

@@ -2,6 +2,10 @@
 
 Containers are tuples, lists, dicts, named tuples, dataclasses and Hugging Face's ModelOutput (a dict and a
 dataclass at once). Everything else is a leaf. The root of a value has the key ``()``.
+
+``children`` decides what is a container, and in which order its parts come; ``dig`` follows each key that
+``iter_tensors`` tells, and attributes besides. Nothing here writes into a value that it is given: containers that
+change are made anew, and tensors are passed on, not copied.
 """
 
 from __future__ import annotations
@@ -45,7 +49,11 @@ class Opaque:
 
 
 def children(value: Any) -> list[tuple[int | str, Any]] | None:
-    """What is directly inside a container, with its keys; None for a leaf."""
+    """What is directly inside a container, with its keys; None for a leaf.
+
+    A dict's keys that are no integers are told as text, fields of named tuples and dataclasses by name. A
+    ``torch.Size`` is a leaf: it is a tuple, but holds no tensors.
+    """
     if isinstance(value, Tensor):
         return None
     if isinstance(value, Mapping):
@@ -60,7 +68,10 @@ def children(value: Any) -> list[tuple[int | str, Any]] | None:
 
 
 def iter_tensors(value: Any, key: Key = ()) -> Iterator[tuple[Key, Tensor]]:
-    """Every tensor in ``value`` with the key that leads to it, in order. Raises PlanError for endless nesting."""
+    """Every tensor in ``value`` with the key that leads to it, in order. Raises PlanError for endless nesting.
+
+    Sees containers only, not attributes of other objects (``iter_deep`` does). ``key`` is put before the keys told.
+    """
     if isinstance(value, Tensor):
         yield key, value
         return
@@ -71,7 +82,12 @@ def iter_tensors(value: Any, key: Key = ()) -> Iterator[tuple[Key, Tensor]]:
 
 
 def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in ``value``, also in attributes of unknown objects (caches, batches), ``depth`` levels down."""
+    """Every tensor in ``value``, also in attributes of unknown objects (caches, batches), ``depth`` levels down.
+
+    For questions about memory and gradients, where a tensor counts however it came in; no key leads back to it. Modules
+    are not entered: their parameters are no arguments. ``seen`` holds the identities of objects already visited, so
+    that one that contains itself ends.
+    """
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -87,7 +103,10 @@ def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Itera
 
 
 def dig(value: Any, key: Key) -> Any:
-    """What ``key`` leads to. Raises KeyError with the keys that were there."""
+    """What ``key`` leads to, itself and not a copy. Raises KeyError with the keys that were there.
+
+    Keys also read attributes, by which the inside of objects that are no containers can be named.
+    """
     for depth, part in enumerate(key):
         found = _step(value, part)
         if found is _MISSING:
@@ -102,7 +121,9 @@ def map_tensors(
 ) -> Any:
     """A copy of ``value`` with every tensor replaced by ``change(tensor)``; containers are new, of the same type.
 
-    Leaves that cannot change (numbers, strings, None ...) are kept; other objects go through ``opaque``.
+    Leaves that cannot change (numbers, strings, None ...) are kept; other objects go through ``opaque``, or are kept
+    without it. A container that cannot be made anew goes through ``opaque`` as a whole; without it the TypeError
+    passes. Raises PlanError for endless nesting.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -121,7 +142,10 @@ def map_tensors(
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Tensor] | None:
-    """The first tensor among a call's arguments, positional before keyword, with its key."""
+    """The first tensor among a call's arguments, positional before keyword, with its key; None where there is none.
+
+    It is what ``:input`` without a key means. The first part of its key is the position or the keyword.
+    """
     for number, arg in enumerate(args):
         for key, tensor in iter_tensors(arg, (number,)):
             return key, tensor
@@ -132,7 +156,11 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key,
 
 
 def dig_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key) -> Any:
-    """What ``key`` leads to among a call's arguments: ``[1]`` a position, ``[mask]`` a keyword."""
+    """What ``key`` leads to among a call's arguments: ``[1]`` a position, ``[mask]`` a keyword.
+
+    A keyword is found only where it was given as one: positions are not translated into names. Raises KeyError with the
+    arguments that there were.
+    """
     head = key[0]
     if isinstance(head, int) and -len(args) <= head < len(args):
         return dig(args[head], key[1:])
@@ -172,7 +200,10 @@ def put(value: Any, key: Key, new: Tensor) -> Any:
 def put_argument(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key, new: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with ``new`` at ``key``; see ``put``."""
+    """The arguments of a call with ``new`` at ``key``, as ``args`` and ``kwargs`` for the call; see ``put``.
+
+    A negative position counts from the end. The arguments that are not on the way are handed on as they are.
+    """
     head = key[0]
     if isinstance(head, int):
         return tuple(put(arg, key[1:], new) if at == head % len(args) else arg for at, arg in enumerate(args)), dict(
@@ -182,7 +213,11 @@ def put_argument(
 
 
 def size_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one as if it were dense."""
+    """Bytes of a tensor's elements; of a sparse one as if it were dense.
+
+    Of a tensor that is spread over processes the part of this one counts, of a subclass that wraps other tensors
+    (quantised ones, say) what is inside.
+    """
     tensor = distributed.local_of(tensor)  # of what is spread over processes: this one's part
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -203,6 +238,11 @@ _MISSING: Any = object()
 
 
 def _step(value: Any, part: int | str) -> Any:
+    """What one part of a key leads to, or ``_MISSING``: an item, else an attribute of that name.
+
+    Keys never index into a tensor. A key of a dict that is neither text nor integer is found by its text, as
+    ``children`` tells it.
+    """
     if isinstance(value, Tensor):  # a key never indexes into a tensor; slices are options of a capture
         return _MISSING
     if isinstance(value, Mapping):
@@ -217,6 +257,7 @@ def _step(value: Any, part: int | str) -> Any:
 
 
 def _what_is_there(value: Any) -> str:
+    """The end of a message about a key that leads nowhere: what the value is, and the first keys that it does have."""
     inside = children(value)
     if isinstance(value, Opaque):
         return f"a {value.type_name} is not kept whole: ask for what is inside by its own address, with this key"
@@ -227,6 +268,12 @@ def _what_is_there(value: Any) -> str:
 
 
 def _rebuild(value: Any, parts: list[Any]) -> Any:
+    """A container of the type of ``value`` with other parts, which come in the order of ``children``.
+
+    Classes of others are copied and refilled instead of being called: their constructors may ask for anything. For the
+    same reason a dataclass is made without its ``__init__`` and ``__post_init__``; attributes that are no fields are
+    carried over. Raises TypeError where a container does not allow it, such as a read-only mapping.
+    """
     if isinstance(value, tuple):
         if hasattr(value, "_make"):
             return value._make(parts)
@@ -255,6 +302,7 @@ def _rebuild(value: Any, parts: list[Any]) -> Any:
 
 
 def _refilled(made: list[Any], parts: list[Any]) -> list[Any]:
+    """The copied list ``made`` with other items; of a kind that cannot be written to, a new one of its class."""
     try:
         made[:] = parts
     except TypeError:  # fx's immutable_list

@@ -1,4 +1,10 @@
-"""From addresses to what they name in one model: modules, parameters, buffers; near misses named."""
+"""From addresses to what they name in one model: modules, parameters, buffers; near misses named.
+
+``resolve`` is the way in: it takes whatever a user may give as a pattern and returns exact sites with the objects
+behind them (``Found``). It reads the model's ``_modules`` itself instead of ``named_modules``: a shared module must be
+found under each of its names, wrappers (DDP, ``torch.compile``, checkpoint wrappers) must not show in paths, and an
+exported graph must be seen as its tree. Nothing here changes the model, and torch is imported by functions only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +34,8 @@ _WRAPPERS = {
 class Found(NamedTuple):
     """One exact site in one model; the name of an op may be a glob.
 
-    ``chain``: the modules that lead to ``module``, root first, without itself.
+    ``module`` is what is called (for a parameter or buffer the module that owns it, and ``name`` what it is called
+    there); ``chain`` are the modules that lead to ``module``, root first, without itself. Holds the model alive.
     """
 
     site: Site
@@ -38,7 +45,10 @@ class Found(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The parameter or buffer itself, as it is now."""
+        """The parameter or buffer itself, as it is now: looked up anew, since code may replace it.
+
+        Raises PlanError when its module has no such tensor any more. Only for sites with a ``name``.
+        """
         owned = self.module._buffers if self.site.port == "buffer" else self.module._parameters
         found = owned.get(self.name)
         if found is None:
@@ -56,7 +66,11 @@ def need_module(model: object) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside any number of known wrappers (DDP, torch.compile, checkpoint); of a graph its tree."""
+    """The module inside any number of known wrappers (DDP, torch.compile, checkpoint); of an exported graph its tree.
+
+    A module that is neither is returned as it is. Wrappers are told by the names of their classes, so that nothing of
+    the compiler or of torch.distributed is imported for a look.
+    """
     while (name := _wrapped_name(type(module))) and (inner := module._modules.get(name)) is not None:
         module = inner
     if "_graph" in module.__dict__:  # of torch.fx
@@ -67,7 +81,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _wrapped_name(kind: type) -> str | None:
-    """The name under which a wrapper holds what it wraps; ``fully_shard`` makes a class of its own below each."""
+    """The name under which a wrapper holds what it wraps, or None for any other class.
+
+    ``fully_shard`` makes a class of its own below that of a wrapper: there the bases tell.
+    """
     name = _WRAPPERS.get(kind.__name__)
     if name is None and kind.__name__.startswith("FSDP"):
         name = next((known for base in kind.__mro__ if (known := _WRAPPERS.get(base.__name__))), None)
@@ -75,7 +92,13 @@ def _wrapped_name(kind: type) -> str | None:
 
 
 def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool]) -> list[Found]:
-    """Every exact site that ``wanted`` names. Raises SiteError with near names when there is none."""
+    """Every exact site that ``wanted`` names, in the order of the model. Raises SiteError with near names if none.
+
+    ``wanted``: the text of an address, a ``Site`` or ``Pattern``, a module of the model (its output is meant), or a
+    predicate, which is asked about the output of every module that is called. Of a shared module that is found under
+    several names only the first is told, or it would be hooked twice; an exact address keeps the name that it was
+    given.
+    """
     from torch import nn
 
     if isinstance(wanted, nn.Module):
@@ -91,7 +114,12 @@ def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site
 
 
 def find_site(model: nn.Module, site: Site) -> list[Found]:
-    """The one place that an exact address names, as a list of one."""
+    """The one place that an exact address names, as a list of one.
+
+    Raises SiteError where there is none, and for a container such as ``ModuleList``, whose call never happens;
+    PlanError for a port that ops do not have. The call and the key are not checked: only a run tells whether they
+    exist.
+    """
     if site.port in STATE_PORTS:
         _refuse_op_state(site)
         return [_find_state(model, site)]
@@ -111,13 +139,16 @@ def find_site(model: nn.Module, site: Site) -> list[Found]:
 
 
 def identity(module: nn.Module, name: str, site: Site) -> tuple[object, ...]:
-    """Equal for two addresses of the same stream: a shared module or tied parameter has several names."""
+    """A value that is equal for two addresses of the same stream: a shared module or tied parameter has several names.
+
+    ``module`` and ``name`` are those of a ``Found``. Made of object identities: valid as long as the model lives.
+    """
     owned = module._buffers if site.port == "buffer" else module._parameters
     return id(owned.get(name) if name else module), site.port, site.key, site.call, site.op, site.op_index
 
 
 def first_name(model: nn.Module, path: str) -> str:
-    """The first of the names of the module at ``path``; itself where there is none."""
+    """The first of the names of the module at ``path``; ``path`` itself where the model has no module there."""
     found = _descend(model, path)
     if found is None:
         return path
@@ -125,7 +156,10 @@ def first_name(model: nn.Module, path: str) -> str:
 
 
 def is_there(found: Found) -> bool:
-    """Whether the module that was found is still the one at its place."""
+    """Whether the module that was found is still the one at its place, and all those around it are, too.
+
+    It is not where somebody has put another module there meanwhile (``model.fc = ...``): hooks stay on the old one.
+    """
     if not found.chain:
         return True
     path = found.site.path.rpartition(".")[0] if found.name else found.site.path
@@ -139,19 +173,24 @@ def is_there(found: Found) -> bool:
 
 
 def place_of(found: Found) -> tuple[dict[str, nn.Module | None], str, nn.Module | None]:
-    """Where the module that was found hangs: the children of its parent, its name there, and what hangs there now."""
+    """Where the module that was found hangs: the children of its parent, its name there, and what hangs there.
+
+    The children are the parent's own dictionary: by one look-up in it a caller sees later whether the module has been
+    replaced. Not for the root, which hangs nowhere.
+    """
     path = found.site.path.rpartition(".")[0] if found.name else found.site.path
     inside, name = found.chain[-1]._modules, path.rpartition(".")[2]
     return inside, name, inside.get(name)
 
 
 def _refuse_op_state(address: Address) -> None:
+    """Raises PlanError where an address asks for a parameter, buffer or ``.grad`` of an op, which has none."""
     if address.op is not None:
         raise PlanError(f"{address}: an op has no :{address.port}: expected {', '.join(OP_PORTS)}")
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...)."""
+    """Whether a module has no forward of its own (ModuleList, ModuleDict, ParameterList ...) and so is never called."""
     from torch import nn
 
     return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
@@ -163,21 +202,27 @@ def _has_values(module: nn.Module) -> bool:
 
 
 def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """Path, module and chain of every module, root first, every name of a shared module; wrappers skipped."""
+    """Path, module and chain of every module, root first, every name of a shared module; wrappers skipped.
+
+    Names are joined as ``named_modules(remove_duplicate=False)`` joins them, but for the wrappers' own.
+    """
     yield from _walk(unwrap(model), "", ())
 
 
 def has_class(module: nn.Module, name: str | None) -> bool:
+    """Whether a class called ``name`` is among those of a module, bases included; every module has the class None."""
     return name is None or any(base.__name__ == name for base in type(module).__mro__)
 
 
 def join(path: str, name: str) -> str:
+    """The path of a child: parent's path and name with a dot between them, the name alone below the root."""
     return f"{path}.{name}" if path else name
 
 
 def _walk(
     module: nn.Module, path: str, chain: tuple[nn.Module, ...]
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """``module`` and all below it, depth first, in the order of ``_modules``; it has been unwrapped already."""
     yield path, module, chain
     inner = (*chain, module)
     for name, child in module._modules.items():
@@ -186,6 +231,10 @@ def _walk(
 
 
 def _descend(model: nn.Module, path: str) -> tuple[nn.Module, tuple[nn.Module, ...]] | None:
+    """Follow a path from the root, name by name: the module there and its chain, or None where a name leads nowhere.
+
+    Wrappers are skipped, and may be named all the same: ``module.fc`` of a DDP model is what ``named_modules`` prints.
+    """
     module = unwrap(model)
     chain: tuple[nn.Module, ...] = ()
     outer: nn.Module = model
@@ -202,6 +251,7 @@ def _descend(model: nn.Module, path: str) -> tuple[nn.Module, tuple[nn.Module, .
 
 
 def _find_state(model: nn.Module, site: Site) -> Found:
+    """The parameter or buffer of an exact address. Raises SiteError where its module has none of that name."""
     owner_path, _, name = site.path.rpartition(".")
     found = _descend(model, owner_path)
     kind = "buffer" if site.port == "buffer" else "parameter"
@@ -213,6 +263,11 @@ def _find_state(model: nn.Module, site: Site) -> Found:
 
 
 def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
+    """Every site of a pattern, each once. Raises SiteError where there is none.
+
+    Patterns for parameters and buffers go over tensors, all others over modules that are called. ``/op`` without a path
+    means the ops of the root, which no other pattern names.
+    """
     if pattern.port in STATE_PORTS:
         _refuse_op_state(pattern)
         found = _match_states(model, pattern)
@@ -232,6 +287,11 @@ def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
 def _match(
     module: nn.Module, names: Sequence[Name], path: str, chain: tuple[nn.Module, ...]
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """All modules below ``module`` whose names fit ``names``, with path and chain.
+
+    Goes down the tree along with the pattern, and looks literal names up: a deep model is not walked for
+    ``layers.3.*``. With several ``**`` one module may come more than once.
+    """
     if not names:
         yield path, module, chain
         return
@@ -255,6 +315,7 @@ def _match(
 
 
 def _match_states(model: nn.Module, pattern: Pattern) -> list[Found]:
+    """Every parameter or buffer whose whole path fits; the class is its owner's. Tied ones come under every name."""
     found = []
     for path, module, chain in iter_modules(model):
         owned = module._buffers if pattern.port == "buffer" else module._parameters
@@ -266,6 +327,7 @@ def _match_states(model: nn.Module, pattern: Pattern) -> list[Found]:
 
 @lru_cache(maxsize=16384)
 def _site(pattern: Pattern, path: str) -> Site:
+    """The site that a pattern means at one path. Cached: the same plan is looked up again and again."""
     return Site(path, pattern.op, pattern.op_index, pattern.call, pattern.port, pattern.key)
 
 
@@ -278,6 +340,10 @@ def _without_aliases(found: Sequence[Found]) -> list[Found]:
 
 
 def _find_object(model: nn.Module, wanted: nn.Module) -> Found:
+    """The site of a module object that was given in the place of an address, under the first of its names.
+
+    Raises SiteError where it is not part of the model, such as a copy of one that is.
+    """
     wanted = unwrap(wanted)
     for path, module, chain in iter_modules(model):
         if module is wanted:
@@ -289,12 +355,14 @@ def _find_object(model: nn.Module, wanted: nn.Module) -> Found:
 
 
 def _iter_outputs(model: nn.Module) -> Iterator[Found]:
+    """The outputs of all modules that are called: what a predicate is asked about."""
     for path, module, chain in iter_modules(model):
         if not is_container(module):
             yield Found(Site(path), module, chain)
 
 
 def _no_module(model: nn.Module, site: Site) -> str:
+    """The message for a path that is no module: it may be a parameter; else the nearest paths."""
     paths = [path for path, _, _ in iter_modules(model) if path]
     states = [join(path, name) for path, module, _ in iter_modules(model) for name in module._parameters]
     what = f"no module {site.path!r} in {type(model).__name__} of {len(paths)} modules"
@@ -305,6 +373,7 @@ def _no_module(model: nn.Module, site: Site) -> str:
 
 
 def _no_state(model: nn.Module, site: Site, kind: str) -> str:
+    """The message for a path that is no parameter or buffer: it may be a module, which then tells what it has."""
     found = _descend(model, site.path)
     if found is not None:
         owned = found[0]._buffers if kind == "buffer" else found[0]._parameters
@@ -322,6 +391,7 @@ def _no_state(model: nn.Module, site: Site, kind: str) -> str:
 
 
 def _no_match(model: nn.Module, pattern: Pattern) -> str:
+    """The message for a pattern that finds nothing: classes where it asks for one, else the nearest paths."""
     if not pattern.names:
         return f"pattern {str(pattern)!r} names no path: expected names before <{pattern.cls}>; say '**<{pattern.cls}>'"
     classes = sorted({type(module).__name__ for _, module, _ in iter_modules(model)})

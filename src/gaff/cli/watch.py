@@ -20,7 +20,7 @@ from gaff.cli.processes import Processes
 from gaff.cli.report import need_numpy
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.record.run import ENDING, HEAD, VERSION, load
-from gaff.training.watch.launched import VARIABLE
+from gaff.training.watch.settings import VARIABLE
 from gaff.version import __version__
 from gaff.views import run_text
 

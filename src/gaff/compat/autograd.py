@@ -1,7 +1,6 @@
-"""The one seam to private torch functions: each is named here once, and proven before it is trusted.
+"""The one seam to autograd: its private functions, and what its nodes, threads and backward passes tell.
 
-Everything else in gaff calls torch's public interface. What is missing or means something else in a torch
-version switches to the safe alternative described beside it, never to a guess.
+All of it is about the calling thread, and none of it waits for a device.
 """
 
 from __future__ import annotations
@@ -35,7 +34,11 @@ def sequence_of(node: Node) -> int:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor stands for many, inside a transform or a batched backward pass, and means nothing outside."""
+    """Whether a tensor stands for many, inside a transform or a batched backward pass, and means nothing outside.
+
+    Such are the tensors of ``torch.func.vmap`` and of ``is_grads_batched``: kept, they would be of no use to the
+    reader.
+    """
     return transform_level() is not None or _is_batched(tensor)
 
 
@@ -47,7 +50,10 @@ class _Life:
 
 
 def graph_life(tensors: Iterable[Tensor]) -> weakref.ref[Any]:
-    """A reference that lives as long as the graph behind any of ``tensors``, without holding it."""
+    """A reference that lives as long as the autograd graph behind any of ``tensors``, without holding it.
+
+    It points to a token in the metadata of their nodes, which is freed with them.
+    """
     life = _Life()
     for tensor in tensors:
         if tensor.grad_fn is not None:
@@ -77,5 +83,8 @@ def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass of this thread has finished; dropped by torch if it raises."""
+    """Call ``callback`` when the backward pass of this thread has finished, on the thread that finishes it.
+
+    To be called inside a backward pass. torch drops the callback where the pass raises.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -35,6 +35,7 @@ def enclosing_functions() -> list[Any]:
 
 
 def _is_forward_of(node: Any, code: CodeType) -> bool:
+    """Whether ``code`` is the ``forward`` of the custom Function whose node this is, and none that torch made by compiling."""
     function = getattr(type(node), "_forward_cls", None)
     forward = inspect.unwrap(function.forward) if function is not None else None
     return not type(node).__name__.startswith("CompiledFunction") and getattr(forward, "__code__", None) is code
@@ -54,9 +55,10 @@ def recomputing_function() -> Any:
 
 
 def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Let the checkpoint of ``region`` (its frame, or its node) recompute by ``wrap`` of what it would call.
+    """Let a checkpoint recompute by ``wrap(function)`` in the place of the function that it would call.
 
-    Returns whether there was something to wrap: a custom Function that is no checkpoint has nothing.
+    ``region`` is the frame of a non-reentrant checkpoint or the node of a reentrant one, and is changed. Returns
+    whether there was something to wrap: a custom Function that is no checkpoint has nothing.
     """
     names = [name for name in ("recompute_fn", "run_function") if hasattr(region, name)]
     for name in names:
@@ -65,7 +67,10 @@ def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callabl
 
 
 class Checkpoint(NamedTuple):
-    """One non-reentrant checkpoint in progress on this thread. ``pass_`` is another object for each recomputation."""
+    """One non-reentrant checkpoint in progress on this thread.
+
+    ``frame`` is its one object in forward and recomputation, ``pass_`` another one for each of these.
+    """
 
     frame: Any  # weakly referable; dies with the graph of its region
     is_again: bool  # it recomputes
@@ -101,6 +106,10 @@ def enclosing() -> list[Checkpoint]:
 
 
 def _all_pack_hooks() -> list[Any]:
+    """The pack hooks of all saved-tensor hooks on this thread, innermost first.
+
+    torch shows the top of that stack only, so they are taken off one by one and put back, whatever happens.
+    """
     autograd: Any = torch._C._autograd
     taken = []
     found = []

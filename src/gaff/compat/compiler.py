@@ -13,7 +13,7 @@ import torch
 
 
 def has_compiled() -> bool:
-    """Whether this process has compiled anything."""
+    """Whether this process has compiled anything since the compiler was loaded or reset."""
     return frames() > 0
 
 
@@ -29,24 +29,25 @@ def has_asked_to_compile() -> bool:
 
 
 def traces_gradient_hooks() -> bool:
-    """Whether ``Tensor.register_hook`` works inside compiled graphs: since 2.13."""
+    """Whether ``Tensor.register_hook`` works inside compiled code: since torch 2.13."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13) and hasattr(_effects(), "_register_effectful_op")
 
 
 def _effects() -> Any:
+    """The part of torch that keeps ops with effects in order; imported when somebody compiles."""
     from torch._higher_order_ops import effects  # what compiles is imported by whoever compiles
 
     return effects
 
 
 def keep_in_graphs(op: Any) -> None:
-    """An op that returns nothing stays in compiled graphs, in order."""
+    """Keep an op that returns nothing in compiled graphs, in order; otherwise it would be removed as dead code."""
     _effects()._register_effectful_op(op, _effects()._EffectType.ORDERED)
 
 
 def leave_uncompiled(*functions: Callable[..., Any]) -> None:
-    """Their frames are not compiled on their own; inside of traced code they are traced like any other."""
+    """Let Dynamo not compile these functions on their own; called by code that it compiles, they are compiled with that."""
     from torch._dynamo.eval_frame import skip_code
 
     for function in functions:
@@ -61,14 +62,17 @@ def stance() -> str:
 
 
 def most_variants() -> int:
-    """How many compiled variants of one function torch keeps."""
+    """How many compiled variants of one function torch keeps; beyond them it runs the function eagerly."""
     from torch._dynamo import config
 
     return int(getattr(config, "recompile_limit", 8))
 
 
 def was_reset() -> bool:
-    """Whether ``torch._dynamo.reset()`` was called since this was last asked: it clears what has been warned of."""
+    """Whether ``torch._dynamo.reset()`` was called since this was last asked; true at the first question.
+
+    Told by a mark in a set of Dynamo's own, of what it has warned of: a reset clears that.
+    """
     from torch._dynamo import utils
 
     told: Any = getattr(utils, "warn_once_cache", None)
@@ -85,16 +89,20 @@ def frames() -> int:
 
 
 def compile_counts() -> tuple[int, int]:
-    """Graphs that Dynamo has made in this process, and graph breaks, by its own counters."""
+    """How many compiled graphs Dynamo has made in this process, and how many graph breaks, by its own counters."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
 
 
 def mark_reduced(tensor: Any) -> None:
-    """A graph has told a number in place of a tensor."""
+    """Mark a tensor as a number that a compiled graph has told in the place of a whole tensor.
+
+    The mark is an attribute of the tensor, which is gaff's own and belongs to no user.
+    """
     tensor.is_reduced_by_gaff = True
 
 
 def is_reduced(tensor: Any) -> bool:
+    """Whether a tensor is such a number: it must not be reduced again, and its shape is not that of what passed."""
     return hasattr(tensor, "is_reduced_by_gaff")

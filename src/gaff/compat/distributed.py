@@ -73,12 +73,15 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def group_of(record: Any) -> Any:
-    """What FSDP2 reduces together with a parameter."""
+    """What FSDP2 reduces together with the parameter of this record. Known after ``sharded_parameters``."""
     return _GROUPS[record]()
 
 
 def sharded_parameters(model: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """By a module's identity and a name: FSDP2's own record of the parameter, and the module it is gathered with."""
+    """FSDP2's own record of each sharded parameter, and the module it is gathered with.
+
+    By the identity of a module that holds the parameter and its name there: a shared one has several keys.
+    """
     found = {}
     for unit in model.modules():
         state = fsdp_state(unit)
@@ -93,19 +96,19 @@ def sharded_parameters(model: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
 
 
 def fsdp_first(module: Any) -> None:
-    """FSDP2 gathers parameters in a hook before the forward: it comes before all others."""
+    """Move FSDP2's pre-forward hook before all others of ``module``: it gathers the parameters that others look at."""
     handle: Any = getattr(fsdp_state(module), "_pre_forward_hook_handle", None)
     if getattr(handle, "id", None) in module._forward_pre_hooks:
         module._forward_pre_hooks.move_to_end(handle.id, last=False)
 
 
 def can_stop(model: Any) -> bool:
-    """Whether a forward of ``model`` may be left by an exception."""
+    """Whether a forward of ``model`` may be left by an exception: FSDP2 must be able to forget what it was doing."""
     return all(hasattr(one, "reset_iter_state") for one in model.modules() if fsdp_state(one) is not None)
 
 
 def reset_sharded(model: Any) -> None:
-    """A forward was left by an exception: FSDP2 forgets it."""
+    """Have FSDP2 forget a forward of ``model`` that was left by an exception."""
     for module in model.modules():
         state = fsdp_state(module)
         if state is not None and state._is_root:
@@ -130,6 +133,7 @@ def meshes_of(model: Any) -> list[Any]:
 
 
 def _meshes(tensors: Iterable[Any]) -> list[Any]:
+    """The process meshes over which ``tensors`` are spread, each once, in order."""
     return list(dict.fromkeys(one.device_mesh for one in tensors if is_spread(one)))
 
 
@@ -139,7 +143,7 @@ def ranks_of(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 
 def any_process(flag: bool, meshes: Iterable[Any]) -> bool:
-    """Whether ``flag`` is set in any process of ``meshes``. All of them must ask."""
+    """Whether ``flag`` is set in any process of ``meshes``. All of them must ask, and wait for each other."""
     for mesh in meshes:
         for dim in range(mesh.ndim):
             flag = any_of(flag, mesh.get_group(dim), mesh.device_type)
@@ -158,7 +162,7 @@ def best_of(value: Any, meshes: Iterable[Any], rating: Callable[[Any], Any]) -> 
 
 
 def any_of(flag: bool, group: Any, device: Any) -> bool:
-    """The same of one process group."""
+    """Whether ``flag`` is set in any process of ``group``; all of its processes must ask. Waits for ``device`` and for them."""
     told = torch.tensor([float(flag)], device=device)
     torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
     return bool(told.item())
@@ -170,9 +174,11 @@ def replicas_of(model: Any) -> Any:
 
 
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:
-    """A number of the local part of each owner -> of the whole: "sum" or "max". Once for each way of sharding.
+    """Numbers of the local parts of the owners, as numbers of the wholes: ``kind`` is "sum" or "max".
 
-    Every process of the owners' meshes must ask for the same owners.
+    ``values`` has one tensor without dimensions for each of ``owners``. There is one reduction for each mesh and way of
+    sharding, however many owners; plain and replicated ones keep their number. Every process of the owners' meshes must
+    ask for the same owners, in the same order.
     """
     groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for at, owner in enumerate(owners):
@@ -225,7 +231,7 @@ def processes_of(model: Any) -> tuple[int, ...]:
 
 
 def places_of(model: Any) -> dict[str, str]:
-    """By name of a DTensor parameter: which of its parts this process holds; equal ones are the same."""
+    """By name of a DTensor parameter which of its parts this process holds, as text that is equal for equal parts."""
     found = {}
     for name, one in model.named_parameters(remove_duplicate=False):
         if is_spread(one):

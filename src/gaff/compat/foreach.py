@@ -11,7 +11,8 @@ from gaff.compat import distributed
 def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor] | None, Tensor]:
     """The norm of each tensor and of all together, bit by bit as ``torch.nn.utils.get_total_norm``.
 
-    Those of single tensors are None where they lie on several devices or in several types. Nothing is synchronised.
+    ``kind`` is the p of the norm. Those of single tensors are None where the tensors lie on several devices or in
+    several types. Nothing is synchronised; of DTensors every process of their meshes must ask.
     """
     if any(distributed.is_spread(one) for one in tensors):
         return distributed.norms_of(tensors, kind)
@@ -26,7 +27,10 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor] | None, T
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply all in place, as ``torch.nn.utils.clip_grads_with_norm_``; not where the factor is known to be 1."""
+    """Multiply all in place by one factor, as ``torch.nn.utils.clip_grads_with_norm_``.
+
+    ``factor``: a tensor without dimensions, on any device; one on the CPU that is 1 changes nothing. Waits for no GPU.
+    """
     if factor.is_cpu and factor.item() == 1.0:
         return
     for group in _by_kind([distributed.local_of(one) for one in tensors]):
@@ -34,19 +38,20 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def scale_each(tensors: list[Tensor], factors: list[Tensor]) -> None:
-    """Multiply each in place by its own factor."""
+    """Multiply each tensor in place by its own factor; of DTensors the local part."""
     for tensor, factor in zip(tensors, factors, strict=True):
         distributed.local_of(tensor).mul_(factor.to(tensor.dtype))
 
 
 def clamp_all(tensors: list[Tensor], limit: float) -> None:
-    """Clamp all in place, as ``torch.nn.utils.clip_grad_value_``."""
+    """Clamp all in place to ``-limit`` ... ``limit``, as ``torch.nn.utils.clip_grad_value_``."""
     for group in _by_kind([distributed.local_of(one) for one in tensors]):
         torch._foreach_clamp_min_(group, -limit)
         torch._foreach_clamp_max_(group, limit)
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups of one device and dtype, which torch's foreach functions handle by one kernel."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

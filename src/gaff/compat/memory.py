@@ -24,7 +24,10 @@ def storage_life(tensor: Tensor) -> Callable[[], bool]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor's memory was written to in place; -1 where torch does not count (inference mode)."""
+    """How often a tensor's memory was written to in place; -1 where torch does not count (inference mode).
+
+    Views of one memory share the count. Writes that go past torch (NumPy, ``.data``, some kernels) are not counted.
+    """
     if distributed.is_spread(tensor):  # both count: operations on the whole, and those on the local part alone
         return -1 if tensor.is_inference() else tensor._version + distributed.local_of(tensor)._version
     return -1 if tensor.is_inference() else tensor._version
@@ -50,6 +53,7 @@ def lazy_clone() -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_copy_on_write(function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether ``function`` makes copies that share memory until somebody writes: tried on a tensor and a view of it."""
     state: Any = torch.is_inference_mode_enabled()
     if state:  # version counters and views behave otherwise there; prove it in ordinary mode
         with torch.inference_mode(False):

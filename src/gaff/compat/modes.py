@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Operations on ``device`` keep the precision of what they are given."""
+    """Operations inside keep the precision of what they are given on ``device``; does nothing where autocast is off."""
     is_on = torch.is_autocast_enabled(device.type) if torch.amp.is_autocast_available(device.type) else False
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def outside_modes() -> AbstractContextManager[Any]:
-    """Runs what is inside unseen by dispatch modes, such as that of a selective checkpoint, which counts operations."""
+    """Run what is inside unseen by dispatch modes, such as that of a selective checkpoint, which counts operations."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
@@ -30,7 +30,7 @@ pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
 def remove_mode(mode: Any) -> None:
-    """Take ``mode`` from the stack wherever it is; what lies above it stays."""
+    """Take ``mode`` from this thread's stack of function modes, wherever it is; what lies above it stays."""
     above = []
     while torch._C._len_torch_function_stack():
         top = pop_mode()
@@ -42,7 +42,7 @@ def remove_mode(mode: Any) -> None:
 
 
 def has_mode(mode: Any) -> bool:
-    """Whether ``mode`` is somewhere on the stack."""
+    """Whether ``mode`` is somewhere on this thread's stack of function modes."""
     return any(torch._C._get_function_stack_at(at) is mode for at in range(torch._C._len_torch_function_stack()))
 
 
@@ -59,7 +59,10 @@ class CallFrames(NamedTuple):
 
 @cache
 def call_frames() -> CallFrames:
-    """Read from the code of torch itself: calling a module to see it would call other people's global hooks."""
+    """How a module's call looks on the Python stack, read from the code of torch itself, once a process.
+
+    Calling a module to see it would call other people's global hooks.
+    """
     outer = torch.nn.Module._call_impl.__code__
     inner = next((one for one in outer.co_consts if isinstance(one, CodeType) and one.co_name == "inner"), outer)
     is_next = False

@@ -2,6 +2,10 @@
 
 Every edit returns a new tensor of the same shape, dtype, device and layout, and draws nothing from global random
 states. A function ``tensor -> tensor``, a module (it trains), or a list of edits (one after the other) serves, too.
+
+The functions here check what they are given and raise PlanError; they return frozen values (``arithmetic``,
+``sources``, ``places``), which know nothing of hooks or sessions. ``event`` says what an edit is, ``compiled`` how one
+looks inside a compiled graph, ``files`` how it is saved.
 """
 
 from __future__ import annotations
@@ -57,17 +61,20 @@ def add(direction: float | Tensor, strength: float = 1.0) -> Add:
 
 
 def fill(value: float) -> Fill:
-    """``value`` everywhere; cut off from the graph (``scale(0.0)`` keeps it, and passes on infinities as NaN)."""
+    """Put ``value`` everywhere; no gradient flows to what was there.
+
+    ``scale(0.0)`` keeps the way of the gradient, and passes infinities on as NaN.
+    """
     return Fill(_need_number(value, "value"))
 
 
 def zero() -> Fill:
-    """Zeros."""
+    """Put zeros everywhere, as ``fill(0.0)``; no gradient flows to what was there."""
     return Fill(0.0)
 
 
 def clamp(low: float | None = None, high: float | None = None) -> Clamp:
-    """Keep every element between ``low`` and ``high``."""
+    """Keep every element between ``low`` and ``high``, of which one may be None. NaN stays NaN."""
     low = None if low is None else _need_number(low, "low")
     high = None if high is None else _need_number(high, "high")
     if (low is None and high is None) or (low is not None and high is not None and low > high):
@@ -151,12 +158,15 @@ def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project
 
 
 def reverse(factor: float = 1.0) -> Reverse:
-    """Gradient reversal: times ``-factor``. On a value, as in Ganin & Lempitsky 2015: it passes, its gradient turns."""
+    """Gradient reversal: a gradient is multiplied by ``-factor``.
+
+    On a value, as in Ganin & Lempitsky 2015: the value passes as it is, and its gradient is turned on its way back.
+    """
     return Reverse(_need_number(factor, "factor"))
 
 
 def stop() -> Stop:
-    """No gradient goes further back: zeros at a gradient; at a value, it passes cut off from the graph."""
+    """Let no gradient go further back: zeros at a gradient; a value passes, cut off from the autograd graph."""
     return Stop()
 
 
@@ -208,7 +218,7 @@ def skip(value: Any = None) -> Skip:
 
 
 def _need_number(value: Any, name: str) -> Any:
-    """A number of Python's; those of NumPy are made one."""
+    """A number of Python's; those of NumPy are made one. Raises PlanError for anything else, truth values included."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -217,4 +227,5 @@ def _need_number(value: Any, name: str) -> Any:
 
 
 def _need_factor(value: Any, name: str) -> Any:
+    """A tensor as it is, anything else as a number."""
     return value if isinstance(value, Tensor) else _need_number(value, name)

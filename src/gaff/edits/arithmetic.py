@@ -1,6 +1,9 @@
 """Edits that compute: scale, add, fill, clamp, clip, noise, project, reverse, stop, quantize.
 
-Each is a frozen value with ``change(tensor, event)``. Constants are brought to the device and dtype of what passes.
+Each is a frozen value with ``change(tensor, event)``. Constants are brought to the device and dtype of what passes, and
+kept there (``_known``) until another is needed or they are written to. ``is_pure``, ``uses_event`` and ``keeps_zero``
+are explained at ``Edit``. A device is waited for only where a
+constant is brought to it, or the basis of a projection made.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from gaff.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """``tensor * factor``."""
+    """``tensor * factor``, with a number or a tensor that broadcasts to what passes."""
 
     factor: float | Tensor
     is_pure = True
@@ -27,15 +30,17 @@ class Scale:
 
     @property
     def keeps_zero(self) -> bool:
+        """True but for a factor with dimensions: that broadcasts to the whole, not to the values of a sparse tensor."""
         return not isinstance(self.factor, Tensor) or self.factor.dim() == 0
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The product; gradients flow to both factors. Raises PlanError where the dtypes do not fit."""
         return tensor * (like(self.factor, tensor, self._known) if isinstance(self.factor, Tensor) else self.factor)
 
 
 @dataclass(frozen=True, eq=False)
 class Add:
-    """``tensor + strength * direction``."""
+    """``tensor + strength * direction``, with a number or a tensor that broadcasts to what passes."""
 
     direction: float | Tensor
     strength: float = 1.0
@@ -44,6 +49,7 @@ class Add:
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The sum; a tensor is added in one operation, without a scaled copy of it. Gradients flow to both."""
         if isinstance(self.direction, Tensor):
             return torch.add(tensor, like(self.direction, tensor, self._known), alpha=_whole(self.strength, tensor))
         return tensor + self.strength * self.direction
@@ -59,9 +65,11 @@ class Fill:
 
     @property
     def keeps_zero(self) -> bool:
+        """Only zeros leave the elements that a sparse tensor does not store as they are."""
         return self.value == 0
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """A new constant tensor. Raises PlanError for a fraction in a tensor of integers."""
         if not tensor.is_floating_point() and not tensor.is_complex() and not float(self.value).is_integer():
             raise PlanError(f"fill with {self.value!r} would lose its fraction in a tensor of {tensor.dtype}")
         return torch.full_like(tensor, self.value)
@@ -69,7 +77,7 @@ class Fill:
 
 @dataclass(frozen=True, eq=False)
 class Clamp:
-    """Between ``low`` and ``high``; NaN stays NaN."""
+    """Every element between ``low`` and ``high``; NaN stays NaN."""
 
     low: float | None
     high: float | None
@@ -78,15 +86,21 @@ class Clamp:
 
     @property
     def keeps_zero(self) -> bool:
+        """Whether zero is within the bounds."""
         return (self.low or 0) <= 0 <= (self.high or 0)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """What ``tensor.clamp`` gives: no gradient flows to elements outside the bounds."""
         return tensor.clamp(self.low, self.high)
 
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """Scaled down to an L2 norm of at most ``norm``, by the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    """Scaled down to an L2 norm of at most ``norm``, by the formula of ``torch.nn.utils.clip_grad_norm_``.
+
+    ``per`` is "tensor", "row" (one norm for each index of dimension 0) or "unit" (one for each index of dimension
+    ``dim``).
+    """
 
     norm: float
     per: str = "tensor"
@@ -96,6 +110,11 @@ class Clip:
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The tensor times min(1, norm / (total + 1e-6)), which is computed in float32 for float16 and bfloat16.
+
+        What has a NaN or an infinite norm passes as it is: scaling would make NaN of all its elements, and hide where
+        it began.
+        """
         total = torch.linalg.vector_norm(
             tensor, dim=self._dims(tensor), keepdim=self.per != "tensor", dtype=wide(tensor)
         )
@@ -103,6 +122,10 @@ class Clip:
         return tensor * torch.where(total.isfinite(), factor, 1.0).to(tensor.dtype)
 
     def _dims(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """The dimensions over which one norm is taken; None for all. Raises PlanError where ``dim`` does not exist.
+
+        Of a tensor with one dimension, such as a bias, torch takes an empty tuple for all: it has one norm as a whole.
+        """
         if self.per == "tensor":
             return None
         dim = 0 if self.per == "row" else self.dim
@@ -114,13 +137,17 @@ class Clip:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Normal noise of standard deviation ``std``, drawn from a generator of its own for each event."""
+    """Normal noise of standard deviation ``std``, drawn from a generator of its own for each event.
+
+    Equal events give equal noise, so that a recomputation gets what the first pass got: the edit is pure.
+    """
 
     std: float
     seed: int = 0
     is_pure = True
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The tensor plus noise drawn on its own device, where another kind of device draws other numbers."""
         draw = generator(event, self.seed, tensor.device)
         noise = torch.empty_like(tensor, requires_grad=False).normal_(0.0, self.std, generator=draw)
         return tensor + noise
@@ -128,7 +155,10 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class Project:
-    """Without its part in the span of ``directions`` ``[k, width]``, or with that part alone (``keep``)."""
+    """Without its part in the span of ``directions`` ``[k, width]``, or with that part alone (``keep``).
+
+    ``dim`` is the dimension of the tensor that has size ``width``.
+    """
 
     directions: Tensor
     keep: bool = False
@@ -138,6 +168,10 @@ class Project:
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The rest, or the part, by two products with an orthonormal basis, in the precision of what passes.
+
+        Autocast is off for them: it would compute in a lower one. Raises PlanError where the widths differ.
+        """
         basis = self._basis(tensor)
         if not tensor.dim() or tensor.shape[self.dim] != basis.shape[1]:
             raise PlanError(
@@ -149,6 +183,10 @@ class Project:
         return inside if self.keep else tensor - inside
 
     def _basis(self, tensor: Tensor) -> Tensor:
+        """The orthonormal basis ``[rank, width]`` as the tensor needs it; made again after a write.
+
+        Directions that are trained are decomposed at every event, since their gradient flows through the decomposition.
+        """
         given = torch.atleast_2d(self.directions)
         if given.requires_grad:
             return like(orthonormal(given), tensor)
@@ -166,6 +204,7 @@ class Reverse:
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The turned gradient, or a copy of the value with an autograd node that turns the gradient."""
         if event.is_gradient:
             return tensor * -self.factor
         reversed_: Tensor = _Backward.apply(tensor, -self.factor)  # type: ignore[no-untyped-call]
@@ -174,19 +213,23 @@ class Reverse:
 
 @dataclass(frozen=True, eq=False)
 class Stop:
-    """No gradient: zeros in its place. On a value: passes it as it is, cut off from the graph."""
+    """No gradient: zeros in its place. On a value: passes it as it is, cut off from the autograd graph."""
 
     is_pure = True
     keeps_zero = True
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """Zeros for a gradient; for a value a detached alias, which shares its memory."""
         return torch.zeros_like(tensor) if event.is_gradient else tensor.detach()
 
 
 @dataclass(frozen=True, eq=False)
 class Quantize:
-    """Rounded to another floating type and back; gradients pass as they are (straight through)."""
+    """Rounded to another floating type and back; gradients pass as they are (straight through).
+
+    ``dtype`` is a name of torch's, ``scaled`` whether the tensor's largest magnitude is first brought to the type's.
+    """
 
     dtype: str
     scaled: bool = False
@@ -195,12 +238,16 @@ class Quantize:
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """The rounded tensor in its own dtype. What is out of range becomes what torch's conversion makes of it."""
         rounded: Tensor = _Round.apply(tensor, getattr(torch, self.dtype), self.scaled)  # type: ignore[no-untyped-call]
         return rounded
 
 
 class _Backward(torch.autograd.Function):
-    """A copy of the value; its gradient times a factor."""
+    """A copy of the value; its gradient times a factor.
+
+    A copy, since a view that a custom Function returns must not be written to in place, and the model may do that.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
@@ -213,8 +260,15 @@ class _Backward(torch.autograd.Function):
 
 
 class _Round(torch.autograd.Function):
+    """The rounding of ``Quantize``, as a Function: the derivative of rounding is zero, and the gradient is to pass."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype, scaled: bool) -> Tensor:
+        """To ``dtype`` and back, in new memory.
+
+        Scaled, it is divided before by largest magnitude / largest number of the type, in float32, and multiplied
+        again. The smallest normal float32 keeps the scale of an all-zero tensor from being zero.
+        """
         if not scaled or not tensor.numel():
             return tensor.to(dtype).to(tensor.dtype, copy=True)
         scale = (tensor.abs().amax().float() / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
@@ -226,7 +280,11 @@ class _Round(torch.autograd.Function):
 
 
 def orthonormal(directions: Tensor) -> Tensor:
-    """Rows that span what ``directions`` span, by singular values; dependent directions count once."""
+    """Rows that span what ``directions`` span, by singular values; dependent directions count once.
+
+    ``directions``: ``[k, width]``; returns ``[rank, width]`` in their dtype. Decomposed in float64. A singular value
+    counts as zero below largest * max(k, width) * eps of the dtype given, as in ``torch.linalg.matrix_rank``.
+    """
     _, values, rows = torch.linalg.svd(directions.to(torch.float64), full_matrices=False)
     kept = values > values.max() * max(directions.shape) * torch.finfo(directions.dtype).eps
     basis: Tensor = rows[kept]
@@ -234,10 +292,15 @@ def orthonormal(directions: Tensor) -> Tensor:
 
 
 def wide(tensor: Tensor) -> torch.dtype | None:
+    """The dtype in which the norm of a tensor is added up: float32 for float16 and bfloat16, else its own (None).
+
+    In float16 a sum of squares overflows from 65504 on, a norm of 256.
+    """
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _whole(strength: float, tensor: Tensor) -> float:
+    """``strength`` as an integer for tensors of integers, to which torch adds no multiple by a float."""
     return (
         int(strength)
         if not (tensor.is_floating_point() or tensor.is_complex()) and strength == int(strength)

@@ -1,6 +1,8 @@
 """Edits as compiled code can hold them: functions of the tensor alone, with their numbers in tensors.
 
-A number in a tensor is an input of the graph: another one needs no other graph.
+A number in a tensor is an input of the compiled graph: another one needs no other compiled graph. So each ``_scale``,
+``_add`` ... makes, once and outside of compiled code, a function that closes over such tensors; it repeats what
+``change`` of the edit computes, without caches and without an event.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ _ANY_EVENT = Event()
 
 
 def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
-    """``edit`` as a function that torch can trace; None for one that asks when or where it acts, or draws numbers.
+    """``edit`` as a function that Dynamo can compile; None for one that asks when or where it acts, or draws numbers.
 
-    Nor for one that rounds to a narrow type: Inductor leaves out conversions to it and back.
+    None also for one that rounds to a narrow type: Inductor leaves out conversions to it and back. The session then
+    runs compiled code eagerly. ``is_gradient``: what passes is a gradient, and ``reverse`` and ``stop`` act on it
+    themselves.
     """
     if isinstance(edit, Chain):
         parts = [traced(part, is_gradient=is_gradient) for part in edit.edits]
@@ -48,13 +52,19 @@ def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
 
 
 def cuts(edit: Edit) -> bool:
-    """Whether ``edit`` may leave no way from what comes out to what passed: by constants, or a function of the user."""
+    """Whether ``edit`` may leave no way from what comes out to what passed: by constants, or a function of the user.
+
+    Such an edit cannot be switched off by a number inside the same compiled graph: mixing would lead the gradient back
+    to what passed.
+    """
     if isinstance(edit, Chain):
         return any(cuts(part) for part in edit.edits)
     return cuts(edit.edit) if isinstance(edit, At) else isinstance(edit, (Call, Fill, Stop, Replace, Patch, Ablate))
 
 
 def _chain(parts: tuple[Change, ...]) -> Change:
+    """One function after the other."""
+
     def change(tensor: Tensor) -> Tensor:
         for part in parts:
             tensor = part(tensor)
@@ -64,11 +74,12 @@ def _chain(parts: tuple[Change, ...]) -> Change:
 
 
 def _number(value: float) -> Tensor:
-    """One element, not none: of tensors without dimensions torch takes the number itself, as something to guard."""
+    """A number as a tensor of one element: of one without dimensions torch guards the number itself."""
     return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _scale(edit: Scale) -> Change:
+    """``Scale``, with its factor as an input of the compiled graph."""
     if isinstance(edit.factor, Tensor):
         given = edit.factor
         return lambda tensor: tensor * like(given, tensor)
@@ -77,6 +88,7 @@ def _scale(edit: Scale) -> Change:
 
 
 def _add(edit: Add) -> Change:
+    """``Add``, with strength and number as inputs; a strength of 1 is left out, as it changes no bit."""
     if isinstance(edit.direction, Tensor):
         direction, strength = edit.direction, _number(edit.strength)
         if edit.strength == 1.0:
@@ -87,6 +99,7 @@ def _add(edit: Add) -> Change:
 
 
 def _fill(edit: Fill) -> Change:
+    """``Fill``: zeros plus a number, since ``full_like`` takes no number from a tensor."""
     value = _number(edit.value)
 
     def change(tensor: Tensor) -> Tensor:
@@ -98,6 +111,7 @@ def _fill(edit: Fill) -> Change:
 
 
 def _clamp(edit: Clamp) -> Change:
+    """``Clamp``, with its bounds as inputs, brought to the tensor's device and dtype."""
     low = None if edit.low is None else _number(edit.low)
     high = None if edit.high is None else _number(edit.high)
 
@@ -109,6 +123,7 @@ def _clamp(edit: Clamp) -> Change:
 
 
 def _clip(edit: Clip) -> Change:
+    """``Clip``, with its largest norm as an input."""
     largest = _number(float(edit.norm))
 
     def change(tensor: Tensor) -> Tensor:
@@ -121,6 +136,7 @@ def _clip(edit: Clip) -> Change:
 
 
 def _project(edit: Project) -> Change | None:
+    """``Project``, with the basis made once; None for directions that are trained, whose basis changes with them."""
     if edit.directions.requires_grad:
         return None
     basis = orthonormal(torch.atleast_2d(edit.directions))
@@ -139,6 +155,8 @@ def _project(edit: Project) -> Change | None:
 
 
 def _replace(value: Tensor, what: str) -> Change:
+    """A constant of exactly the shape that passes, copied. ``what`` names it in the message."""
+
     def change(tensor: Tensor) -> Tensor:
         if value.shape != tensor.shape:
             raise PlanError(f"{what} of shape {tuple(value.shape)} given where {tuple(tensor.shape)} passes")
@@ -148,12 +166,14 @@ def _replace(value: Tensor, what: str) -> Change:
 
 
 def _patch(edit: Patch) -> Change | None:
+    """``Patch`` by a tensor as a whole; None where values come from a capture, or for some rows and positions."""
     if not isinstance(edit.source, Tensor) or edit.rows is not None or edit.positions is not None:
         return None
     return _replace(edit.source, "patch")
 
 
 def _ablate(edit: Ablate) -> Change | None:
+    """``Ablate`` by zeros or a mean of given activations; None where it draws rows or reads a capture."""
     if edit.how == "zero" or edit.reference is None:
         return torch.zeros_like
     if edit.how != "mean" or not isinstance(edit.reference, Tensor):

@@ -1,4 +1,8 @@
-"""What an edit is, and what it may know of the moment at which it acts."""
+"""What an edit is, and what it may know of the moment at which it acts.
+
+``Edit`` is the protocol that everything in this folder follows, ``Event`` what it is told. ``like``, ``remember`` and
+``generator`` are what edits share: constants where the tensor is, and random numbers that can be drawn again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,11 @@ from gaff.errors import PlanError
 
 
 class Event(NamedTuple):
-    """One tensor passing one site, once. A gradient has the run, call and step of its forward."""
+    """One tensor passing one site, once. A gradient has the run, call and step of its forward.
+
+    ``run`` counts the runs of the session and ``call`` those of the module in its run, from 0; ``step`` the optimizer
+    steps that were completed when the run began. Equal in the forward and in its recomputation.
+    """
 
     site: Site = Site()
     run: int = 0
@@ -25,6 +33,7 @@ class Event(NamedTuple):
 
     @property
     def is_gradient(self) -> bool:
+        """Whether what passes is a gradient, and not a value or a parameter."""
         return self.site.port not in ("output", "input", "param")
 
 
@@ -32,39 +41,53 @@ class Event(NamedTuple):
 class Edit(Protocol):
     """Returns the tensor that the model goes on with: of the same shape, dtype and device; never writes into its own.
 
-    ``is_pure``: equal arguments give equal results, so that a recomputation needs no check.
+    ``is_pure``: equal arguments give equal results, so that a recomputation needs no check. Two more attributes are
+    read where an edit has them: ``uses_event`` False promises that the event is not asked for, which saves making one;
+    ``keeps_zero`` True promises that zeros stay zero element by element, so that of a sparse gradient only the stored
+    values need be edited. A function of the user is wrapped into ``Call``.
     """
 
     @property
-    def is_pure(self) -> bool: ...
+    def is_pure(self) -> bool:
+        """Whether equal tensors at equal events give equal results, and nothing is written to."""
 
-    def change(self, tensor: Tensor, event: Event) -> Tensor: ...
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """Return the tensor that goes on in the place of ``tensor``. Raises PlanError where the edit does not fit it.
+
+        Called inside a hook, on the thread and in the grad mode of the model's own code; for a gradient inside
+        backward, for a parameter with grad mode on when a run begins.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function of the tensor alone, or a module (its parameters train through the model)."""
+    """A function of the tensor alone, or a module (its parameters train through the model).
+
+    Nothing is known of it, so it is not pure: what it returns in a recomputation is compared with the first pass.
+    """
 
     function: Callable[[Tensor], Tensor]
     is_pure = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """What the function returns; whether that fits is checked by the session."""
         return self.function(tensor)
 
 
 @dataclass(frozen=True, eq=False)
 class WithEvent:
-    """A function of the tensor and of the event: where and when it passes."""
+    """A function of the tensor and of the event: where and when it passes. Not pure, as ``Call``."""
 
     function: Callable[[Tensor, Event], Tensor]
     is_pure = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """What the function returns; whether that fits is checked by the session."""
         return self.function(tensor, event)
 
 
 def uses_event(edit: Edit) -> bool:
-    """Whether an edit asks in which run, call or step it acts; those of arithmetic say that they do not."""
+    """Whether an edit asks in which run, call or step it acts; one that does not say counts as asking."""
     return bool(getattr(edit, "uses_event", True))
 
 
@@ -74,14 +97,18 @@ def with_event(function: Callable[[Tensor, Event], Tensor]) -> WithEvent:
 
 
 def need_callable(function: Any) -> Any:
-    """Raises PlanError when ``function`` is no function."""
+    """Return ``function``. Raises PlanError when it cannot be called."""
     if not callable(function):
         raise PlanError(f"edit {function!r} cannot be called: expected gaff.edits.scale(0.5), a function or a module")
     return function
 
 
 def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
-    """Random numbers that depend on seed, site, run, call and step alone, and leave every global state untouched."""
+    """Random numbers that depend on seed, site, run, call and step alone, and leave every global state untouched.
+
+    The seed is a hash of all of them (BLAKE2b: Python's own ``hash`` of a text differs between processes), so that no
+    event repeats the numbers of another, and a recomputation or a second session draws the same.
+    """
     text = f"{seed}|{event.site}|{event.run}|{event.call}|{event.step}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return torch.Generator(device=device).manual_seed(number)
@@ -91,6 +118,8 @@ def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) 
     """``value`` on the device and in the dtype of ``tensor``; converted once, as long as it is not written to.
 
     Of a tensor that is spread over processes ``value`` is the whole, or broadcast to it: this process takes its part.
+    ``known`` is the edit's own memory for the converted constant; one that is trained is converted at every event, with
+    its gradient. Raises PlanError where the conversion would lose something, such as a fraction or an imaginary part.
     """
     if distributed.is_spread(tensor) and not distributed.is_spread(value):
         return distributed.part_of(like(value, distributed.local_of(tensor)), tensor)
@@ -105,7 +134,12 @@ def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) 
 
 
 def remember(known: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:
-    """What ``make`` gives, made once for a key, as an ordinary tensor that no mode and no checkpoint has seen."""
+    """What ``make`` gives, made once for a key, as an ordinary tensor that no mode and no checkpoint has seen.
+
+    Made in inference mode it could not be saved for a later backward, and a selective checkpoint would count its
+    operations in the first pass and miss them in the recomputation. ``known`` holds one entry: another key takes its
+    place.
+    """
     if key not in known:
         known.clear()
         with torch.inference_mode(False), torch.no_grad(), modes.outside_modes():

@@ -1,4 +1,8 @@
-"""Edits as plain data: what a saved plan holds. Tensors are named, and go into a file beside it."""
+"""Edits as plain data: what a saved plan holds. Tensors are named, and go into a file beside it.
+
+``to_dict`` writes the fields of the frozen values, ``from_dict`` gives them to the public functions of ``gaff.edits``,
+which check them: what is read may be hostile. Functions and captures cannot be saved.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,10 @@ _KINDS: dict[str, Any] = {
 
 
 def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """JSON-ready form; tensors are put into ``tensors`` and named. Raises PlanError for functions and captures."""
+    """JSON-ready form; tensors are put into ``tensors`` and named. Raises PlanError for functions and captures.
+
+    ``tensors`` gets the tensors themselves, not copies, under names such as ``factor.0``.
+    """
     kind = type(edit).__name__.lower()
     if _KINDS.get(kind) is not type(edit):
         raise PlanError(f"edit {kind} is a function or a module: a plan that holds one cannot be saved; use gaff.edits")
@@ -34,7 +41,10 @@ def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def from_dict(row: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
-    """Inverse of ``to_dict``. Raises PlanError, KeyError, TypeError or ValueError for what is none of its results."""
+    """The edit of which ``to_dict`` wrote ``row``; ``tensors`` holds the tensors that it names.
+
+    Raises PlanError, KeyError, TypeError or ValueError for what is none of its results.
+    """
     cls = _KINDS.get(str(row.get("kind")))
     if cls is None:
         raise PlanError(f"edit of kind {row.get('kind')!r} is not known: expected one of {', '.join(_KINDS)}")
@@ -48,7 +58,7 @@ def from_dict(row: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:
 
 
 def tensors_of(edit: Any) -> Iterator[Tensor]:
-    """Every tensor that an edit, or an edit inside it, holds."""
+    """Every tensor that an edit, or an edit inside it, was given; not what it has made of them since."""
     for field in fields(edit) if is_dataclass(edit) else ():
         value = getattr(edit, field.name) if field.init else None
         for inside in value if isinstance(value, tuple) else (value,):
@@ -59,6 +69,7 @@ def tensors_of(edit: Any) -> Iterator[Tensor]:
 
 
 def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A field's value as JSON can hold it; tensors, ranges, slices and edits as a dict whose one key tells the kind."""
     if isinstance(value, Tensor):
         label = f"{name}.{len(tensors)}"
         tensors[label] = value
@@ -77,6 +88,7 @@ def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    """Inverse of ``_plain``. Raises ValueError for a dict of several entries, PlanError where a tensor is missing."""
     if isinstance(plain, list):
         return tuple(_value(item, tensors) for item in plain)
     if not isinstance(plain, dict):

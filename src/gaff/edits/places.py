@@ -1,4 +1,8 @@
-"""Edits made of edits: at a place, in a row, at some events only; and a module that is not run at all."""
+"""Edits made of edits: at a place, in a row, at some events only; and a module that is not run at all.
+
+``as_edit`` is the one way from what a user writes to an ``Edit``. What the outer edit promises (``is_pure``,
+``uses_event``, ``keeps_zero``) follows from the inner ones.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,30 @@ from gaff.keep import Heads, Part
 
 @dataclass(frozen=True, eq=False)
 class At:
-    """``edit`` where ``index`` says: a slice of ``gaff.keep``, or a mask that broadcasts to what passes."""
+    """``edit`` where ``index`` says: a slice of ``gaff.keep``, or a mask that broadcasts to what passes.
+
+    With a slice the inner edit sees the part alone: a norm is that of the part. With a mask it sees the whole, and what
+    it returns is taken where the mask is True.
+    """
 
     index: Part | Heads | Tensor
     edit: Edit
 
     @property
     def is_pure(self) -> bool:
+        """Whether the inner edit is pure."""
         return self.edit.is_pure
 
     @property
     def uses_event(self) -> bool:
+        """Whether the inner edit asks for the event."""
         return uses_event(self.edit)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """A copy of the tensor with the edited part in its place; gradients flow through both.
+
+        Raises PlanError where the place does not exist, or the edited part has another shape or dtype.
+        """
         index = self.index
         if isinstance(index, Tensor):
             mask = index.to(tensor.device)
@@ -62,23 +76,27 @@ class At:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """One edit after the other, in the order given."""
+    """One edit after the other, in the order given: each gets what the one before it returned."""
 
     edits: tuple[Edit, ...]
 
     @property
     def is_pure(self) -> bool:
+        """Whether all of them are pure."""
         return all(edit.is_pure for edit in self.edits)
 
     @property
     def uses_event(self) -> bool:
+        """Whether one of them asks for the event."""
         return any(uses_event(edit) for edit in self.edits)
 
     @property
     def keeps_zero(self) -> bool:
+        """Whether all of them leave zeros zero."""
         return all(getattr(edit, "keeps_zero", False) for edit in self.edits)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """What the last one returns. All of them get the same event."""
         for edit in self.edits:
             tensor = edit.change(tensor, event)
         return tensor
@@ -89,7 +107,10 @@ Numbers = tuple[int, ...] | range | None
 
 @dataclass(frozen=True, eq=False)
 class When:
-    """``edit`` at some runs, calls and steps only; elsewhere the tensor passes as it is."""
+    """``edit`` at some runs, calls and steps only; elsewhere the tensor passes as it is.
+
+    None means all of them. The session asks ``holds`` before it calls ``change``, to count what was let pass.
+    """
 
     edit: Edit
     runs: Numbers = None
@@ -98,6 +119,7 @@ class When:
 
     @property
     def is_pure(self) -> bool:
+        """Whether the inner edit is pure: a recomputation has the event of its forward, and so the same answer."""
         return self.edit.is_pure
 
     def holds(self, event: Event) -> bool:
@@ -106,17 +128,23 @@ class When:
         return all(numbers is None or number in numbers for numbers, number in wanted)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """What the inner edit returns, or the tensor itself where the event is not among those wanted."""
         return self.edit.change(tensor, event) if self.holds(event) else tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Skip:
-    """The module is not run; its output is its first input, a tensor, or ``f(*args, **kwargs)``."""
+    """The module is not run; its output is its first input, a tensor, or ``f(*args, **kwargs)``.
+
+    Stands alone at the output of a module, or inside ``When``: the engine puts what stands in for the output in the
+    place of the forward, and never calls ``change``.
+    """
 
     value: Any = None
     is_pure = True
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """Raises PlanError always: it comes here only as a part of another edit, when the module has been run."""
         raise PlanError(
             "skip takes the place of a whole module: expected it alone at a module, as 'path': edits.skip()"
         )
@@ -136,14 +164,20 @@ def as_edit(value: Any) -> Edit:
 
 
 def is_placed(edit: Edit) -> bool:
-    """Whether an edit brings values that have places of their own, as a patch does."""
+    """Whether an edit brings values that have places of their own, as a patch does.
+
+    Inside ``At`` these may have the shape of the part or of the whole.
+    """
     if isinstance(edit, Chain):
         return any(is_placed(inner) for inner in edit.edits)
     return is_placed(edit.edit) if isinstance(edit, (At, When)) else isinstance(edit, (Patch, Replace, Ablate))
 
 
 def numbers_of(value: Any, name: str) -> Numbers:
-    """A number, a range, a slice or a sequence of numbers as a value. Raises PlanError for anything else."""
+    """A number, a range, a slice or a sequence of numbers as a value. Raises PlanError for anything else.
+
+    A slice without an end goes on for ever. None, which means all, stays None.
+    """
     if value is None or isinstance(value, range):
         return value
     if isinstance(value, slice):
@@ -156,8 +190,10 @@ def numbers_of(value: Any, name: str) -> Numbers:
 
 
 def _plain(index: Any) -> Any:
+    """A tuple as the list that indexing takes for chosen elements; a tuple would mean several dimensions."""
     return list(index) if isinstance(index, tuple) else index
 
 
 def _text(tensor: Tensor) -> str:
+    """Shape and dtype for a message."""
     return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,4 +1,8 @@
-"""Edits that bring values from elsewhere: replace, patch, ablate."""
+"""Edits that bring values from elsewhere: replace, patch, ablate.
+
+What they put in is a copy, since the model may write into it, and a constant: no gradient flows to what was there, but
+for the rest around a patch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,13 @@ from gaff.errors import PlanError
 
 
 class Source(Protocol):
-    """A capture of another run."""
+    """A capture of another run, as ``gaff.capture`` returns it: read when the edit acts, at the site of the edit."""
 
-    def run(self, index: int | None) -> Any: ...
+    def run(self, index: int | None) -> Any:
+        """The values of one run (None: of all runs), to be read by address, as ``source.run(0)["fc@1"]``."""
 
-    def all(self, address: str) -> list[Any]: ...
+    def all(self, address: str) -> list[Any]:
+        """The values of a site in order of run and call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +37,7 @@ class Replace:
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """A copy of the value, on the device and in the dtype of the tensor. Raises PlanError where shapes differ."""
         if self.value.shape != tensor.shape:
             raise PlanError(f"replacement of shape {_text(self.value)} given where {_text(tensor)} passes")
         return like(self.value, tensor, self._known).clone()  # the model may write into what it is given
@@ -38,7 +45,10 @@ class Replace:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """What another run had here: all of it, or some of its ``rows`` and ``positions`` (here -> there)."""
+    """What another run had here: all of it, or some of its ``rows`` and ``positions`` (here -> there).
+
+    Rows are indices of dimension 0, positions of dimension 1. ``run`` picks one run of a capture that holds several.
+    """
 
     source: Tensor | Source
     rows: tuple[tuple[int, int], ...] | None = None
@@ -47,6 +57,11 @@ class Patch:
     is_pure = True
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """A copy of the tensor with the other run's values at the wanted places, or a copy of these values alone.
+
+        From a capture the value of the same site and call is taken. Raises PlanError where shapes or places do not fit,
+        and SiteError where the capture has no such event, or several.
+        """
         value = like(_value(self.source, event, self.run), tensor)
         if self.rows is None and self.positions is None:
             if value.shape != tensor.shape:
@@ -76,6 +91,11 @@ class Ablate:
     is_pure = True
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """Zeros; the mean over the examples of the reference, in every row; or for each row a drawn example of it.
+
+        Float16 and bfloat16 are averaged in float32. Rows are drawn on the CPU, so that every device gets the same
+        ones. Raises PlanError where a row of the reference has another shape than a row of the tensor.
+        """
         if self.how == "zero" or self.reference is None:
             return torch.zeros_like(tensor)
         rows = like(_rows(self.reference, event), tensor)
@@ -91,7 +111,10 @@ class Ablate:
 
 
 def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
-    """``{here: there}`` as a value; a number, or a list of them, stands for the same places. Raises PlanError."""
+    """``{here: there}`` as a value; a number, or a list of them, stands for the same places in both. None stays None.
+
+    Raises PlanError for anything else. ``name`` is for the message.
+    """
     if mapping is None:
         return None
     mapping = mapping.tolist() if hasattr(mapping, "tolist") else mapping  # of NumPy
@@ -108,6 +131,7 @@ def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
 
 
 def _value(source: Tensor | Source, event: Event, run: int | None) -> Tensor:
+    """The tensor to patch in: the one given, or what the capture has at the site and call of the event."""
     if isinstance(source, Tensor):
         return source
     found = source.run(run)[str(replace(event.site, call=event.call))]
@@ -117,12 +141,18 @@ def _value(source: Tensor | Source, event: Event, run: int | None) -> Tensor:
 
 
 def _rows(reference: Tensor | Source, event: Event) -> Tensor:
+    """The activations of reference, ``[examples, ...]``: those given, or all of the capture at this site and call."""
     if isinstance(reference, Tensor):
         return reference
     return torch.cat(reference.all(str(replace(event.site, call=event.call))))
 
 
 def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """For one dimension the indices here and there, as tensors on the device of ``tensor``; without ``pairs`` all.
+
+    Raises PlanError for a place that is not there, and where all are meant and the sizes differ. Of a dimension that
+    neither has both are empty, and are not used.
+    """
     if dim >= tensor.dim() and pairs is None:
         return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
     if dim >= tensor.dim() or dim >= value.dim():

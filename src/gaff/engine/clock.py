@@ -1,7 +1,11 @@
 """Runs, calls and steps: when something happened, kept apart for every thread.
 
-A run is the outermost call into the model's root, into a module that is watched, or into a module that contains
-one. Backward passes and recomputations open no run; they belong to the run of their forward.
+A run is the outermost call into the model's root, into a module that is watched, or into a module that contains one.
+Backward passes and recomputations open no run; they belong to the run of their forward.
+
+The hooks of ``modules`` tell the ``Clock`` of each entry and each exit; it opens a run at the first entry on a thread
+and ends it when that same call leaves. The clock itself touches no hook of torch. Calls that a checkpoint makes again
+are listed apart from those of runs (``Clock.replay_frames``), since they happen inside a backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +30,12 @@ from gaff.errors import PlanError
 
 
 class Frame:
-    """One call in progress of a module that is hooked on entry. ``notes``: what taps remember until it returns."""
+    """One call in progress of a module that is hooked on entry; made when it is entered, dropped when it leaves.
+
+    ``owner`` is the ``Node`` of the module or of the op. ``notes`` holds what a tap puts down at the entry and takes
+    back at the exit, by the tap that did. ``at_leave`` are functions to call when a call that is recomputed leaves, in
+    order.
+    """
 
     __slots__ = ("at_leave", "notes", "owner")
 
@@ -37,10 +46,19 @@ class Frame:
 
 
 class Run:
-    """One outermost call. ``entered`` and ``left`` count calls for each hooked module.
+    """One outermost call of a model, in one session and on one thread.
+
+    ``index`` counts the runs of a session from 0, over all threads; -1 stands for a forward before the session.
+    ``step`` is the number of optimizer steps that were completed when it began. ``entered`` and ``left`` count calls
+    for each hooked module, by ``Node.index``: apart, since a module may be hooked on one side only, and may call
+    itself.
 
     ``arguments`` and ``model`` are addresses of memory that the run did not make: of what it was given, and of the
-    parameters and buffers.
+    parameters and buffers. An address may be given out again after its memory was freed, so each argument's comes with
+    a function that tells whether that memory is still held.
+
+    The object outlives the call: gradient hooks and recomputations refer to it, and what only a run in progress needs
+    is let go of by ``Clock.end``.
     """
 
     __slots__ = (
@@ -87,7 +105,16 @@ class Run:
 
 
 class Clock:
-    """Opens and closes the runs of one session. ``addresses``: of the model's parameters and buffers."""
+    """Opens and ends the runs of one session: one at a time on each thread.
+
+    ``addresses`` are those of the memory of the model's parameters and buffers. With ``threads="all"`` runs of every
+    thread are seen, else those of the thread that makes the clock, which a session does when it opens. ``at_begin``
+    holds functions of the run, ``at_end`` functions of the run and of what it returned; both are called on the thread
+    of the run.
+
+    Once ``closed`` the clock begins no run any more. Hooks that have to stay on a module after their session (see
+    ``leftovers``) ask for that.
+    """
 
     def __init__(self, addresses: AbstractSet[int], threads: str) -> None:
         self.open: dict[int, Run] = {}  # by thread
@@ -106,11 +133,15 @@ class Clock:
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
     def resize(self, size: int) -> None:
-        """The number of hooked modules, once it is known."""
+        """Set the number of hooked modules, once all are known; runs that begin later count the calls of so many."""
         self._size = size
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
-        """A new run on this thread, or None where this session does not look."""
+        """Make a run that begins now on this thread, and tell ``at_begin``; None where this session does not look.
+
+        The run is not put into ``open``: a module that is hooked only at its exit begins and ends its run there.
+        Raises PlanError while torch exports or traces, since hooks would become part of what is made.
+        """
         if self.closed or not self.is_own_thread():
             return None
         if torch._C._get_tracing_state() or torch.compiler.is_exporting():
@@ -125,7 +156,11 @@ class Clock:
         return run
 
     def end(self, run: Run, output: Any) -> None:
-        """``output`` is what the outermost call returned; None also after an exception."""
+        """End ``run``. ``output`` is what the outermost call returned; None also after an exception.
+
+        What the run made in its forward stays known by the first and last sequence number of its autograd nodes, for
+        ``made``.
+        """
         for callback in self.at_end:
             callback(run, output)
         self._spans.append((run.thread, run.first_node, autograd.next_sequence()))
@@ -134,7 +169,15 @@ class Clock:
         run.arguments = {}
 
     def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
-        """A hooked module is entered in an ordinary forward: its run, opened if this call is the outermost."""
+        """Note that a hooked module is entered in an ordinary forward: its run, opened if this call is the outermost.
+
+        ``owner`` is the module's ``Node``. None where this session does not look. An exception that no hook hears of
+        (Ctrl-C) leaves its run open; such a run is told by its innermost call, which is none around ``owner``, and by
+        torch's call that began it, which is no longer on the Python stack. It is dropped without ``at_end``.
+
+        Only to be called by a function that a hook calls: torch's call of the module is looked for from the third
+        frame up.
+        """
         thread = get_ident()
         run = self.open.get(thread)
         if run is not None and run.frames and run.frames[-1].owner not in owner.above and not is_running(run.outermost):
@@ -149,7 +192,12 @@ class Clock:
         return run
 
     def enter_compiled(self, owner: Any) -> None:
-        """The same, told by compiled code that begins at ``owner``: of its frames nothing is to be seen."""
+        """Note that compiled code which begins at ``owner`` runs, and open a run if none is in progress around it.
+
+        Of the frames of compiled code nothing is to be seen, so a run in progress whose innermost call is none around
+        ``owner`` is taken for the leftover of an exception. The run is given no arguments, and counts as begun with
+        grad mode: compiled code itself runs without, also where it makes an autograd graph.
+        """
         run = self.open.get(get_ident())
         if run is not None and run.frames and run.frames[-1].owner not in owner.above:
             run = None  # what an exception in compiled code has left behind
@@ -162,7 +210,11 @@ class Clock:
         run.frames.append(Frame(owner))
 
     def run_of_compiled(self, owner: Any) -> Run | None:
-        """The run in progress, of which compiled code tells. None where this session does not look."""
+        """The run in progress on this thread, of which compiled code tells; None where this session does not look.
+
+        Raises PlanError where there is none though the session looks: compiled code was called without the model
+        around it.
+        """
         run = self.open.get(get_ident())
         if run is None and not self.closed and self.is_own_thread():
             raise PlanError(
@@ -172,7 +224,11 @@ class Clock:
         return run
 
     def leave(self, owner: object, output: Any) -> None:
-        """A hooked module returned or raised."""
+        """Note that a hooked module returned or raised, and end the run where this was its outermost call.
+
+        Calls inside it that never left, because of an exception, are dropped with it. A module that is not in progress
+        here (the run was never seen, or is over) is ignored.
+        """
         run = self.open.get(get_ident())
         if run is None or not any(frame.owner is owner for frame in run.frames):
             return
@@ -184,11 +240,15 @@ class Clock:
             self.end(run, output)
 
     def count_step(self) -> None:
-        """An optimizer has completed a step."""
+        """Count an optimizer step that was completed: runs that begin from now on belong to the next step."""
         self.step += 1
 
     def replay_frames(self) -> list[Frame]:
-        """Calls in progress of the recomputation on this thread."""
+        """The calls in progress of the recomputation on this thread, outermost first; the caller adds and removes them.
+
+        The list is empty at the first question in each backward pass, whatever an exception left behind in the one
+        before.
+        """
         task = autograd.backward_task()
         found = self._replays.get(get_ident())
         if found is None or found[0] != task:
@@ -196,13 +256,18 @@ class Clock:
         return found[1]
 
     def made(self, node: Any) -> bool:
-        """Whether an autograd node was made by the forward of one of this session's runs, as far as they are known."""
+        """Whether an autograd node was made by the forward of one of this session's runs, as far as they are known.
+
+        Known are the runs in progress and the last 4096 that ended. Sequence numbers count for each thread apart; on a
+        thread of autograd's own it cannot be told which thread ran the forward, and the number alone decides.
+        """
         number, thread = autograd.sequence_of(node), get_ident()
         is_any = autograd.is_autograd_thread()
         spans = [*self._spans, *((run.thread, run.first_node, number + 1) for run in self.open.values())]
         return any(first <= number < last and (is_any or owner == thread) for owner, first, last in spans)
 
     def is_own_thread(self) -> bool:
+        """Whether this session looks at what the current thread does."""
         return self._owner is None or self._owner == get_ident()
 
     def is_own_backward(self) -> bool:
@@ -210,11 +275,16 @@ class Clock:
         return self.is_own_thread() or autograd.is_autograd_thread()
 
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:
-        """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument."""
+        """Whether others hold the memory of ``tensor``: it belongs to a parameter, a buffer or an argument of ``run``.
+
+        Views count as the memory that they show, DTensors as their local part. Whoever keeps a value keeps such memory
+        by reference, not by a copy-on-write copy.
+        """
         address = memory.memory_of(distributed.local_of(tensor))
         return address in run.model or (address in run.arguments and run.arguments[address]())
 
     def close(self) -> None:
+        """Begin no run any more, and drop those in progress without calling ``at_end``."""
         self.closed = True
         self.open.clear()
         self.at_begin.clear()
@@ -223,7 +293,7 @@ class Clock:
 
 
 def _calling_frame(frame: FrameType | None) -> FrameType | None:
-    """The call that torch makes of a module, at ``frame`` or around it."""
+    """The call that torch makes of a module, at ``frame`` or around it; ``frame`` itself if there is none."""
     codes = modes.call_frames().codes
     found = frame
     while found is not None and found.f_code not in codes:
@@ -232,7 +302,7 @@ def _calling_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def is_running(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is one of the calls in progress on this thread."""
+    """Whether ``frame`` is one of the calls in progress on this thread. None is not."""
     current: FrameType | None = sys._getframe(1)
     while current is not None:
         if current is frame:
@@ -242,7 +312,10 @@ def is_running(frame: FrameType | None) -> bool:
 
 
 def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], bool]]:
-    """Addresses of the memory of a call's tensors, also in attributes of objects; each with whether it still lives."""
+    """Addresses of the memory of a call's tensors, also in attributes of objects; each with whether it still lives.
+
+    Nothing inside a torch.func transform, where tensors are wrappers. The tensors are not held.
+    """
     found: dict[int, Callable[[], bool]] = {}
     if autograd.transform_level() is None:
         alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)

@@ -1,4 +1,9 @@
-"""While a session is open, an exported graph runs as its tree of modules (``gaff.exported``), whose hooks then fire."""
+"""While a session is open, an exported graph runs as its tree of modules (``gaff.address.exported``).
+
+An exported graph calls no modules, so hooks on them would never fire. Its tree runs the same operations in the same
+order and calls a module for the nodes of each; it takes the place of the graph's ``forward`` by a ``StandIn`` until
+the session closes.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +26,18 @@ _NOT_KEPT = ("input", "input_grad", "grad_input")
 
 
 def trees_of(modules: Iterable[nn.Module]) -> list[GraphTree]:
-    """Those to which some of the modules belong."""
+    """The trees of exported graphs to which some of ``modules`` belong, each once."""
     found = {id(tree): tree for module in modules if isinstance(tree := getattr(module, "tree", None), GraphTree)}
     return list(found.values())
 
 
 def run_as(trees: Iterable[GraphTree], opening: ExitStack, notes: list[str], edited: Iterable[nn.Module] = ()) -> None:
-    """Let the graphs run as their trees until ``opening`` closes. ``edited``: modules whose outputs are changed.
+    """Let the exported graphs run as their trees until ``opening`` closes.
 
-    Raises PlanError for a graph that was changed since, also when it runs.
+    ``edited`` are modules whose outputs are changed: each counts its open edits, and refuses an output that is really
+    its own input. ``notes`` is told where global module hooks of others now see modules that the graph alone does not
+    call. Raises PlanError for a graph whose code is not that of its nodes; a graph that is changed later raises when
+    it runs.
     """
     trees = list(trees)
     for tree in trees:
@@ -45,29 +53,35 @@ def run_as(trees: Iterable[GraphTree], opening: ExitStack, notes: list[str], edi
 
 
 def try_run_as(trees: Iterable[GraphTree], opening: ExitStack) -> None:
-    """The same for who only looks: a graph that was changed since runs as it is."""
+    """Let the exported graphs run as their trees for somebody who only looks, until ``opening`` closes.
+
+    Unlike ``run_as`` it refuses nothing: a graph that was changed after its tree was made runs as it is, unseen.
+    """
     for tree in trees:
         if tree.is_current():
             opening.callback(StandIn(tree.graph(), partial(_run_or_pass, tree)).remove)
 
 
 def _leave(module: GraphCall) -> None:
+    """The edit of what this module returns is over."""
     module.edits -= 1
 
 
 def _run(tree: GraphTree, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The graph's forward while a session is open. Raises PlanError where the graph was changed meanwhile."""
     if not tree.is_current():
         raise PlanError("the exported graph was changed while a gaff session is open on it: close it first")
     return _run_or_pass(tree, own, args, kwargs)
 
 
 def _run_or_pass(tree: GraphTree, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The graph's forward by its tree; by its own code while torch compiles or traces, or where it was changed."""
     is_hidden = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     return own(*args, **kwargs) if is_hidden or not tree.is_current() else tree.forward(*args, **kwargs)
 
 
 def is_untold(tap: Any) -> bool:
-    """Whether a graph cannot tell what a pattern found, of which the tap's stream then hears.
+    """Whether a graph cannot tell what a pattern found: the tap is then dropped, and its stream has been told why.
 
     Raises PlanError for an edit of such a site, and for what needs the arguments that a module was called with.
     """

@@ -1,4 +1,8 @@
-"""Floating point operations, by the formulas of torch's own counter."""
+"""Floating point operations, by the formulas of torch's own counter.
+
+``gaff.trace`` has one counter on while the model runs forward, and reads ``total`` at the entry and the exit of each
+module.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ _HEAVY = re.compile(
 class FlopCount(TorchDispatchMode):
     """Adds up ``total`` while active: matrix products, convolutions and attention; other operations count nothing.
 
-    The formulas are ``torch.utils.flop_counter.flop_registry``; torch's FlopCounterMode itself would add its own
-    hooks to every module.
+    The formulas are ``torch.utils.flop_counter.flop_registry``; torch's FlopCounterMode itself would add its own hooks
+    to every module. An operation without a formula is decomposed into smaller ones where torch can, and these are
+    counted; ``uncounted`` names those that look expensive and could not be, so that the total is a lower bound.
     """
 
     def __init__(self) -> None:
@@ -28,7 +33,11 @@ class FlopCount(TorchDispatchMode):
 
     @classmethod
     def warm(cls) -> FlopCount:
-        """One whose first count costs no more than the others: torch loads what it needs at the first."""
+        """Make a counter whose first count costs no more than the others.
+
+        torch loads what it needs for counting at the first one, and that time would otherwise fall into the user's
+        run.
+        """
         counter = cls()
         with torch.no_grad(), counter:
             torch.nn.functional.conv2d(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
@@ -36,6 +45,7 @@ class FlopCount(TorchDispatchMode):
         return counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and count it, from its arguments and its output."""
         kwargs = kwargs or {}
         count = flop_registry.get(func._overloadpacket)
         if count is None and func is not torch.ops.prim.device.default:

@@ -1,4 +1,9 @@
-"""A forward that stands on one module instead of its own, until it is removed."""
+"""A forward that stands on one module instead of its own, until it is removed.
+
+An instance attribute ``forward`` goes before the class's method, and torch calls it with all hooks around it. Used for
+what hooks cannot do: not to run a module at all, to see an exception that no hook hears of, to run a graph as its
+tree.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,12 @@ Around = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class StandIn:
-    """Stands as ``forward`` on one module until removed. Copies and pickles of the module get its own forward back."""
+    """Stands as ``forward`` on one module from its making until ``remove``.
+
+    ``around(original, args, kwargs)`` is called in its place and returns the output; ``original`` is what was
+    ``forward`` before, which may be another stand-in. Copies and pickles of the module get its own forward back, and a
+    shallow copy, which shares the module's attributes, runs that of its class.
+    """
 
     is_gaffs = True
 
@@ -27,6 +37,7 @@ class StandIn:
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``around``, or what was there before, where this is removed but others still stand before it."""
         caller = sys._getframe(1).f_locals.get("self")  # torch's own call of the module
         if isinstance(caller, nn.Module) and caller is not self._module and caller.__dict__.get("forward") is self:
             return type(caller).forward(caller, *args, **kwargs)  # a shallow copy, which shares its attributes
@@ -36,10 +47,14 @@ class StandIn:
 
     @property
     def __code__(self) -> Any:
+        """The code of the original, for whoever inspects a forward as a function."""
         return self._original.__code__
 
     def remove(self) -> None:
-        """In any order; one that others stand before passes every call on."""
+        """Take it away, in any order with others; one that others stand before stays and passes every call on.
+
+        What was on the instance before comes back, but no stand-in that has been removed meanwhile.
+        """
         self._is_removed = True
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
@@ -55,12 +70,14 @@ class StandIn:
         return before
 
     def _users(self) -> Any:
+        """What the user had on the instance, below all stand-ins; None for the method of the class."""
         before = self._before
         while isinstance(before, StandIn):
             before = before._before
         return before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copied module gets a copy of what its user had put there, or its own class's method."""
         users = self._users()
         if users is not None:
             return copy.deepcopy(users, memo)
@@ -68,6 +85,7 @@ class StandIn:
         return MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
+        """A pickle holds what the user had put there, or the module's own method: never anything of gaff's."""
         users = self._users()
         if users is not None:
             return cast, (None, users)  # which is its second argument, and of the standard library

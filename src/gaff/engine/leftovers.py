@@ -1,4 +1,9 @@
-"""What outlives a session: the edits of checkpointed regions whose graphs are still alive."""
+"""What outlives a session: the edits of checkpointed regions whose autograd graphs are still alive.
+
+A session may close between forward and backward. The recomputation then has to edit as the forward did, so the hooks
+of those modules stay, and go with the last of the graphs. Whoever does not want to wait releases them, and a backward
+pass of such a graph raises from then on.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,19 @@ from gaff.errors import ExactnessError
 
 
 class Release:
-    """Whether the edits of some graphs were given up; their backward passes then raise instead of going unedited."""
+    """Whether the edits of some autograd graphs were given up: their backward passes then raise, not go on unedited.
+
+    One belongs to each session. ``is_done`` is set by whoever releases.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
 
     def guard(self, tensor: Tensor) -> None:
-        """Hook what a run with edits under a checkpoint returned. The hook lives and dies with its graph."""
+        """Hook what a run with edits under a checkpoint returned. The hook lives and dies with its autograd graph.
+
+        It holds this object and no session. Once ``is_done`` it raises ExactnessError in backward.
+        """
         tensor.register_hook(self._arrived)
 
     def _arrived(self, gradient: Tensor) -> None:
@@ -30,7 +41,12 @@ class Release:
 
 
 class Lingering:
-    """Hooks that stay after a session, inert outside the recomputation of its graphs; gone with the last of these."""
+    """Hooks that stay after a session, inert outside the recomputation of its graphs; gone with the last of these.
+
+    ``hooks`` are nodes with the handles of their hooks. ``is_forced``: the session had compiled code run eagerly,
+    which goes on as long, since compiled code would be recomputed without the hooks. A finalizer on each checkpoint
+    looks whether its module's hooks are still needed; it may run on any thread, whichever frees the graph.
+    """
 
     def __init__(self, hooks: list[tuple[Node, list[Any]]], *, is_forced: bool) -> None:
         self._hooks = dict(hooks)
@@ -42,20 +58,22 @@ class Lingering:
                 weakref.finalize(region, self._look, node).atexit = False
 
     def __len__(self) -> int:
+        """How many modules still have hooks."""
         return len(self._hooks)
 
     def nodes(self) -> set[Node]:
-        """The modules that keep their hooks."""
+        """The nodes of the modules that keep their hooks, as a new set."""
         return set(self._hooks)
 
     def release(self) -> None:
-        """Remove the hooks now."""
+        """Remove the hooks now. A checkpoint that would have needed them raises ExactnessError when it recomputes."""
         for node in list(self._hooks):
             for region in node.regions():
                 checkpoints.wrap_recomputation(region, lambda recompute: _refuse)
             self._remove(node)
 
     def _look(self, node: Node) -> None:
+        """Remove the hooks of one module if no autograd graph needs them any more."""
         if node in self._hooks and not node.repeats():
             self._remove(node)
 
@@ -67,6 +85,7 @@ class Lingering:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
+    """Stands in the place of what a checkpoint would recompute without its edits: raises ExactnessError."""
     raise ExactnessError(
         "the edits of this graph were released, and a checkpoint in it would recompute without them: "
         "run the forward again, or call backward before .release()"
@@ -74,6 +93,6 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 
 def remove_all(handles: list[Any]) -> None:
-    """Remove hooks, the last first."""
+    """Remove hooks by their handles, the last first: what was put on top of something goes before it."""
     for handle in reversed(handles):
         handle.remove()

@@ -1,6 +1,12 @@
 """Module hooks: entry and exit of the selected modules, one shared function each.
 
-A module that is only watched gets the short functions; one that is edited gets those that may change what passes.
+A module that is only watched gets the short functions (``before``, ``_after``); one that is edited gets those that may
+change what passes (``before_edit``, ``_after_edit``); ``leave`` comes last and tells the clock. Each hook is a partial
+of one of these functions and of the module's ``Node``, which holds all that differs between modules.
+
+Inside a backward pass the same hooks fire for calls that a checkpoint recomputes. These are no events: nobody looks
+again. Edits act again, as they did in the first pass, and gradient hooks are set there if the first pass had no
+autograd graph. Which call is repeated is told by the node's ``Replay``.
 """
 
 from __future__ import annotations
@@ -26,7 +32,10 @@ MISSING: Any = object()
 
 
 class Hook(partial):  # type: ignore[type-arg]  # the one subclass of a concrete class: partial calls at C speed
-    """A hook that stays behind when its module is copied or pickled: the copy gets one that does nothing."""
+    """A hook that stays behind when its module is copied or pickled: the copy gets one that does nothing.
+
+    Calling it calls a function of this file with the node first. It is told from other people's hooks by its class.
+    """
 
     __slots__ = ()
 
@@ -35,10 +44,16 @@ class Hook(partial):  # type: ignore[type-arg]  # the one subclass of a concrete
 
 
 class Node:
-    """One hooked module: what to call when it is entered and left.
+    """One hooked module in one session: what to call when it is entered and left. An op is handled as such a node, too.
 
-    ``arms`` and ``entry_arms`` set gradient hooks; only they are called again when a reentrant checkpoint
-    recomputes the module, since its first pass had no graph. Changes are made again in every recomputation.
+    The session makes it, hangs taps, arms and changes on it while it prepares, and calls ``install`` once; from then
+    on only the hooks read it. What is hung on it acts in the order of the tuples.
+
+    ``arms`` and ``entry_arms`` set gradient hooks; only they are called again when a reentrant checkpoint recomputes
+    the module, since its first pass had no graph. Changes are made again in every recomputation.
+
+    ``index`` is its place in the counts of a run; an op has none of its own. It ends with the session, but for edits
+    that a living autograd graph still needs (``leftovers``).
     """
 
     above: frozenset[Node] = frozenset()  # hooked modules that contain this one
@@ -64,16 +79,22 @@ class Node:
 
     @cached_property
     def replay(self) -> Replay:
-        """The calls that may be recomputed, at their entry; made when first needed."""
+        """The calls that may be recomputed, as they are met at the entry of the module; made when first needed."""
         return Replay()
 
     @cached_property
     def exit_replay(self) -> Replay:
-        """The same, at their exit."""
+        """The calls that may be recomputed, as they are met at the exit of the module; made when first needed.
+
+        Apart from those at the entry, since calls inside one another are entered and left in different orders.
+        """
         return Replay()
 
     def give_up(self, *, is_final: bool) -> None:
-        """Tell the gradient streams of calls without grad mode that nothing recomputed them."""
+        """Tell the gradient streams of calls without grad mode that nothing recomputed them.
+
+        Those are told whose checkpoint is gone; with ``is_final``, when the session closes, all that are left.
+        """
         for op in self.ops:
             op.give_up(is_final=is_final)
         if not (self.entry_arms or self.arms or self.entry_changes or self.exit_changes):
@@ -88,11 +109,14 @@ class Node:
                 leaving.give_up(passage.run, passage.call)
 
     def repeats(self) -> bool:
-        """Whether a graph is alive whose recomputation needs the edits of this module."""
+        """Whether an autograd graph is alive whose recomputation needs the edits of this module."""
         return any(True for _ in self.regions())
 
     def regions(self) -> Iterator[Any]:
-        """The checkpoints whose graphs are alive, with calls of this module or its ops."""
+        """The checkpoints whose autograd graphs are alive, with calls of this module or its ops.
+
+        Each is the frame of a non-reentrant checkpoint or the autograd node of a reentrant one; none is held here.
+        """
         made = vars(self)
         for name in ("replay", "exit_replay"):
             if name in made:
@@ -101,7 +125,7 @@ class Node:
             yield from op.regions()
 
     def drop_arms(self) -> None:
-        """Let go of the gradient streams: they know their node."""
+        """Let go of the gradient streams: they know their node, and the circle would wait for a collector."""
         self.arms = self.entry_arms = ()
         for op in self.ops:
             op.drop_arms()
@@ -116,9 +140,12 @@ class Node:
             op.drop_changes()
 
     def install(self, handles: list[Any], make: Callable[..., Any] = Hook, *, always: bool = True) -> None:
-        """Put the hooks on the module; ``handles`` takes what removes them.
+        """Put the hooks on the module; ``handles`` takes what removes them, the last to be removed first.
 
-        ``make``: of a function of ours and this node the hook; ``always``: the last one is called after exceptions.
+        ``make(function, node)`` makes a hook of one of the functions of this file; compiled code has hooks of its own
+        kind. ``always``: the last hook is called after exceptions, too. Where the order matters, hooks are moved
+        within torch's table of the module: an edited parameter stands in before anybody's hook uses it, who only looks
+        at what comes in comes last, and edits of outputs come first.
         """
         module = self.module
         for change in self.entry_changes:
@@ -153,7 +180,10 @@ class Node:
 
 
 def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> None:
-    """Edits of outputs come before all other hooks, as if the module had done it; who looks at inputs comes last."""
+    """Move those of gaff's hooks that are wanted to one end of a module's table of hooks; their own order stays.
+
+    Edits of outputs come before all other hooks, as if the module had done it; who looks at inputs comes last.
+    """
     if len(hooks) < 2:
         return
     ours = [
@@ -170,6 +200,10 @@ def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> N
 
 
 def before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    """The entry hook of a module that is only watched: count the call, tell the taps, set gradient hooks.
+
+    Changes nothing and returns None. In a recomputation only the gradient hooks are due.
+    """
     if node.clock.closed or kwargs is None:
         return
     if backward_task() != -1:
@@ -181,7 +215,12 @@ def before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def arm_before(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
-    """Set the gradient hooks of what is entered, in an ordinary forward."""
+    """Set the gradient hooks of what is entered, in an ordinary forward.
+
+    Without grad mode there is nothing to hook yet. If the call is made inside the forward of a reentrant checkpoint,
+    or of another custom Function, it waits for the recomputation; otherwise the streams are told that no gradient will
+    come.
+    """
     if is_grad_enabled():
         for arm in node.entry_arms:
             arm(args, kwargs, run, call)
@@ -194,6 +233,10 @@ def arm_before(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], run: R
 
 
 def _enter(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
+    """Tell the clock and the taps that a module is entered in an ordinary forward.
+
+    Its run; None where this session does not look. Raises PlanError inside a torch.func transform.
+    """
     clock = node.clock
     if transform_level() is not None and clock.is_own_thread():
         _refuse_transform(module)
@@ -207,6 +250,10 @@ def _enter(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = MISSING) -> None:
+    """The exit hook of a module that is only watched: count the call, tell the taps, set gradient hooks.
+
+    Called with what the module and the hooks before it made of the output, and not after an exception.
+    """
     run = node.open.get(get_ident())
     if run is None or backward_task() != -1 or transform_level() is not None:
         _after_unusual(node, module, args, kwargs, output)
@@ -221,7 +268,7 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """A recomputation, a torch.func transform, or a run that is this one call."""
+    """Look in a run that is this one call, or set gradient hooks in a recomputation; refuse a torch.func transform."""
     if output is MISSING:
         return
     if backward_task() != -1:
@@ -238,7 +285,10 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def _begin_at_exit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
-    """The run that is one call of a module hooked only at its exit."""
+    """The run that is one call of a module hooked only at its exit; None where this session does not look.
+
+    No module around it is in progress, or that would have begun the run: somebody calls this module by itself.
+    """
     if node.clock.closed:
         return None
     if transform_level() is not None and node.clock.is_own_thread():
@@ -250,7 +300,10 @@ def _begin_at_exit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
-    """Set the gradient hooks of what returned, in an ordinary forward."""
+    """Set the gradient hooks of what returned, in an ordinary forward. ``given``: what the module was called with.
+
+    As in ``arm_before``, a call without grad mode waits for a recomputation, or is given up at once.
+    """
     if is_grad_enabled():
         for arm in node.arms:
             arm(output, given, run, call)
@@ -260,6 +313,11 @@ def arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: i
 
 
 def leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+    """The last hook, called after exceptions, too: the call is over, and with it perhaps the run.
+
+    In a recomputation it drops the frame of the call, with those of calls inside it that raised, and calls what was to
+    be done at its end.
+    """
     if backward_task() == -1:
         node.clock.leave(node, output)
         return
@@ -274,12 +332,16 @@ def leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A watched module is entered in a recomputation: note its frame, and set gradient hooks that are due."""
     node.clock.replay_frames().append(Frame(node))
     arm_before_again(node, args, kwargs)
 
 
 def arm_before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Set them in a recomputation, if the first pass had no graph."""
+    """Set the gradient hooks of what is entered in a recomputation, if the first pass had no autograd graph.
+
+    Where it had one, hooks have been set on it, and a second set would tell each gradient twice.
+    """
     found = node.replay.match() if node.entry_arms else None
     if found is not None and found.is_first_graph and is_grad_enabled():
         for arm in node.entry_arms:
@@ -287,7 +349,7 @@ def arm_before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def arm_after_again(node: Node, output: Any, given: tuple[Any, Any]) -> None:
-    """Set them in a recomputation, if the first pass had no graph."""
+    """Set the gradient hooks of what returned in a recomputation, if the first pass had no autograd graph."""
     if not node.arms or node.clock.closed:
         return
     found = node.exit_replay.match()
@@ -297,6 +359,12 @@ def arm_after_again(node: Node, output: Any, given: tuple[Any, Any]) -> None:
 
 
 def before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """The entry hook of an edited module: as ``before``, and returns what the module is called with instead.
+
+    In a recomputation it finds the call of the first pass and edits as that was edited. An ordinary call that may be
+    recomputed is remembered for that. Where this session does not look it returns None, after an edit that would be
+    met by the wrong thread has refused.
+    """
     if kwargs is None:
         return None
     if backward_task() != -1:
@@ -323,7 +391,12 @@ def before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: di
 def change_entry(
     node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, has_graph: bool, *, is_again: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the call is made with. ``has_graph``: gradient hooks are due now."""
+    """Make the edits at the entry of a call; what the module is called with.
+
+    ``has_graph``: gradient hooks are due now, and not in a recomputation to come. ``is_again``: this is a
+    recomputation. A gradient edit that cannot be set now waits if something may run the call again, else it is given
+    up.
+    """
     has_graph = has_graph and is_grad_enabled() and not node.clock.closed
     for change in node.entry_changes:
         if not change.is_gradient or has_graph:
@@ -340,6 +413,11 @@ def change_entry(
 def _after_edit(
     node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = MISSING
 ) -> Any:
+    """The exit hook of an edited module: returns what its caller gets.
+
+    The common case is one edit of the whole output, in a call that nothing can recompute: ``node.direct`` makes it
+    without a passage, about as fast as a hook by hand. Everything else takes the long way, by ``change_exit``.
+    """
     run = node.open.get(get_ident())
     if run is None or backward_task() != -1 or transform_level() is not None or output is MISSING:
         return _after_edit_unusual(node, module, args, kwargs, output)
@@ -367,7 +445,7 @@ def _after_edit(
 def _after_edit_unusual(
     node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """A recomputation, a torch.func transform, or a run that is this one call."""
+    """Edit in a recomputation, or in a run that is this one call; refuse a torch.func transform."""
     if output is MISSING:
         return None
     given = (args, kwargs)
@@ -397,7 +475,12 @@ def change_exit(
     is_again: bool,
     changes: Iterable[ExitChange] | None = None,
 ) -> Any:
-    """What the caller gets. ``has_graph``: gradient hooks are due now; ``changes``: only these of the node's."""
+    """Make the edits at the exit of a call; what its caller gets.
+
+    ``has_graph``: gradient hooks are due now, and not in a recomputation to come. ``is_again``: this is a
+    recomputation. ``changes``: only these of the node's, for an op, whose values and gradients are edited at different
+    moments.
+    """
     has_graph = has_graph and is_grad_enabled() and not node.clock.closed
     for change in node.exit_changes if changes is None else changes:
         if not change.is_gradient or has_graph:
@@ -408,7 +491,11 @@ def change_exit(
 
 
 def find_match(node: Node, module: nn.Module, replay: Replay) -> Match | None:
-    """The call that is recomputed; None for one of a forward that was not edited."""
+    """The call that is recomputed here; None for one of a forward that was not edited.
+
+    Raises PlanError where an open session's edited module is called inside a backward pass, and nothing tells to which
+    forward that belongs: going on without the edit would make gradients of another function.
+    """
     found = replay.match()
     if found is None and not node.clock.closed and node.clock.is_own_backward() and not _is_of_others(node):
         raise PlanError(
@@ -419,7 +506,11 @@ def find_match(node: Node, module: nn.Module, replay: Replay) -> Match | None:
 
 
 def _is_of_others(node: Node) -> bool:
-    """Whether what recomputes here belongs to a forward that this session did not see."""
+    """Whether what recomputes here belongs to a forward that this session did not see.
+
+    A non-reentrant checkpoint would have been remembered if it was seen; a custom Function's node was made elsewhere
+    if none of this session's runs made it.
+    """
     if any(found.is_again for found in checkpoints.enclosing()):
         return True
     current = autograd.current_node()
@@ -427,6 +518,7 @@ def _is_of_others(node: Node) -> bool:
 
 
 def _refuse_transform(module: nn.Module) -> None:
+    """Raises PlanError for a module inside grad, vmap and the like: its values are wrappers."""
     raise PlanError(
         f"{type(module).__name__} runs inside a torch.func transform (grad, vmap ...): its values are wrappers that "
         "mean nothing outside; open the session around code without the transform"

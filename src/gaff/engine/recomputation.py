@@ -1,7 +1,12 @@
 """Recomputation: which call of the first pass a recomputed call of a module stands for.
 
-Two kinds of activation checkpointing, each with an object that both passes can see and that dies with the graph: a
-non-reentrant one has its frame, a reentrant one its autograd node. Calls are matched by their order within it.
+Activation checkpointing runs a part of the forward again inside the backward pass. An edit has to act again there,
+with what it decided in the first pass, or backward would differentiate another function; regions come back in reverse
+order, and a region of a forward without edits may come back among them.
+
+Two kinds of activation checkpointing, each with an object that both passes can see and that dies with the autograd
+graph: a non-reentrant one has its frame, a reentrant one its autograd node. Calls are matched by their order within
+it. See docs/decisions/0007.
 """
 
 from __future__ import annotations
@@ -18,7 +23,11 @@ from gaff.errors import ExactnessError, PlanError
 
 
 class Passage:
-    """One call of a module in an ordinary forward. ``memo``: what edits decided there, if it may be repeated."""
+    """One call of a module in an ordinary forward: the ``call``-th of that module in ``run``.
+
+    ``memo`` holds what edits decided there, each under itself as key; None as long as nothing may repeat the call, so
+    that ordinary calls keep nothing.
+    """
 
     __slots__ = ("call", "memo", "run")
 
@@ -29,14 +38,22 @@ class Passage:
 
 
 class Match(NamedTuple):
-    """``is_first_graph``: the first pass had no graph, so gradient hooks must be set now."""
+    """The call of the first pass that a recomputed call repeats.
+
+    ``is_first_graph``: the first pass had no autograd graph, so gradient hooks must be set now.
+    """
 
     passage: Passage
     is_first_graph: bool
 
 
 class Replay:
-    """The calls of one module, at its entry or at its exit, that may be recomputed."""
+    """The calls of one module, at its entry or at its exit, that may be recomputed.
+
+    Its node owns it; hooks note calls in forwards (``remember``, ``wait``) and look them up in recomputations
+    (``match``). Checkpoints are held weakly, so that it never keeps an autograd graph alive, and forgets its calls
+    with it.
+    """
 
     __slots__ = ("_positions", "_regions", "_waiting")
 
@@ -46,7 +63,12 @@ class Replay:
         self._waiting: dict[Passage, ref[Any]] = {}  # calls without a graph, and what may recompute them
 
     def wait(self, passage: Passage) -> bool:
-        """A call without grad mode: whether a reentrant checkpoint may run it again, with a graph."""
+        """Note a call without grad mode; whether a reentrant checkpoint may run it again, with an autograd graph.
+
+        A reentrant checkpoint runs its forward without grad mode, inside a custom Function; so does any other such
+        Function. The call is noted for all that enclose it, and waits for the outermost: the inner ones are gone after
+        the first pass, and are made anew when the outer one recomputes.
+        """
         run = passage.run
         functions = checkpoints.enclosing_functions() if run.had_grad else run.functions
         if not functions:
@@ -60,9 +82,12 @@ class Replay:
         return True
 
     def remember(self, passage: Passage, *, has_grad: bool | None = None) -> None:
-        """A call in an ordinary forward whose edits must be made again if a checkpoint recomputes it.
+        """Note a call in an ordinary forward whose edits must be made again if a checkpoint recomputes it.
 
-        ``has_grad``: grad mode of the call, where that of this thread is another (compiled code runs without)."""
+        ``has_grad``: grad mode of the call, where that of this thread is another (compiled code runs without). Raises
+        PlanError where tensors are saved by hooks, as a non-reentrant checkpoint does, and this torch does not tell of
+        which.
+        """
         if not (torch.is_grad_enabled() if has_grad is None else has_grad):
             self.wait(passage)
         if checkpoints.has_saved_hooks():
@@ -74,7 +99,16 @@ class Replay:
             self._note(passage, checkpoints.enclosing())
 
     def match(self, *, has_grad: bool | None = None) -> Match | None:
-        """The call that the current recomputation repeats; None for one that this session did not see."""
+        """The call that the current recomputation repeats; None for one that this session did not see.
+
+        A non-reentrant checkpoint that recomputes around this call is asked first, the innermost, and its frame tells
+        the calls; but where its recomputation was begun by another autograd node than the one that runs now, and that
+        node is a known checkpoint itself, the node tells them. Otherwise the custom Function whose backward runs here
+        is asked.
+
+        Each answer moves on to the next call of that checkpoint, so a hook asks once for each call. A checkpoint
+        inside the recomputed one is another object than in the first pass; the call is noted for it again.
+        """
         node = autograd.current_node()
         chain = checkpoints.enclosing() if self._regions else []
         inner = next((number for number, found in enumerate(chain) if found.is_again), None)
@@ -100,7 +134,7 @@ class Replay:
         return Match(passage, True)
 
     def __contains__(self, passage: Passage) -> bool:
-        """Whether something may run this call without a graph again, with one."""
+        """Whether something may run this call, which had no autograd graph, again with one."""
         return passage in self._waiting
 
     def regions(self) -> Iterator[Any]:
@@ -108,17 +142,21 @@ class Replay:
         return iter(list(self._regions))
 
     def give_up(self, *, is_final: bool) -> list[Passage]:
-        """The calls without a graph that nothing recomputed, once nothing can; ``is_final``: nothing shall."""
+        """Forget and return the calls without an autograd graph that nothing recomputed, once nothing can any more.
+
+        With ``is_final`` all of them: the session closes, and nothing shall.
+        """
         never = [passage for passage, node in self._waiting.items() if is_final or node() is None]
         for passage in never:
             del self._waiting[passage]
         return never
 
     def forget(self) -> None:
-        """Repeat nothing any more."""
+        """Repeat nothing any more: recomputations find no call."""
         self._regions.clear()
 
     def _note(self, passage: Passage, chain: list[checkpoints.Checkpoint]) -> None:
+        """Note a call for the checkpoints of ``chain`` that run for the first time; its run waits for them."""
         for found in chain:
             if passage.memo is None:
                 passage.memo = {}
@@ -127,7 +165,12 @@ class Replay:
                 self._regions.setdefault(found.frame, []).append(passage)
 
     def _next(self, region: Any, place: Any, mark: Any) -> Passage | None:
-        """The next call of ``region`` in the recomputation ``place``; it starts anew with another ``mark``."""
+        """The next call of ``region`` in the recomputation ``place``; None for a region without calls of this module.
+
+        A frame may be recomputed several times, each with another ``place``. A node is its own place, and counts anew
+        for each backward pass, which is its ``mark``. Raises ExactnessError where the recomputation makes more calls
+        than the first pass.
+        """
         calls = self._regions.get(region)
         if calls is None:
             return None

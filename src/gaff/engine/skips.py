@@ -1,4 +1,8 @@
-"""Modules that are not run: their forward is stood in for, call by call."""
+"""Modules that are not run: their forward is stood in for, call by call.
+
+A hook cannot keep torch from running a forward. So the entry hook decides, and a ``StandIn`` on the module does as was
+decided; the hooks at the entry and exit see the skipped call like any other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,11 @@ from gaff.engine.streams import EditStream, EntryChange
 
 
 class SkipChange(EntryChange):
-    """Decides at the entry of a module whether this call of it is skipped, and remembers it for a recomputation."""
+    """Decides at the entry of a module whether this call of it is skipped, and remembers it for a recomputation.
+
+    The decision goes to ``around`` in the frame of the call, so that calls inside one another do not mix. A call on a
+    thread at which the session does not look is run.
+    """
 
     is_gradient = False
 
@@ -36,7 +44,10 @@ class SkipChange(EntryChange):
             frame.notes[self] = True
 
     def around(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns: the original's output, unless this call is skipped."""
+        """What the module returns: the original's output, unless this call is skipped.
+
+        Stands as the module's ``forward``; ``original`` is what was there before.
+        """
         frame = self._frame()
         if frame is None or not frame.notes.pop(self, False):
             return original(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""What around a model decides whether its sites can be seen: compiled, sharded, scripted, fused."""
+"""What around a model decides whether its sites can be seen: compiled, sharded, scripted, fused.
+
+A session looks once, when it is made and before anything is installed, so that what cannot work is refused early.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from gaff.compat import distributed
 from gaff.compat.compiler import has_asked_to_compile, has_compiled, stance
 from gaff.compat.memory import memory_of
 from gaff.engine.force_eager import forced_eager
+from gaff.engine.modules import Node
 from gaff.errors import PlanError
 
 _PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
@@ -24,7 +28,11 @@ SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the 
 
 
 def runs_compiled(around: Surroundings) -> bool:
-    """Whether compiled code may run when the model is called: not where the user has it run eagerly."""
+    """Whether compiled code may run when the model is called: not where the user has it run eagerly.
+
+    A process that has compiled anything counts, since a compiled function around the model cannot be seen from the
+    model.
+    """
     if not (around.is_compiled or has_compiled() or has_asked_to_compile()):
         return False
     return forced_eager.is_held or stance() != "force_eager"
@@ -34,8 +42,9 @@ def runs_compiled(around: Surroundings) -> bool:
 class Surroundings:
     """What ``look`` found.
 
-    ``fused``: layers that nn.Transformer runs as one fused call when it may. ``memory``: addresses of the memory of
-    all parameters and buffers.
+    ``is_compiled``: the model, a module in it, or anything else in this process is compiled. ``fused``: layers that
+    nn.Transformer runs as one fused call when it may. ``memory``: addresses of the memory of all parameters and
+    buffers, and of tensors that modules keep as plain attributes.
     """
 
     is_compiled: bool
@@ -82,6 +91,7 @@ def look(model: nn.Module) -> Surroundings:
 
 
 def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
+    """Addresses of the memory behind tensors, of DTensors that of the local part."""
     for tensor in tensors:
         if tensor is not None:
             with suppress(RuntimeError, ValueError):  # sparse and the like have none
@@ -89,7 +99,11 @@ def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
 
 
 def _kind(module: nn.Module) -> str:
-    """What a module's class means for hooks; empty for the ordinary ones of torch itself."""
+    """What a module's class means for hooks; empty for the ordinary ones of torch itself.
+
+    Wrappers are told by the name of their class, so that what is not used need not be imported. The class that
+    ``fully_shard`` makes has FSDP before the name of the module's own.
+    """
     if isinstance(module, _PECULIAR):
         return "script" if isinstance(module, torch.jit.ScriptModule) else "fused"
     cls = type(module)
@@ -98,6 +112,10 @@ def _kind(module: nn.Module) -> str:
 
 
 def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
+    """Raises PlanError for a kind of module or parameter on which hooks would not show the truth, with the way out.
+
+    ``kind`` is that of ``_kind``, or the name of the class of a parameter that is no plain ``nn.Parameter``.
+    """
     path = next((path for path, inner in model.named_modules() if inner is module), "")
     at = f"{path or 'model'}: {type(module).__name__}"
     if kind == "script":
@@ -111,7 +129,11 @@ def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
 
 
 def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:
-    """Whether a bare run would now go through the fused path of one of ``blocks``."""
+    """Whether a bare run would now go through the fused path of one of ``blocks``.
+
+    torch takes it in eval mode where no parameter needs a gradient, and not where hooks or a function mode stand in
+    the way: a watched run then differs from a bare one by rounding, which is worth a warning.
+    """
     if not torch.backends.mha.get_fastpath_enabled():
         return False
     for block in blocks:
@@ -121,5 +143,33 @@ def takes_fast_path(blocks: Iterable[nn.Module]) -> bool:
     return False
 
 
+class SlowPath:
+    """Notices runs that would have taken nn.Transformer's fused path, and takes them the slow way: told once.
+
+    ``fused``: such blocks of the model; those count that hold a hooked module, or whose ops are asked for.
+    """
+
+    def __init__(self, fused: Iterable[nn.Module], nodes: Iterable[Node], notes: list[str]) -> None:
+        hooked = list(nodes)
+        ours = {node.module for node in hooked}
+        asked = {inner for node in hooked if node.scope is not None for inner in node.module.modules()}
+        self._notes = notes
+        self._blocks = [
+            block
+            for block in fused
+            if block in asked or not (isinstance(block, nn.MultiheadAttention) or ours.isdisjoint(block.modules()))
+        ]
+
+    def note(self, run: Any) -> None:
+        """A run begins."""
+        if SLOW_PATH not in self._notes and takes_fast_path(self._blocks):
+            self._notes.append(SLOW_PATH)
+            warn_once(SLOW_PATH)
+
+
 def warn_once(message: str) -> None:
+    """Warn that a run is not bitwise what it would be without the session; ``message`` says why.
+
+    It does not know what was said before: a session asks once for each reason.
+    """
     warnings.warn(f"gaff: not bitwise: {message}", stacklevel=6)

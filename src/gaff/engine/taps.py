@@ -1,4 +1,8 @@
-"""What a session is asked for: sites and who hears of them."""
+"""What a session is asked for: sites, and who hears of them.
+
+The verbs (capture, edit, take, trace ...) make these from addresses that were found in a model; ``Session`` hangs each
+on the hooked modules that it needs. They are plain values: nothing is installed by making one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,11 @@ from gaff.engine.streams import EditStream, EntryTap, ExitTap, Stream
 
 
 class Tap(NamedTuple):
-    """One site of a model and the stream that hears of it. ``is_exact``: a miss is an error, not a skip."""
+    """One site of a model and the stream that hears of it.
+
+    ``is_exact``: the user named this very site, so a key that is not there is an error. Otherwise a pattern found it,
+    and the stream is told of a skipped event.
+    """
 
     found: Found
     stream: Stream
@@ -21,7 +29,10 @@ class Tap(NamedTuple):
 
 
 class EditTap(NamedTuple):
-    """One site of a model and the stream that changes what passes there. Several at a site act in their order."""
+    """One site of a model and the stream that changes what passes there. Several at a site act in their order.
+
+    ``is_skip``: the edit takes the place of the whole module, which is not run.
+    """
 
     found: Found
     stream: EditStream
@@ -29,7 +40,10 @@ class EditTap(NamedTuple):
 
 
 class CallTap(NamedTuple):
-    """Every call of one module, from both sides, whatever its values are."""
+    """Every call of one module, from both sides, whatever its values are.
+
+    The port of ``found`` does not matter. Recomputations are not told.
+    """
 
     found: Found
     enter: EntryTap
@@ -39,7 +53,8 @@ class CallTap(NamedTuple):
 class OpTap(NamedTuple):
     """Every op in the own forward of one module, from both sides, whatever its values are.
 
-    ``is_again``: in recomputations, too.
+    ``enter`` is told of the op before it runs, with its arguments, ``leave`` also of what it returned; what they
+    return is ignored. ``is_again``: in recomputations, too.
     """
 
     found: Found
@@ -49,7 +64,10 @@ class OpTap(NamedTuple):
 
 
 class TensorTap(NamedTuple):
-    """A plain tensor whose gradient a stream hears of."""
+    """A plain tensor, one that the user holds, whose gradient a stream hears of. It must require grad.
+
+    ``name`` is what messages call it. ``is_edit``: the stream puts another gradient in its place.
+    """
 
     name: str
     tensor: Tensor

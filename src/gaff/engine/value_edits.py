@@ -1,4 +1,8 @@
-"""Where edits take hold: values at the entry and exit of a module, gradients at its outputs and inputs."""
+"""Where edits of values take hold: at the exit and at the entry of a module. Those of gradients: ``gradients.edits``.
+
+What an edit does to a tensor is its stream's affair; here the tensor is found in what passes, and the new one is put
+in its place. Containers on the way to it are made anew, and the caller's own are left as they are.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,12 @@ TWINS = "the output holds one tensor several times: only the one at this key is 
 
 
 class OutputChange(ExitChange):
-    """Puts an edited tensor in the place of a module's output, or of one tensor inside it."""
+    """Puts an edited tensor in the place of a module's output, or of one tensor inside it.
+
+    Acts in the first pass and again in each recomputation. Raises SiteError where the address leads nowhere or to
+    several tensors, PlanError where the output is an object that cannot be given another tensor. ``direct`` is the
+    short way of its stream, for an edit of the whole output of every call; else None.
+    """
 
     is_gradient = False
     _has_looked = False
@@ -54,6 +63,7 @@ class OutputChange(ExitChange):
             raise PlanError(f"{site}: {error}") from None
 
     def _look_for_twins(self, output: Any) -> None:
+        """Remark once that the output holds one tensor twice: only one place gets the edited one."""
         self._has_looked = True
         found = [tensor for _, tensor in iter_tensors(output)]
         if len({id(tensor) for tensor in found}) < len(found):
@@ -61,7 +71,10 @@ class OutputChange(ExitChange):
 
 
 class InputChange(EntryChange):
-    """Puts an edited tensor in the place of an argument, or of one tensor inside it."""
+    """Puts an edited tensor in the place of an argument, or of one tensor inside it.
+
+    The module sees the edited one; whoever called it keeps the tensor that it passed. Raises like ``OutputChange``.
+    """
 
     is_gradient = False
 
@@ -86,7 +99,11 @@ class InputChange(EntryChange):
 
 
 def find_argument(args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> tuple[Key, Tensor] | None:
-    """The tensor that an input address means, with its key; None where there is none."""
+    """The tensor that an input address means, with its key; None where there is none.
+
+    An address without a key means the first tensor, positional arguments before keywords. Raises SiteError where the
+    call has no such argument, or where the address leads to several tensors.
+    """
     if not site.key:
         return first_tensor(args, kwargs)
     try:
@@ -97,7 +114,10 @@ def find_argument(args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> 
 
 
 def single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
-    """The one tensor in ``value``. Raises SiteError where there are several: an edit must say which."""
+    """The one tensor in ``value``, with its key; ``key`` is where ``value`` stands. None in its place if there is none.
+
+    Raises SiteError where there are several: an edit must say which.
+    """
     found = list(iter_tensors(value))
     if len(found) > 1:
         raise ambiguous(site, key, found)

@@ -1,19 +1,271 @@
-"""Which place of a hooked module a stream hangs on."""
+"""A wiring: what was asked for, hung on the modules of a model that need hooks for it. Nothing is installed here.
+
+A session makes a wiring when it opens, installs the hooks of its nodes, and lets go of it when it closes. Every way of
+looking or changing has one place on a node (``connect``, ``connect_edit``); parameters, gradients of leaves and ops
+have objects of their own beside the nodes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from gaff.address.grammar import Site
+from torch import Tensor, nn
+
+from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.address.nested import dig, dig_argument
-from gaff.engine.clock import Run
+from gaff.address.resolve import Found, is_container, iter_modules, unwrap
+from gaff.engine.clock import Clock, Run
+from gaff.engine.exported import is_untold
 from gaff.engine.gradients.edits import EntryGradient, ExitGradient, ShareChange
+from gaff.engine.gradients.leaves import LeafGradient
 from gaff.engine.gradients.pending import Gradients
 from gaff.engine.gradients.ports import InputGradient, OutputGradient, find_input, report_missing
+from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.gradients.share import InputShare
 from gaff.engine.modules import Node
+from gaff.engine.ops.mode import OpListener, Scope, Want, drop
+from gaff.engine.parameters.edits import ParameterEdits, Swap
+from gaff.engine.parameters.substitutes import original_of
+from gaff.engine.parameters.values import StateValue, called_above, owners_of
+from gaff.engine.skips import SkipChange
 from gaff.engine.streams import EditStream, EntryTap, ExitTap, Stream
+from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
 from gaff.engine.value_edits import InputChange, OutputChange
+from gaff.errors import PlanError
+
+AnyTap = Tap | EditTap | CallTap | OpTap
+
+
+class Wiring:
+    """The nodes, leaves, substitutes and scopes that ``taps`` and ``tensors`` need in ``model``.
+
+    Raises PlanError for what cannot be done. ``has_arms``: some gradient at a module is wanted; ``has_edits``:
+    something is changed. ``let_go`` tells streams what never came, and frees all that was made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        taps: Sequence[AnyTap],
+        tensors: Sequence[TensorTap],
+        clock: Clock,
+        notes: list[str],
+    ) -> None:
+        self.taps = [tap for tap in taps if not is_untold(tap)]
+        self.nodes: dict[int, Node] = {}
+        self.leaves: list[LeafGradient] = []
+        self.swaps = ParameterEdits()
+        self.scopes: list[Scope] = []  # modules whose ops are asked for
+        self.has_arms = False
+        self.has_edits = any(isinstance(tap, EditTap) for tap in taps) or bool(tensors and tensors[0].is_edit)
+        self.gradients = Gradients(has_edits=self.has_edits)
+        self._model = model
+        self._clock = clock
+        self._notes = notes
+        self._shards = Shards(model)
+        self._known: set[int] = set()  # identities of all modules, where ops are asked for
+        if model is not None:
+            for tap in self.taps:
+                self._wire(model, tap)
+            self._wire_runs(model)
+        for tensor in tensors:
+            find = partial(_itself, tensor.tensor)
+            self.leaves.append(LeafGradient(self.gradients, tensor.stream, clock, find, is_anywhere=True))
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether somebody asks which backward pass belongs to which run."""
+        return self.has_arms or bool(self.leaves) or self.has_edits
+
+    def follow_leaves(self, opening: ExitStack) -> None:
+        """Hook the leaves that are there now; ``opening`` removes the hooks."""
+        for leaf in self.leaves:
+            opening.callback(leaf.remove)
+            leaf.follow()
+
+    def let_go(self, staying: set[Node]) -> None:
+        """The session closes: tell the streams what a backward pass left out. ``staying``: nodes with hooks left."""
+        drop(self.scopes)
+        for scope in self.scopes:
+            scope.settle()
+        for node in self.nodes.values() if self.has_arms else ():
+            node.give_up(is_final=True)
+            node.drop_arms()
+        for node in self.nodes.values() if self.has_edits else ():
+            if node not in staying:
+                node.drop_changes()
+        for leaf in self.leaves:
+            leaf.close()
+        self.gradients.close()
+        self._clock.close()
+        self.nodes.clear()  # what the taps hold is freed with them, without waiting for a collector
+        self.leaves.clear()
+        self.swaps.clear()
+        for scope in self.scopes:
+            if scope.owner not in staying:
+                scope.let_go()
+        self.scopes.clear()
+        self.taps = []
+
+    def _wire(self, model: nn.Module, tap: AnyTap) -> None:
+        if isinstance(tap, OpTap):
+            self._wire_listener(tap)
+        elif isinstance(tap, CallTap):
+            node = self._node(tap.found.module)
+            node.entries += (tap.enter,)
+            node.exits += (tap.leave,)
+        elif tap.found.site.port == "grad":
+            find = partial(_parameter, tap.found)
+            sharded = self._shards.of(tap.found)
+            self.leaves.append(LeafGradient(self.gradients, tap.stream, self._clock, find, sharded=sharded))
+        elif isinstance(tap, EditTap) and tap.found.site.port == "param":
+            self._wire_swap(model, tap)
+        elif tap.found.site.port in ("param", "buffer"):
+            self._wire_state(model, tap)
+        else:
+            self.has_arms = self.has_arms or tap.found.site.port in GRADIENT_PORTS
+            if tap.found.site.op is not None:
+                self._wire_op(tap)
+            else:
+                self._wire_module(tap)
+
+    def _wire_module(self, tap: Tap | EditTap) -> None:
+        node, site = self._node(tap.found.module), tap.found.site
+        if isinstance(tap, Tap):
+            connect(node, site, tap.stream, tap.is_exact, self.gradients)
+        elif tap.is_skip:
+            node.entry_changes += (SkipChange(node, tap.stream, site.call),)
+        else:
+            connect_edit(node, site, tap.stream, self.gradients)
+
+    def _wire_state(self, model: nn.Module, tap: Tap | EditTap) -> None:
+        """The value of a parameter or buffer: told by the first of its owners that a run enters."""
+        around = called_above(tap.found)
+        above = self._node(around) if around is not None else None
+        value = StateValue(tap.found, tap.stream, above, is_lent=self._shards.of(tap.found) is not None)
+        for owner in owners_of(model, tap.found):
+            node = self._node(owner)
+            node.has_entry = True
+            node.entries += (value,)
+        self._clock.at_end.append(value.finish)
+
+    def _wire_listener(self, tap: OpTap) -> None:
+        scope = self._scope(tap.found)
+        scope.is_plain = False
+        scope.repeats = scope.repeats or tap.is_again
+        scope.listeners.append(OpListener(tap.enter, tap.leave, tap.is_again))
+
+    def _wire_op(self, tap: Tap | EditTap) -> None:
+        scope = self._scope(tap.found)
+        site, is_edit = tap.found.site, isinstance(tap, EditTap)
+        scope.is_edit = scope.is_edit or is_edit
+        scope.repeats = scope.repeats or is_edit or site.port in GRADIENT_PORTS
+        scope.is_plain = scope.is_plain and not is_edit and site.port == "output"
+
+        def connect_op(node: Node, site: Site, stream: Any) -> None:
+            if isinstance(tap, Tap):
+                connect(node, site, stream, tap.is_exact, self.gradients)
+            else:
+                connect_edit(node, site, stream, self.gradients)
+
+        scope.wants.append(Want(site, tap.stream, connect_op))
+        if site.op_index is None and (end := getattr(tap.stream, "end", None)) is not None:  # only ``take`` asks
+            scope.at_end.append(end)
+
+    def _scope(self, found: Found) -> Scope:
+        node = self._node(found.module)
+        if node.scope is None:
+            node.scope = Scope(node, found.site.path)
+            node.has_entry = True
+            node.scope.notes = self._notes
+            if not self._known and self._model is not None:
+                inside = (module for _, module, _ in iter_modules(self._model))
+                self._known = {id(module) for module in (*self._model.modules(), *inside)}
+            node.scope.known = self._known
+            self.scopes.append(node.scope)
+        scope: Scope = node.scope
+        return scope
+
+    def _wire_swap(self, model: nn.Module, tap: EditTap) -> None:
+        """The value stands in from the beginning of a run; a recomputation repeats it in every module around it."""
+        owners = owners_of(model, tap.found)
+        if tap.found.tensor.is_meta:
+            raise PlanError(
+                f"{tap.found.site}: the parameter lies on the meta device between calls (offloaded by accelerate), so "
+                "that nothing can stand in for it: expected an edit of an output, or a model that is not offloaded"
+            )
+        sharded = self._shards.of(tap.found)
+        swap = Swap(tap.found, tap.stream, owners, is_sharded=sharded is not None)
+        if sharded is not None:
+            node = self._node(sharded[1])
+            node.has_entry = node.has_swaps = True
+            unit = SwapUnit(swap)
+            units = [change for change in node.entry_changes if isinstance(change, SwapUnit)]
+            node.entry_changes = (*units, unit, *node.entry_changes[len(units) :])
+            node.exit_changes += (SwapUnitEnd(unit),)
+        if not self.swaps:
+            self._clock.at_begin.append(self.swaps.begin)
+        self.swaps.append(swap)
+        around = [module for module in tap.found.chain if not is_container(module)]
+        for module in dict.fromkeys([unwrap(model), *around, *owners]):
+            node = self._node(module)
+            node.has_entry = node.has_swaps = True
+            node.entry_changes += (swap.scope(node),)
+
+    def _wire_runs(self, model: nn.Module) -> None:
+        """The root and every module around a site tell where a run begins and ends."""
+        self._node(unwrap(model)).has_entry = True
+        for node in self.nodes.values():
+            if node.entries or node.entry_arms or node.entry_changes:
+                node.has_entry = True
+        above: dict[int, frozenset[Node]] = {}  # by identity of the chain, which siblings share
+        for tap in self.taps:
+            chain = tap.found.chain
+            if tap.found.site.port == "grad":
+                continue  # a parameter's gradient needs no hook on a module
+            if id(chain) not in above:
+                hooked = [self._node(module) for module in chain]
+                for node in hooked:
+                    node.has_entry = True
+                for depth, node in enumerate(hooked):
+                    node.above |= frozenset(hooked[:depth])
+                above[id(chain)] = frozenset(hooked)
+            self.nodes[id(tap.found.module)].above |= above[id(chain)]
+        self._clock.resize(len(self.nodes))
+
+    def follow_runs(self) -> None:
+        """Let the clock call what is due when a run begins or ends."""
+        clock = self._clock
+        if self.swaps:
+            clock.at_end.append(self.swaps.end)
+        if self.leaves or self.has_arms:
+            clock.at_end.append(self.gradients.end_run)
+        if self.leaves:
+            self.gradients.has_leaves = True
+            clock.at_begin.append(self._follow_leaves)
+            clock.at_end.append(lambda run, output: self._follow_leaves(run))  # FSDP2 makes tensors in a forward
+
+    def _follow_leaves(self, run: Run) -> None:
+        for leaf in self.leaves:
+            leaf.follow(run)
+
+    def _node(self, module: nn.Module) -> Node:
+        found = self.nodes.get(id(module))
+        if found is None:
+            found = self.nodes[id(module)] = Node(module, self._clock, len(self.nodes))
+        return found
+
+
+def _parameter(found: Found) -> Tensor:
+    """The parameter itself, also while an edit lets another tensor stand in for it."""
+    return original_of(found.tensor)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:

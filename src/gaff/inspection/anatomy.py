@@ -1,4 +1,9 @@
-"""``gaff.anatomy``: the backward pass of one module explained, node by node, and the legacy hook beside the truth."""
+"""``gaff.anatomy``: the backward pass of one module explained, node by node, and the legacy hook beside the truth.
+
+The module runs once with an ``OpLog``, which tells the op and line of each autograd node, and a ``NodeWatch``, which
+is called as backward runs the nodes. ``register_backward_hook`` hangs on the node of the output alone: what it calls
+``grad_input`` is of that node's inputs, not of the module's, which is why both are shown.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,9 @@ COPIED = "the module writes into its input: it was given a copy, whose node (Clo
 class Anatomy:
     """The backward pass of one call of a module.
 
-    ``legacy_input`` and ``legacy_output``: what ``register_backward_hook`` would have been given (shapes, and what they
-    really are); ``grad_input``: the gradients of the module's inputs, ``grad_output`` those that came to its outputs.
+    ``nodes``: in the order in which they ran. ``legacy_input`` and ``legacy_output``: what ``register_backward_hook``
+    would have been given (shapes, and what they really are); ``grad_input``: the gradients of the module's inputs,
+    ``grad_output`` those that came to its outputs; ``parameters``: those of its parameters. Holds no tensor.
     """
 
     module: str
@@ -57,18 +63,24 @@ class Anatomy:
         return anatomy_text.render_tree(self)
 
     def to_svg(self) -> str:
-        """The graph as a picture: nodes as boxes, gradients as arrows."""
+        """The autograd graph as a picture: nodes as boxes, gradients as arrows."""
         return anatomy_svg.render(self)
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values that JSON takes."""
         return asdict(self)
 
 
 class _Explanation:
-    """One run of the module and its backward pass, written down."""
+    """One run of the module and its backward pass, written down.
+
+    Used once: ``run`` opens a session, and closes it before backward. Autograd nodes are given an owner when they are
+    first seen, going backward from a tensor: the op that has just returned, or the path of the module inside which
+    nodes turned up that no op has made. So inputs have to be followed before outputs.
+    """
 
     def __init__(self, module: nn.Module, *, is_copied: bool = False) -> None:
         self._module = module
@@ -79,7 +91,12 @@ class _Explanation:
         self._inside = [""]  # paths of the modules that run now
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
-        """``args``: as the module takes them."""
+        """Run the module on ``args`` and ``kwargs``, run backward from ones at each output, and tell what happened.
+
+        Floating inputs are replaced by leaves of their own, so that the backward pass ends at the module, and the
+        user's tensors get no gradient. Raises PlanError where no output requires grad; errors of the module pass
+        through.
+        """
         leaves: list[Tensor] = []
         given = args, kwargs = map_tensors((args, kwargs), lambda tensor: _leaf(tensor, leaves))
         if self._is_copied:
@@ -115,6 +132,7 @@ class _Explanation:
             return self._build(inputs, tuple(outputs), last, [*notes, *session.notes])
 
     def _taps(self) -> Iterator[OpTap | CallTap]:
+        """The taps of the log, with the watch told first on entry: what is behind an input is not the op's."""
         for tap in self._log.taps():
             if isinstance(tap, OpTap):
                 yield OpTap(tap.found, self._enter, self._leave)
@@ -125,26 +143,33 @@ class _Explanation:
                 )
 
     def _enter(self, call: OpCall) -> None:
-        """What was made by no op, such as a custom Function, is nobody's."""
+        """An op begins: nodes behind its inputs that nobody owns yet are the module's, such as a custom Function's."""
         self._watch.follow([tensor for _, tensor in iter_tensors((call.args, call.kwargs))], call.site.path)
         self._log.enter(call)
 
     def _entered(self, path: str, enter: Any, args: Any, kwargs: Any, run: Any, call: int) -> None:
+        """A module begins: nodes behind its inputs that nobody owns yet belong to the module around it."""
         self._watch.follow([tensor for _, tensor in iter_tensors((args, kwargs))], self._inside[-1])
         self._inside.append(path)
         enter(args, kwargs, run, call)
 
     def _returned(self, path: str, leave: Any, output: Any, run: Any, call: int) -> None:
+        """A module returns: nodes that no op has made, but this module hands out, are its own.
+
+        Modules that were left by an exception are still on the stack, and go with it.
+        """
         self._watch.follow([tensor for _, tensor in iter_tensors(output)], path)
         while len(self._inside) > 1 and self._inside.pop() != path:
             pass
         leave(output, run, call)
 
     def _leave(self, call: OpCall, output: Any) -> None:
+        """An op returned: the nodes between its inputs and its outputs are its own."""
         notes = self._log.leave(call, output)
         self._watch.follow([tensor for _, tensor in iter_tensors(output)], notes)
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Edge, ...]:
+        """The gradients of the inputs; one that was given twice gets the sum of its uses, and is told once."""
         by_tensor: dict[int, tuple[list[str], Tensor]] = {}
         for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs}):
             if tensor.requires_grad:
@@ -156,6 +181,10 @@ class _Explanation:
         )
 
     def _ran(self, seen: Seen, incoming: Gradients, outgoing: Gradients) -> None:
+        """Called by the watch as backward has run a node: note what came and what was handed on, as shapes and norms.
+
+        No gradient is kept, only its numbers, for which the device is waited for. A leaf hands nothing on.
+        """
         came = tuple(_edge("", gradient) for gradient in incoming)
         if seen.variable is not None:
             self._passed.append((seen, came, ()))
@@ -167,7 +196,11 @@ class _Explanation:
         self._passed.append((seen, came, tuple(handed)))
 
     def _whose(self, seen: Seen, onward: Seen) -> str:
-        """What the gradient that goes to ``onward`` is the gradient of."""
+        """What the gradient that goes to ``onward`` is the gradient of.
+
+        A node of the same op is an inner result; where it has a single way on, as a transpose has, the gradient is
+        named by what lies behind it.
+        """
         if onward.variable is not None:
             return self._log.producers.of(onward.variable) or "a tensor from outside"
         if isinstance(onward.owner, OpNotes) and onward.owner is seen.owner:
@@ -180,6 +213,10 @@ class _Explanation:
     def _build(
         self, inputs: tuple[Edge, ...], outputs: tuple[Edge, ...], last: Seen | None, notes: list[str]
     ) -> Anatomy:
+        """The anatomy, from what was noted. ``last``: the node of the output on which the legacy hook hangs, if it ran.
+
+        Nodes are numbered in the order in which they ran; an edge to a node that did not run has no number.
+        """
         numbers = {id(seen): at for at, (seen, _, _) in enumerate(self._passed)}
         rows = []
         for at, (seen, came, handed) in enumerate(self._passed):
@@ -215,7 +252,12 @@ class _Explanation:
 
 
 def explain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
-    """See ``gaff.anatomy``."""
+    """Run ``module`` once, forward and backward, and explain its backward pass; the work behind ``gaff.anatomy``.
+
+    A module that writes into its input cannot be given a leaf, on which autograd refuses that: where torch says so it
+    is run again on copies, and a note tells of the node that each copy adds. Raises PlanError in inference mode, or
+    where nothing requires grad.
+    """
     need_module(module)
     if torch.is_inference_mode_enabled():
         raise PlanError("anatomy cannot run in torch.inference_mode: there is no backward pass to explain; leave it")
@@ -228,7 +270,11 @@ def explain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Anatomy:
-    """The module at ``path``, with what it is given in the first call of a run of ``model``."""
+    """Explain the module at ``path``, with what it is given in the first call of a run of ``model``.
+
+    The run is stopped when the module is entered, by an exception that is caught here. Raises SiteError for a path
+    that names no module, and where the module was not called.
+    """
     wanted = parse_site(path)
     if wanted != Site(wanted.path):
         raise SiteError(f"{path!r} is no module: anatomy explains modules, such as {wanted.path!r}")
@@ -254,7 +300,10 @@ def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
 
 
 def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
-    """A leaf of its own that requires grad, for a floating input."""
+    """A leaf of its own that requires grad, for a floating input; any other tensor as it is.
+
+    ``leaves``: tensors given and their leaves in turn, for a tensor that is given twice has to stay one.
+    """
     if not tensor.is_floating_point():
         return tensor
     known = next((leaf for given, leaf in zip(leaves[::2], leaves[1::2], strict=True) if given is tensor), None)
@@ -265,6 +314,7 @@ def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
 
 
 def _edge(whose: str, gradient: Tensor | None) -> Edge:
+    """One gradient as a row: shape and norm, or nothing where there is none. Waits for the device."""
     if gradient is None:
         return Edge(whose, "", None)
     return Edge(whose, shape_text(gradient), gradient_of(gradient).norm)

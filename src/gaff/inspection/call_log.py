@@ -1,4 +1,9 @@
-"""What a trace notes of every call: shapes, time, statistics, gradients. Keeps no tensor."""
+"""What a trace notes of every call: shapes, time, statistics, gradients. Keeps no tensor.
+
+A ``CallLog`` hears of calls as they begin and end, gradients come into the notes of their call through ``GradientLog``
+as backward runs, and those of parameters into a ``ParameterLog`` each. The functions below turn tensors into numbers
+and texts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,12 @@ _MOST_NODES = 500  # of the autograd graph between two calls
 
 @dataclass(slots=True)
 class CallNotes:
-    """One call while it is traced, and after it."""
+    """One call while it is traced, and after it.
+
+    Made by ``CallLog.enter``. ``started`` and ``flops`` are what the clock and the counter showed then; ``leave``
+    makes ``flops`` the difference. Statistics and marks are 0-dim and short tensors on the device, read when rows are
+    made.
+    """
 
     site: Site  # of the module or op, without call
     cls: str
@@ -48,7 +58,14 @@ class CallNotes:
 
 
 class CallLog:
-    """All calls of a traced run, in the order of entry. ``flops``: operations counted so far."""
+    """All calls of a traced run, in the order of entry. ``flops``: operations counted so far.
+
+    The tracer makes one for a run. Modules and ops are both calls here, and nest: what is open is a stack, and the
+    depth of a call is its height. Beside the calls it knows who made each tensor that passed, by weak references and
+    version counters, for a tensor that was written to in place is another value, which another has made. Autograd
+    nodes are held, and with them what they saved, as long as the log is: through them the calls behind a tensor are
+    found.
+    """
 
     def __init__(self, flops: Callable[[], int], device: torch.device, album: Album | None = None) -> None:
         self.calls: list[CallNotes] = []
@@ -65,7 +82,11 @@ class CallLog:
         self._device = device
 
     def enter(self, site: Site, cls: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
-        """A module, or an op (``cls``: its place in the code), is called."""
+        """A module, or an op (``cls``: its place in the code), is called with these arguments.
+
+        On a GPU it waits for the device first, so that the time of the call is its own. The first call of all tells
+        what the model was given, of which a digest is kept.
+        """
         shapes = shapes_text((*args, kwargs) if kwargs else args)
         self._settle()
         notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
@@ -81,6 +102,12 @@ class CallLog:
         self._open.append(notes)
 
     def leave(self, site: Site, output: Any) -> None:
+        """The call at ``site`` has returned ``output``: note its time, shape, statistics and marks.
+
+        The time ends before any of these are computed, but holds what was noted of the calls inside. Calls above it on
+        the stack were left by an exception that somebody has caught: they stay incomplete. On a GPU it waits for the
+        device.
+        """
         self._settle()
         ended = time.perf_counter()
         while self._open and self._open[-1].site != site:
@@ -104,7 +131,11 @@ class CallLog:
             self._draw(notes, output, tensors)
 
     def _find_makers(self, notes: CallNotes, given: Any) -> None:
-        """Who made what a call is given; where nobody is known to, the call before, or at first nobody: an input."""
+        """Note whose values a call is given, as edges of the data flow.
+
+        ``takes``: the calls that returned the very tensors, not written to since. ``follows``: where nobody is known
+        to have, since ops in between made them, the calls behind them. Parameters and buffers have no maker.
+        """
         found: dict[int, tuple[CallNotes, bool]] = {}
         for _, tensor in iter_tensors(given):
             if id(tensor) in self.own:
@@ -119,7 +150,12 @@ class CallLog:
         notes.follows = [maker for maker, is_known in found.values() if not is_known]
 
     def _note_maker(self, notes: CallNotes, tensor: Tensor) -> None:
-        """The innermost call that returned it; a module that holds others only of what none of these has made."""
+        """Note ``notes`` as the maker of a tensor that it returned, unless a call inside it was.
+
+        The innermost call that returned a tensor is its maker: an edge then begins where the value was made, and not
+        at a container of it. Where a module that holds others returns what none of these has made, it follows those
+        behind it.
+        """
         known = self._made.get(id(tensor))
         inside = self.calls[self._place(notes) + 1 :]
         if inside and known is not None and known[0]() is tensor and known[2] == version_of(tensor):
@@ -133,7 +169,9 @@ class CallLog:
     def _behind(self, tensor: Tensor) -> list[CallNotes]:
         """The calls whose outputs ops have made a tensor of, as the autograd graph has it; without one the call before.
 
-        A tensor that came from outside, or was there before the first call ended, has none.
+        The search goes back through at most 500 nodes, and past none that a call's output has. A tensor that came from
+        outside, or was there before the first call ended, has none. What was said of a tensor without an autograd node
+        is remembered: asked again later, the call before would be another one.
         """
         if tensor.grad_fn is None:
             known = self._met.get(id(tensor))
@@ -154,9 +192,14 @@ class CallLog:
         return list(found.values())
 
     def _place(self, notes: CallNotes) -> int:
+        """The number of a call; looked for from the end, for it has mostly just been made."""
         return next(at for at in range(len(self.calls) - 1, -1, -1) if self.calls[at] is notes)
 
     def _draw(self, notes: CallNotes, output: Any, tensors: list[Tensor]) -> None:
+        """Give the album a module's output: the first tensor, and the second where it holds attention.
+
+        Feature maps of the model and of its own children are kept as well, for their class activation maps.
+        """
         assert self.album is not None
         name = str(replace(notes.site, call=notes.call))
         for at, tensor in enumerate(tensors[:2]):
@@ -166,12 +209,16 @@ class CallLog:
             self.album.keep_maps(name, tensors[0])
 
     def _settle(self) -> None:
+        """Wait for a GPU: the times of work that is only queued would mean nothing."""
         if self._device.type == "cuda":  # times of queued work would mean nothing
             torch.cuda.synchronize(self._device)
 
 
 class GradientLog(Stream):
-    """The gradients at one port of one module: written into the notes of the call they belong to."""
+    """The gradients at one port of one module or op: written into the notes of the call they belong to.
+
+    A ``Stream`` of the engine, called as backward runs. ``port``: ``grad_output`` or ``grad_input``.
+    """
 
     def __init__(self, log: CallLog, site: Site, port: str) -> None:
         self._log = log
@@ -179,6 +226,7 @@ class GradientLog(Stream):
         self._port = port
 
     def add(self, value: Any, run: Any, call: int) -> None:
+        """A gradient came: note its shape, norm and marks, and draw it. Waits for the device."""
         self._note(run, call, gradient_of(value))
         album = self._log.album
         if album is not None and self._port == "grad_output" and self._site.op is None:
@@ -187,18 +235,23 @@ class GradientLog(Stream):
             album.add(name, value, is_gradient=True)
 
     def absent(self, run: Any, call: int, reason: str) -> None:
+        """No gradient comes to this call: the reason is shown in its place."""
         self._note(run, call, Gradient(reason=reason))
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
+        """The gradient cannot be told exactly: a trace shows the reason, where a capture would raise."""
         self._note(run, call, Gradient(reason=reason))
 
     def at(self, key: Key) -> GradientLog:
+        """The stream of one tensor inside the value: this one, for the first that has a gradient is shown."""
         return self
 
     def spawn(self, site: Site, known: Any) -> GradientLog:
+        """The stream of one op, where this one's site names all ops of a module; it writes into the same log."""
         return GradientLog(self._log, Site(site.path, site.op, site.op_index), self._port)
 
     def _note(self, run: Any, call: int, gradient: Gradient) -> None:
+        """Write a gradient into the notes of its call; where one with a norm is there already, that one stays."""
         for notes in self._log.calls:
             if notes.site == self._site and notes.call == call and notes.run is run:
                 known = notes.gradients.get(self._port)
@@ -207,15 +260,20 @@ class GradientLog(Stream):
 
 
 class ParameterLog(Stream):
-    """The gradient of one parameter."""
+    """The gradient of one parameter: that of the last call of ``add``, or why there is none.
+
+    A ``Stream`` of the engine, one for each parameter. ``grad`` stays None where backward did not come by at all.
+    """
 
     def __init__(self) -> None:
         self.grad: Gradient | None = None
 
     def add(self, value: Any, run: Any, call: int) -> None:
+        """A gradient came: note its shape, norm and marks. Waits for the device."""
         self.grad = gradient_of(value)
 
     def absent(self, run: Any, call: int, reason: str) -> None:
+        """No gradient comes, or it cannot be told exactly (``refuse``): note the reason."""
         self.grad = Gradient(reason=reason)
 
     refuse = absent
@@ -224,7 +282,9 @@ class ParameterLog(Stream):
 def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
     """Mean, population std, min, max and non-finite count as 0-dim tensors; None where they mean nothing.
 
-    Of a tensor that is spread over processes those of this one's part.
+    None of complex, empty, sparse, nested, quantised and meta tensors. Half precision is summed in float32, integers
+    in float64; of a tensor that is spread over processes it is this one's part. Waits for the device to see whether
+    all is finite: elements are counted only if not.
     """
     tensor = distributed.local_of(tensor)
     is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
@@ -254,7 +314,8 @@ def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
 def gradient_of(tensor: Tensor) -> Gradient:
     """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device.
 
-    Of a tensor that is spread over processes those of this one's part.
+    Of a tensor that is spread over processes those of this one's part. What a sparse gradient leaves out counts as
+    zero.
     """
     tensor = distributed.local_of(tensor)
     if tensor.is_meta:
@@ -271,23 +332,30 @@ def gradient_of(tensor: Tensor) -> Gradient:
 
 
 def numbers_of(marks: Tensor) -> tuple[float, ...]:
-    """Of a sketch. Synchronises with the device."""
+    """The numbers of a sketch. Synchronises with the device."""
     return tuple(marks.tolist())
 
 
 def input_key(key: Key) -> str:
-    """What of the arguments it is, as an address has it: [0], or the keyword."""
+    """Which of the arguments a key leads to, as an address has it: ``[0]``, or ``[mask]`` for a keyword.
+
+    ``key``: as ``iter_tensors((args, kwargs))`` gives it, whose first part tells the two apart.
+    """
     return "".join(f"[{part}]" for part in key[1:])
 
 
 def shape_text(tensor: Tensor) -> str:
+    """The shape of a tensor as texts show it: ``1x3x8x8``, ``scalar`` without dimensions, ``nested`` if it is."""
     if tensor.is_nested:
         return "nested"
     return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 def shapes_text(value: Any) -> str:
-    """``1x3x8x8``, or ``2x5x8, 2x8`` for several tensors; other values by their type."""
+    """The shapes in a value: ``1x3x8x8``, or ``2x5x8, 2x8`` for several tensors; other values by their type.
+
+    Of more than four tensors the first four are told, with the number of all.
+    """
     tensors = [shape_text(tensor) for _, tensor in iter_tensors(value)]
     if not tensors:
         is_empty = isinstance(value, (tuple, list, dict)) and not value

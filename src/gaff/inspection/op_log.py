@@ -1,4 +1,8 @@
-"""What is noted of every op of a run: where it stands in the code, what came in from where, what came out."""
+"""What is noted of every op of a run: where it stands in the code, what came in from where, what came out.
+
+``OpLog`` listens to one run, ``Producers`` tells who made a tensor, and ``rows_of`` gives each op site once. The log
+is read by ``gaff.sites(..., ops=True)`` and by ``gaff.anatomy``, ``Producers`` also by the search for a NaN.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,11 @@ class OpRow:
 
 @dataclass(slots=True)
 class OpNotes:
-    """One call of one op, while it runs and after it. Holds no tensor."""
+    """One call of one op, while it runs and after it. Holds no tensor.
+
+    ``first_node``, ``last_node``: what autograd would number its next node before and after the op, in this thread.
+    The op is not ``is_complete`` where it raised, or turned out to be none.
+    """
 
     site: Site
     run: Any
@@ -73,7 +81,11 @@ class OpNotes:
 
 
 class Producers:
-    """Who made a tensor: a parameter, an input of the model, a module, an op. Holds none of them."""
+    """Who made a tensor: a parameter, an input of the model, a module, an op. Holds none of them.
+
+    Tensors are known by identity, with a weak reference beside it: another tensor may get the identity of one that is
+    gone. The last who names a tensor wins, so that what an op returned, and then its module, is the module's.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
@@ -84,22 +96,27 @@ class Producers:
                         self.note(tensor, str(Site(join(path, name), port=port)))
 
     def note(self, tensor: Tensor, name: str) -> None:
+        """``name``, an address, has made ``tensor``."""
         self._known[id(tensor)] = weakref.ref(tensor), name
 
     def note_all(self, value: Any, site: Site) -> None:
-        """All tensors in ``value``; those inside a structure with their keys."""
+        """Note ``site`` as the maker of all tensors in ``value``; those inside a structure get their keys."""
         for key, tensor in iter_tensors(value):
             port = ":output" if key and site.port == "output" else ""
             self.note(tensor, f"{site}{port}{print_key(key)}")
 
     def of(self, tensor: Tensor) -> str:
-        """Empty for a tensor that something else made, such as a constant."""
+        """The address of who made ``tensor``; empty for one that something else made, such as a constant."""
         found = self._known.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else ""
 
 
 class OpLog:
-    """All ops of a run, in the order in which they began."""
+    """All ops of a run, in the order in which they began.
+
+    For one run of one model: whoever makes it opens a session with ``taps``, runs the model, and reads ``ops`` and
+    ``producers``.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.ops: list[OpNotes] = []
@@ -108,7 +125,7 @@ class OpLog:
         self._model = model
 
     def taps(self) -> Iterator[OpTap | CallTap]:
-        """What to open a session with: the ops of every module, and who returned what."""
+        """The taps to open a session with: for the ops of every module, and for who returned what."""
         seen: set[int] = set()
         for path, module, chain in iter_modules(self._model):
             if id(module) in seen or is_container(module):
@@ -119,7 +136,10 @@ class OpLog:
             yield CallTap(found, self._entered, self._returned(path))
 
     def enter(self, call: OpCall) -> OpNotes:
-        """An op begins."""
+        """Note that an op begins; called by the engine before it runs. Shapes and makers of its inputs are noted here.
+
+        Afterwards it would be too late: an op in place returns its input, which is its own output from then on.
+        """
         tensors = [tensor for _, tensor in iter_tensors((call.args, call.kwargs))]
         notes = OpNotes(
             call.site,
@@ -134,7 +154,10 @@ class OpLog:
         return notes
 
     def leave(self, call: OpCall, output: Any) -> OpNotes:
-        """It is done."""
+        """Note what an op returned; called by the engine after it ran.
+
+        Notes above it that are still open are of ops that raised, or were none: their end is not told.
+        """
         while self._open and self._open[-1].site != call.site:
             self._open.pop()  # ended by an exception, or no op after all
         notes = self._open.pop()
@@ -147,10 +170,11 @@ class OpLog:
         return notes
 
     def done(self) -> list[OpNotes]:
-        """Those that returned something to see."""
+        """The notes of the ops that returned; an op that raised has nothing to show."""
         return [notes for notes in self.ops if notes.is_complete]
 
     def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        """Note the arguments of the outermost call as inputs of the model: ``:input[0]``, ``:input[mask]``."""
         if len(run.frames) == 1:  # what the model itself was given
             for number, arg in enumerate(args):
                 self._note_argument(arg, number)
@@ -158,11 +182,17 @@ class OpLog:
                 self._note_argument(arg, name)
 
     def _note_argument(self, value: Any, name: int | str) -> None:
+        """Note the tensors in one argument as inputs; a parameter that is passed in keeps its own name."""
         for key, tensor in iter_tensors(value):
             if not self.producers.of(tensor):
                 self.producers.note(tensor, f":input{print_key((name, *key))}")
 
     def _returned(self, path: str) -> Any:
+        """The tap for when the module at ``path`` returns: what it returns is its output from here on.
+
+        The model's has no name.
+        """
+
         def returned(output: Any, run: Any, call: int) -> None:
             if path:
                 self.producers.note_all(output, Site(path))
@@ -176,17 +206,17 @@ def place_of(frame: FrameType) -> tuple[str, int]:
 
 
 def place_text(place: tuple[str, int]) -> str:
-    """``resnet.py:103``."""
+    """A place in the code as messages show it: ``resnet.py:103``."""
     return f"{Path(place[0]).name}:{place[1]}"
 
 
 def code_at(place: tuple[str, int]) -> str:
-    """The line of source; empty where there is none."""
+    """The line of source at a place, without its indentation; empty where the file cannot be read."""
     return linecache.getline(*place).strip()
 
 
 def rows_of(log: OpLog) -> list[OpRow]:
-    """Each op site once, by module and in the order of their first calls."""
+    """One row for each op site that returned, in the order of the first calls, with the shapes of the first call."""
     counts: dict[Site, int] = {}
     first: dict[Site, OpNotes] = {}
     for notes in log.done():
@@ -211,7 +241,10 @@ def rows_of(log: OpLog) -> list[OpRow]:
 
 
 def list_ops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[OpRow], list[str]]:
-    """Run the model once, leave it as it was, and tell its ops; also why they are not those of a bare run."""
+    """Run the model once, leave it as it was, and tell its ops; also why they are not those of a bare run.
+
+    The second part are the notes of the session. Errors of the model pass through.
+    """
     log = OpLog(model)
     session = Session(model, list(log.taps()))
     with untouched(model, [tensor for _, tensor in iter_tensors((args, kwargs))]):

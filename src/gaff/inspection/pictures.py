@@ -1,4 +1,8 @@
-"""Activations and gradients as pictures, made while they pass: nothing of a tensor is kept but its picture."""
+"""Activations and gradients as pictures, made while they pass: nothing of a tensor is kept but its picture.
+
+Only the first example of the batch is drawn. A tensor is averaged down to what a page has room for, and becomes one
+byte a cell, which waits for the device. ``gaff.record.picture.Picture`` says what the bytes mean.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,11 @@ _MAPS = 8  # class activation maps of one trace
 
 
 class Album:
-    """The pictures of one trace. ``sites``: about how many there will be, which tells how large they may be."""
+    """The pictures of one trace. ``sites``: about how many there will be, which tells how large they may be.
+
+    The tracer makes one for a run, and hands it to its ``CallLog`` and to its taps. ``pictures`` are in the order in
+    which they were taken. Feature maps that wait for a gradient are the only tensors it holds, the latest eight.
+    """
 
     def __init__(self, sites: int) -> None:
         self.pictures: list[Picture] = []
@@ -30,7 +38,10 @@ class Album:
         self._maps: dict[str, Tensor] = {}  # feature maps that wait for their gradients
 
     def add_input(self, site: str, tensor: Tensor) -> None:
-        """An image that the model is given, as it is seen; anything else as an activation."""
+        """Add a picture of an input: an image as it is seen, anything else as an activation.
+
+        An image has 1 or 3 channels and at least 4 pixels either way; it is made no larger than 224.
+        """
         value = _first(tensor)
         if value is None or value.dim() != 3 or value.shape[0] not in (1, 3) or min(value.shape[1:]) < 4:
             return self.add(site, tensor)
@@ -44,7 +55,11 @@ class Album:
         return None
 
     def add(self, site: str, tensor: Tensor, *, is_gradient: bool = False, is_attention: bool = False) -> None:
-        """Whatever the shape of a tensor lets be drawn; of the first example of the batch."""
+        """Add a picture of whatever the shape of a tensor lets be drawn; nothing where it lets nothing be.
+
+        Gradients, and values of which some are negative, are drawn around zero: the scale then goes as far down as up.
+        ``is_attention``: its last two dimensions are queries and keys.
+        """
         value = _first(tensor)
         if value is None or not value.numel():
             return
@@ -61,7 +76,10 @@ class Album:
         self.pictures.append(Picture(site, kind, f"{what}{kind}{more}", size, data, shape, low, high, limit))
 
     def keep_maps(self, site: str, tensor: Tensor) -> None:
-        """Keep the feature maps of one example for a class activation map; the latest eight."""
+        """Keep the feature maps of one example, for a class activation map when their gradient comes; the latest eight.
+
+        A copy on the device, for the model may write into its output before backward.
+        """
         value = _first(tensor)
         if value is not None and value.dim() == 3 and min(value.shape[1:]) > 1:
             self._maps.pop(site, None)
@@ -70,7 +88,11 @@ class Album:
                 self._maps.pop(next(iter(self._maps)))
 
     def add_class_activation(self, site: str, gradient: Tensor) -> None:
-        """Grad-CAM (Selvaraju et al. 2017, equations 1, 2): maps weighted by the mean of their gradient, above zero."""
+        """Add a class activation map where the maps of ``site`` were kept, and forget them.
+
+        Grad-CAM (Selvaraju et al. 2017, equations 1, 2): maps weighted by the mean of their gradient, above zero.
+        Where the input was drawn as an image, the map has its size and is laid over it.
+        """
         maps, value = self._maps.pop(site, None), _first(gradient)
         if maps is None or value is None or maps.shape != value.shape:
             return
@@ -89,7 +111,10 @@ class Album:
         self.pictures.append(Picture(site, "class activation", title, size, data, shape, low, high, over=under))
 
     def _tiles(self, value: Tensor, *, is_attention: bool) -> tuple[str, Tensor | None]:
-        """[tiles, height, width] of one example, small enough."""
+        """What can be drawn of one example, and as what: [tiles, height, width], small enough; None where nothing can.
+
+        ``value`` has no batch dimension. The first heads or channels are taken, so many that each keeps some size.
+        """
         if is_attention and value.dim() in (2, 3) and min(value.shape[-2:]) > 1:
             heads = value.reshape(-1, *value.shape[-2:])[:_HEADS]
             side = int(math.sqrt(self._room * 2 / heads.shape[0]))
@@ -107,6 +132,7 @@ class Album:
 
     @staticmethod
     def _more(kind: str, value: Tensor, tiles: Tensor) -> str:
+        """What the title of a picture adds in parentheses: what was left out, averaged, or is not finite."""
         names = {"attention": "heads", "feature maps": "channels"}
         there = math.prod(value.shape[:-2]) if value.dim() > 2 else 1
         if kind == "attention" and value.dim() == 2:
@@ -169,18 +195,20 @@ def _first(tensor: Tensor) -> Tensor | None:
 
 
 def _range(value: Tensor) -> tuple[float, float]:
+    """The least and the largest finite element; 0 and 0 where there is none. Waits for the device."""
     finite = value[torch.isfinite(value)]
     return (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
 
 
 def _bytes(value: Tensor, low: float, high: float) -> bytes:
+    """One byte an element, linear from ``low`` to ``high``; NaN and -inf are drawn as ``low``, +inf as ``high``."""
     scaled = (value.nan_to_num(low, high, low) - low) * (255 / (high - low) if high > low else 0.0)
     table = scaled.round().clamp(0, 255).to(torch.uint8).cpu().contiguous()
     return bytes(table.flatten().tolist())
 
 
 def _limited(tiles: Tensor, tall: int, wide: int) -> Tensor:
-    """Averaged down where it is larger."""
+    """Tiles averaged down to at most ``tall`` times ``wide``; those that fit are returned as they are."""
     tall, wide = min(tall, tiles.shape[-2]), min(wide, tiles.shape[-1])
     return tiles if (tall, wide) == tuple(tiles.shape[-2:]) else _resized(tiles[None], tall, wide)[0]
 

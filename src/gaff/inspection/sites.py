@@ -1,4 +1,9 @@
-"""``gaff.sites``: what can be addressed in a model, as a tree and as data."""
+"""``gaff.sites``: what can be addressed in a model, as a tree and as data.
+
+Modules are read from the model (``_iter_rows``); shapes and calls come from one traced run (``_with_shapes``), ops
+from another (``list_ops``), where an example input is given. The tree folds blocks that are alike, by
+``gaff.views.text``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,11 @@ from gaff.views.text import count_text, fold
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One module. ``parameters`` and ``buffers`` are its own, from name to shape; ``input`` to ``calls`` of a run."""
+    """One module. ``parameters`` and ``buffers`` are its own, from name to shape; ``input`` to ``calls`` are of a run.
+
+    Every name of a shared module has a row, and ``same_as`` tells the first of them. ``input``, ``output`` and
+    ``dtype`` are of its first call; ``calls`` is None without a run.
+    """
 
     site: str
     path: str
@@ -44,7 +53,8 @@ class ModuleRow:
 class Sites(Sequence[ModuleRow | OpRow]):
     """A sequence of rows, of modules and (where asked for) of their ops, each followed by what is inside it.
 
-    ``str`` is the tree, with repeated blocks told once, ``rows`` the data.
+    ``str`` is the tree, with repeated blocks told once, ``rows`` the data. ``in`` finds rows by their site or path.
+    Where patterns were given it is a list of what they name, without a tree.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class Sites(Sequence[ModuleRow | OpRow]):
         return item in self.rows or any(item in (row.site, row.path) for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
+        """All rows as plain values that JSON takes, modules and ops apart."""
         parts = {
             "modules": [asdict(row) for row in self.rows if isinstance(row, ModuleRow)],
             "ops": [asdict(row) for row in self.rows if isinstance(row, OpRow)],
@@ -82,7 +93,12 @@ class Sites(Sequence[ModuleRow | OpRow]):
 
 
 def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *, ops: bool = False) -> Sites:
-    """See ``gaff.sites``."""
+    """What can be addressed in ``model``, or what of it patterns name; the work behind ``gaff.sites``.
+
+    ``what`` and ``ops`` are those of ``gaff.sites``, ``inputs`` the keyword arguments of the run. Patterns are checked
+    as for a capture. Raises SiteError for one that names nothing, also for an op that did not run, and PlanError for
+    ops without an example input.
+    """
     need_module(model)
     patterns, args = _split(what)
     rows = list(_iter_rows(model))
@@ -118,6 +134,7 @@ def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *,
 def _ops_by_module(
     model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
 ) -> tuple[dict[str, list[OpRow]], list[str]]:
+    """The ops of one run by the path of their module, in the order of their first calls; and the notes of that run."""
     rows, notes = list_ops(model, args, inputs)
     by_module: dict[str, list[OpRow]] = {}
     for row in rows:
@@ -126,12 +143,17 @@ def _ops_by_module(
 
 
 def _names_op(site: Site, row: OpRow) -> bool:
+    """Whether the op of a site, whose name may be a glob and whose number may be left out, is that of a row."""
     index = parse_site(row.site).op_index
     return fits_op(site.op or "", row.op) and site.op_index in (None, index)
 
 
 def _split(what: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Texts, sites, predicates and modules are patterns; everything else is an example input."""
+    """What was given by position, as patterns and as example inputs.
+
+    Texts, sites, predicates and modules are patterns; everything else is an example input. Raises SiteError where an
+    input comes before a pattern.
+    """
     patterns: list[Any] = []
     args: list[Any] = []
     for item in what:
@@ -143,10 +165,12 @@ def _split(what: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _module_path(site: Site, name: str) -> str:
+    """The path of the module at a site; of a parameter or buffer (``name``) that of the module that owns it."""
     return site.path.rpartition(".")[0] if name else site.path
 
 
 def _iter_rows(model: nn.Module) -> Iterator[ModuleRow]:
+    """A row for each module under each of its names, as they are without a run."""
     first: dict[int, str] = {}
     for path, module, _ in iter_modules(model):
         known = first.setdefault(id(module), path)
@@ -165,6 +189,7 @@ def _iter_rows(model: nn.Module) -> Iterator[ModuleRow]:
 def _with_shapes(
     model: nn.Module, rows: list[ModuleRow], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[ModuleRow]:
+    """The rows with shapes, type and number of calls, from one traced run; ``kwargs`` are the model's."""
     trace = trace_run(model, args, kwargs, None, has_flops=False)
     calls: dict[str, list[Any]] = {}
     for call in trace.rows:
@@ -180,16 +205,22 @@ def _with_shapes(
 
 
 def _renamed(row: ModuleRow, site: str) -> ModuleRow:
+    """The row of a module with another site, for a pattern that names one of its ports or parameters."""
     return ModuleRow(**{**asdict(row), "site": site})
 
 
 def _is_inside(row: ModuleRow | OpRow, head: ModuleRow | OpRow) -> bool:
+    """Whether a row stands under a head in the tree: under a module its ops, and modules further down the path."""
     if isinstance(head, OpRow):
         return False
     return not head.path or (isinstance(row, OpRow) and row.path == head.path) or row.path.startswith(head.path + ".")
 
 
 def _likeness(block: Sequence[ModuleRow | OpRow]) -> tuple[Any, ...]:
+    """What makes a block of rows equal to the next, so that both are told in one line.
+
+    Paths count from the head of the block, for blocks alike differ in their numbers; ops never fold.
+    """
     base = block[0].path
     if isinstance(block[0], OpRow):
         return (block[0].site,)  # each op has its own line
@@ -210,12 +241,14 @@ def _likeness(block: Sequence[ModuleRow | OpRow]) -> tuple[Any, ...]:
 
 
 def _tree_line(head: ModuleRow | OpRow, last: ModuleRow | OpRow | None, count: int) -> str:
+    """The line of a row in the tree, indented by its path; with ``last`` it stands for ``count`` blocks."""
     depth = (head.path.count(".") + 1 if head.path else 0) + isinstance(head, OpRow)
     name = head.site if last is None else f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"
     return "  " * depth + _line(head, name)
 
 
 def _line(row: ModuleRow | OpRow, name: str) -> str:
+    """The text of one row, under the name given: class, shapes, parameters, buffers."""
     if isinstance(row, OpRow):
         return _op_line(row, name)
     parts = [name, f"<{row.cls}>"]
@@ -236,6 +269,7 @@ def _line(row: ModuleRow | OpRow, name: str) -> str:
 
 
 def _op_line(row: OpRow, name: str) -> str:
+    """The text of an op, under the name given: what it was given and by whom, what it returned, and where it stands."""
     parts = [
         name,
         f"{row.cells[2] or 'nothing'} -> {row.output}" + (f" {row.dtype}" if row.dtype not in ("", "float32") else ""),

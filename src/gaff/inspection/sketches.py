@@ -5,6 +5,9 @@ and added to the number ``i mod 32``. The squared norm of the difference of two 
 norm of the difference of the tensors, and a relative deviation of at most ``sqrt(2 / 32)`` (Charikar, Chen &
 Farach-Colton, "Finding frequent items in data streams", 2002; the signs of every further 1,048,576 elements are the
 same ones, turned).
+
+Signs and factors come from generators with fixed seeds, made on the CPU, so that marks made in another process or on
+another device can be compared.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def marks_of(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Digest and sketch of several tensors as one; None where none of them can be read element by element."""
+    """Digest and sketch of several tensors as one; None where none of them can be read element by element.
+
+    Both stay on the device, and nothing waits for it. The order counts: each further sketch is turned by its place,
+    and digests are combined as a polynomial.
+    """
     known = [plain for tensor in tensors if (plain := readable(tensor)) is not None]
     if not known:
         return None
@@ -37,7 +44,10 @@ def marks_of(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """With real elements side by side, of this process; None of what has none."""
+    """The tensor with real elements side by side, the part of this process; None of what has none.
+
+    A complex tensor becomes one of pairs, a sparse one is written out if it has at most 2**24 elements. May be a view.
+    """
     tensor = distributed.local_of(tensor)
     is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta or not tensor.numel()
     if is_odd or tensor.layout not in (torch.strided, torch.sparse_coo):
@@ -51,7 +61,11 @@ def readable(tensor: Tensor) -> Tensor | None:
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """[32] float64 on the tensor's device; elements that are not finite count as zero. No synchronisation."""
+    """The sketch of one tensor: [32] float64 on the tensor's device. No synchronisation.
+
+    Elements that are not finite count as zero, since one of them would spoil the norm; statistics count them. Goes
+    through the tensor in pieces of 2**20 elements, so that copies in between stay small.
+    """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros(LENGTH, dtype=torch.float64, device=tensor.device)
     signs = _signs(str(tensor.device))
@@ -67,7 +81,11 @@ def sketch(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A number of 64 bits, equal for equal bits and shapes alike. No synchronisation."""
+    """A number of 64 bits (a 0-dim int64 tensor on the device), equal for equal bits. No synchronisation.
+
+    The shape does not count. A sum of the words of the tensor, each times an odd factor of its place, modulo 2**64:
+    made to tell two runs apart, not to withstand somebody who wants to deceive.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
     factors = _factors(str(tensor.device))
@@ -80,11 +98,13 @@ def digest(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _signs(device: str) -> Tensor:
+    """The signs of 2**20 elements, -1 and 1 as int8, on a device; the same ones everywhere."""
     made = torch.randint(0, 2, (_PERIOD,), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     return (made * 2 - 1).to(device)
 
 
 @lru_cache(maxsize=8)
 def _factors(device: str) -> Tensor:
+    """The factors of 2**20 places, int64 on a device; odd, so that none loses a bit of what it multiplies."""
     made = torch.randint(-(2**62), 2**62, (_PERIOD,), generator=torch.Generator().manual_seed(2), dtype=torch.int64)
     return (made | 1).to(device)

@@ -1,4 +1,8 @@
-"""The numbers of a run, without tensors: plain values that save, load and print without torch."""
+"""The numbers of a run, without tensors: plain values that save, load and print without torch.
+
+``gaff.inspection.tracer`` makes a ``Trace``; ``gaff.views.trace_text`` and ``gaff.views.page.trace`` draw it, and
+``gaff.diff`` compares two of them.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,10 @@ _MOST_BYTES = 500 * 2**20
 class Trace:
     """One run, told: ``rows`` in the order in which modules were entered. ``str`` is the table, ``tree()`` the tree.
 
-    ``given``: a digest of the inputs. ``edges``: (row, row, known): the second was given what the first has made; where
-    nobody is known to have made it, for it was an op, the first is the call before. ``pictures``: with
-    ``gaff.trace(..., pictures=True)``.
+    ``given``: a digest of the inputs. ``edges``: (row, row, known): the second was given what the first has made;
+    where nobody is known to have made it, for it was an op, the first is the call before. ``pictures``: with
+    ``gaff.trace(..., pictures=True)``. ``unused_modules`` were not called; ``unused_parameters`` require grad and got
+    none, or, without a backward pass, the output does not depend on them.
     """
 
     model: str
@@ -60,7 +65,10 @@ class Trace:
         return framed(self.to_html())
 
     def to_html(self) -> str:
-        """A page with the table, the tree, the graph and the pictures. Raises PlanError without numpy."""
+        """A page with the table, the tree, the data flow between calls and the pictures.
+
+        Raises PlanError without numpy.
+        """
         if find_spec("numpy") is None:
             raise PlanError("a page of a trace needs numpy, which is not installed: pip install 'gaff[page]'")
         from gaff.views.page.trace import document
@@ -68,6 +76,7 @@ class Trace:
         return document(self).to_html()
 
     def to_json(self) -> str:
+        """Everything as JSON, with the number of the format; pictures as base64. ``from_json`` reads it back."""
         pictures = [one.to_dict() for one in self.pictures]
         return json.dumps({"gaff_trace": _FORMAT, **asdict(replace(self, pictures=())), "pictures": pictures}, indent=1)
 
@@ -99,6 +108,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
+        """The trace in a file that ``save`` wrote as JSON. Raises RecordError for any other, and above 500 MiB."""
         file = Path(path)
         if not file.is_file():
             raise RecordError(f"trace {str(path)!r} is no file: expected one that Trace.save wrote")

@@ -1,4 +1,9 @@
-"""``gaff.trace``: one run told as a table in execution order, with gradients when a backward function is given."""
+"""``gaff.trace``: one run told as a table in execution order, with gradients when a backward function is given.
+
+First all that can be refused is (``_check_backward``), then taps are set on every module (``_taps``), which write into
+one ``CallLog`` while the model runs once, and at last the notes become rows (``_build``). Tensors are measured while
+they pass, and none is kept.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,13 @@ def trace_run(
     has_ops: bool = False,
     has_pictures: bool = False,
 ) -> Trace:
-    """See ``gaff.trace``."""
+    """Run ``model`` once and tell every call of it as a ``Trace``; the work behind ``gaff.trace``.
+
+    The options are those of ``gaff.trace``. The model is left as it was, but for parameters that its own forward
+    changes, which a note tells. Waits for the device at every call. Raises PlanError, before the model runs, for what
+    cannot be traced, and after it for a ``backward`` that ran no backward pass; errors of the model pass through, and
+    hooks are removed in any case.
+    """
     need_module(model)
     if backward is not None:
         _check_backward(model, backward)
@@ -94,6 +105,10 @@ def trace_run(
 
 
 def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]) -> list[str]:
+    """What the numbers of this run do not tell: operations without a formula, parameters that the run has changed.
+
+    ``versions``: the version counters of the parameters before the run, by path.
+    """
     notes = []
     if counter is not None and counter.uncounted:
         notes.append(f"flops are lower bounds: torch has no formula for {', '.join(sorted(counter.uncounted))}")
@@ -106,6 +121,12 @@ def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]
 def _taps(
     model: nn.Module, modules: list[Any], log: CallLog, parameters: dict[str, ParameterLog], *, has_ops: bool
 ) -> list[Tap | CallTap | OpTap]:
+    """What the session is opened with: every module once, with its gradients and its ops where they are asked for.
+
+    A shared module is listened to once, under the first of its names; containers are never called. ``parameters``:
+    empty where no backward pass will run; then no gradients are asked for. A gradient of a module or an op that cannot
+    be told is no error (``is_exact=False``): its row says why.
+    """
     taps: list[Tap | CallTap | OpTap] = []
     seen: set[int] = set()
     for path, module, chain in modules:
@@ -131,27 +152,34 @@ def _taps(
 
 
 def _leave(log: CallLog, site: Site) -> Callable[[Any, Any, int], None]:
+    """The tap for when the module at ``site`` returns: the call is told apart by what is open in the log."""
     return lambda output, run, call: log.leave(site, output)
 
 
 def _enter_op(log: CallLog, call: OpCall) -> None:
+    """Note that an op begins, with its place in the code where a module has its class."""
     site = replace(call.site, call=None)
     log.enter(site, place_text(place_of(call.place)), call.args, call.kwargs, call.run, call.site.call or 0)
 
 
 def _leave_op(log: CallLog, call: OpCall, output: Any) -> None:
+    """Note what an op returned. Its site is told without the call, as ``CallNotes`` have it."""
     log.leave(replace(call.site, call=None), output)
 
 
 def _named(picture: Picture, counts: dict[Site, int]) -> Picture:
-    """Without the call where there was only one, as rows have it."""
+    """The picture with its site as rows have it: without the call where its module was called once.
+
+    ``counts``: calls of each site. While the run goes on nobody knows whether a second call will come, so pictures are
+    taken with the call and named at the end.
+    """
     site = parse_site(picture.site)
     is_single = counts.get(Site(site.path), 0) <= 1
     return replace(picture, site=str(replace(site, call=None))) if is_single else picture
 
 
 def _picture_op(album: Album, call: OpCall, output: Any) -> None:
-    """Attention: what a softmax has returned, or what is inside a fused call."""
+    """Draw attention: what a softmax has returned, or what is inside a fused call."""
     name = str(call.site)
     with outside_modes():  # what is computed here is not counted as the model's
         found = attention_of(call.args, call.kwargs) if call.site.op == "scaled_dot_product_attention" else None
@@ -162,6 +190,7 @@ def _picture_op(album: Album, call: OpCall, output: Any) -> None:
 
 
 def _owner(modules: list[Any], path: str) -> tuple[nn.Module, tuple[nn.Module, ...], str]:
+    """The module that a parameter belongs to, the modules that lead to it, and the parameter's name within it."""
     owner_path, _, name = path.rpartition(".")
     return next((module, chain, name) for found, module, chain in modules if found == owner_path)
 
@@ -177,6 +206,11 @@ def _iter_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _run_backward(backward: Backward, output: Any) -> None:
+    """Call the user's function on the output, and run backward from the loss that it returns.
+
+    A function that returns None has run backward itself. Raises PlanError for anything but a scalar that requires
+    grad.
+    """
     loss = backward(output)
     if loss is None:
         return  # it ran backward itself
@@ -189,7 +223,10 @@ def _run_backward(backward: Backward, output: Any) -> None:
 
 
 def _check_gradients(log: CallLog, parameters: dict[str, ParameterLog]) -> None:
-    """A backward function that returned None may have run backward itself, or have forgotten to return the loss."""
+    """Raise PlanError where no gradient came at all, so that the trace would be one of Nones.
+
+    A backward function that returned None may have run backward itself, or have forgotten to return the loss.
+    """
     gradients = [row.grad for row in parameters.values() if row.grad is not None]
     gradients += [gradient for call in log.calls for gradient in call.gradients.values()]
     if all(gradient.norm is None for gradient in gradients):
@@ -197,6 +234,11 @@ def _check_gradients(log: CallLog, parameters: dict[str, ParameterLog]) -> None:
 
 
 def _check_backward(model: nn.Module, backward: Backward) -> None:
+    """Raise PlanError where a backward pass could not run, or would change the model, before anything is installed.
+
+    Gradients of parameters are put back, but what a post-accumulate hook does with one (a step of an optimizer inside
+    backward) cannot be undone.
+    """
     if not callable(backward):
         raise PlanError(f"backward={backward!r} cannot be called: expected a function such as lambda y: y.mean()")
     if torch.is_inference_mode_enabled():
@@ -217,6 +259,12 @@ def _build(
     used: set[int] | None,
     facts: dict[str, Any],
 ) -> Trace:
+    """The trace, from what was noted: rows, edges between them, what was not used.
+
+    Ops that did not return are left out, and the row of such a module says ``did not return``; edges count rows, not
+    calls. ``used``: identities of the leaves that the output depends on, None where that cannot be told: then no
+    parameter is called unused without a backward pass. ``facts``: fields of the trace that are known already.
+    """
     classes = {path: module for path, module, _ in modules}
     counts: dict[Site, int] = {}
     for call in log.calls:
@@ -248,6 +296,10 @@ def _build(
 
 
 def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
+    """One row from the notes of one call. Waits for the device, for statistics and marks are still tensors.
+
+    ``count``: calls of this site in the run; a site that was called once is told without the call.
+    """
     owned = [] if call.site.op is not None else list(module._parameters.values())
     own = sum(parameter.numel() for parameter in owned if parameter is not None)
     site = replace(call.site, call=call.call if count > 1 else None)

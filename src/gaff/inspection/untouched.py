@@ -1,4 +1,8 @@
-"""Runs something on a model and leaves the model as it was: buffers, gradients, random state, mode."""
+"""Runs something on a model and leaves the model as it was: buffers, gradients, random state, mode.
+
+Weights are not restored, for a copy of them would double the memory of a model; ``gaff.trace`` tells where a run has
+changed them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ from torch import Tensor, nn
 def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
     """Restores buffers, ``.grad`` of parameters and ``inputs``, training flags and random states.
 
-    Copies every buffer once. Random states: torch on the CPU and on all initialised GPUs, generators that modules keep,
-    Python's, NumPy's.
+    However the block is left. Copies every buffer once. ``.grad`` is None inside, so that backward adds to nothing;
+    afterwards the tensors from before are back, the same objects. Random states: torch on the CPU and on all GPUs
+    where CUDA is initialised, generators that modules keep as attributes, Python's, and NumPy's where it is loaded.
     """
     modules = list(model.modules())
     buffers = [_Buffers(module) for module in modules]
@@ -48,7 +53,11 @@ def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]
 
 
 class _Buffers:
-    """The buffers of one module. Those that still hold the same bits are not written to."""
+    """The buffers of one module. Those that still hold the same bits are not written to.
+
+    A write would count up the version of a buffer that nobody has changed, and autograd could then refuse a backward
+    pass of the user's that has saved it.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -57,6 +66,7 @@ class _Buffers:
         self._copies = {name: tensor.detach().clone() for name, tensor in self._owned.items() if tensor is not None}
 
     def restore(self) -> None:
+        """Take away buffers that are new, put back those that were replaced, and write back those whose bits differ."""
         owned = self._module._buffers
         for name in [name for name in owned if name not in self._owned]:
             del owned[name]
@@ -84,4 +94,5 @@ def _has_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as bytes, flat: NaN are equal to themselves then, and -0 is not equal to 0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

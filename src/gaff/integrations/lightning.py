@@ -17,7 +17,11 @@ from gaff.record.finding import Finding
 
 
 def _installed() -> ModuleType:
-    """That which the user has imported already, else that which is there; either has a class of its own."""
+    """The Lightning package whose ``Callback`` is to be subclassed: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Either has a class of its own, and a Trainer takes only its own: so that which the user has imported already is
+    chosen, else that which is there. Raises PlanError where there is neither.
+    """
     names = ("lightning.pytorch", "pytorch_lightning")
     loaded = [name for name in names if name in sys.modules]
     found = loaded or [name for name in names if find_spec(name.partition(".")[0]) is not None]
@@ -29,7 +33,7 @@ _Callback: Any = _installed().Callback
 
 
 class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all methods of its base
-    """``LightningWatch(out="runs/a")`` among a Trainer's callbacks is ``gaff.watch(model, out="runs/a")`` during ``fit``.
+    """``LightningWatch(out="a")`` among a Trainer's callbacks is ``gaff.watch(model, out="a")`` during ``fit``.
 
     To your loggers it gives, as often as the Trainer logs, ``gaff/findings``: how many there are that are not over,
     and ``gaff/grad_norm``: of all gradients of the module before they are clipped, at that step. That reads one number
@@ -37,7 +41,10 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
     """
 
     def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int | None = None, **options: Any) -> None:
-        """``options``: as ``gaff.watch`` takes them. Raises TypeError for others at once."""
+        """Take the options of ``gaff.watch``, all of them; nothing is opened before ``fit``.
+
+        Raises TypeError for an option that ``gaff.watch`` does not know, at once and not when the fit begins.
+        """
         super().__init__()
         signature(watch).bind_partial(out=out, every=every, **options)
         self._options = {"out": out, "every": every, **options}
@@ -47,35 +54,43 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
 
     @property
     def findings(self) -> list[Finding]:
-        """Of the latest fit, worst first; also after it."""
+        """The findings of the latest fit, worst first, during it and after it; waits for looks still to be judged."""
         return [] if self.watch is None else list(self.watch.findings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Open a watch of the model as the strategy has wrapped it; called when ``fit`` begins to train."""
         self._norm, self._logged = None, trainer.global_step
         self.watch = watch({"model": trainer.strategy.model}, **self._options)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Compute the norm of all gradients, in steps that will be logged; Lightning calls this before it clips them.
+
+        Only there is the device waited for, once; without loggers never.
+        """
         if trainer.loggers and self.watch is not None and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             gradients = [one.grad.detach() for one in pl_module.parameters() if one.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients).item()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log, once in each step that the Trainer logs. With accumulated gradients several batches are of one step."""
         step = trainer.global_step
         if step != self._logged and step % trainer.log_every_n_steps == 0:
             self._log(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the watch, and log the findings once more: the last looks have been judged by then."""
         if self.watch is not None:
             self.watch.remove()
             self._norm = None
             self._log(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close the watch with the exception, so that the record tells what ended the run."""
         if self.watch is not None:
             self.watch.__exit__(type(exception), exception, exception.__traceback__)
 
     def _log(self, trainer: Any) -> None:
-        """With the step that its numbers are of, as Lightning counts them."""
+        """Give the numbers to every logger, with the step that they are of, as Lightning counts them: from 0."""
         self._logged = trainer.global_step
         numbers = {"gaff/findings": float(sum(not one.is_over for one in self.findings))} if trainer.loggers else {}
         if self._norm is not None:

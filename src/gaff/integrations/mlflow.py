@@ -1,4 +1,8 @@
-"""A record in a run of MLflow, in whatever store it is set up with. Needs no torch."""
+"""A record in a run of MLflow, in whatever store it is set up with. Needs no torch.
+
+The run is addressed by its id through ``MlflowClient``, never by MLflow's active run, so a run of the user's that
+begins or ends meanwhile changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,10 @@ class MLflow(Sender):
         self._waiting: list[Any] = []  # metrics of the next request
 
     def send(self, record: Record) -> int:
-        """Returns how many numbers were new. What a failed request held is sent again by the next ``send``."""
+        """Send what is new, a thousand metrics a request; returns how many numbers were new.
+
+        What a failed request held is sent again by the next ``send``. Waits for the store.
+        """
         count = 0
         for point, named in self._points(record):
             when = round(1000 * point.time)
@@ -63,11 +70,16 @@ class MLflow(Sender):
             self._is_ours = False
 
     def _flush(self, least: int) -> None:
+        """Send the metrics that wait, as long as there are at least ``least`` of them.
+
+        Those of a request are forgotten only when it has succeeded.
+        """
         while len(self._waiting) >= least:
             self._client.log_batch(self.run_id, self._waiting[:_AT_ONCE])
             del self._waiting[:_AT_ONCE]
 
     def _make_run(self, experiment: str | None) -> str:
+        """Begin a run in an experiment, which is made if there is none of this name, and return its id."""
         name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gaff"
         known = self._client.get_experiment_by_name(name)
         number = known.experiment_id if known is not None else self._client.create_experiment(name)
@@ -75,9 +87,9 @@ class MLflow(Sender):
 
 
 def name_of(wanted: str) -> str:
-    """As MLflow allows it: letters, digits, ``_-.: /``, 250 characters, the plain form of a path.
+    """The name of a metric as MLflow allows it: letters, digits, ``_-.: /``, 250 characters, the plain form of a path.
 
-    Any other is changed and ends in a checksum, so that none falls on another.
+    Any other is changed and ends in a checksum of what was wanted, so that two names which are changed alike stay two.
     """
     is_path = posixpath.normpath(wanted) == wanted != "." and not wanted.startswith(("/", ".."))
     if is_path and len(wanted) <= _LONGEST and _ALLOWED.fullmatch(wanted):

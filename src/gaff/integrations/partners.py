@@ -1,4 +1,8 @@
-"""What the senders to trackers have in common: the partner's package, names of metrics, points, findings as text."""
+"""What the senders to trackers have in common: the partner's package, names of metrics, points, findings as text.
+
+A ``Sender`` reads a record with a ``Cursor``, so that each ``send`` continues where the last one stopped. What it reads
+are points, each with the numbers of one rank and step, because trackers take all numbers of a step in one call.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,11 @@ class Point(NamedTuple):
 
 
 def need(module: str, extra: str) -> Any:
-    """The partner's module. Raises PlanError with what to install where there is none."""
+    """Import the partner's module. Raises PlanError with what to install where its package is not there.
+
+    ``extra``: the extra of gaff that installs it. Where the package is there, and something that it needs is not, its
+    own ModuleNotFoundError passes through: the advice would be wrong.
+    """
     package = module.partition(".")[0]
     try:
         return import_module(module)
@@ -51,7 +59,7 @@ def refuse_options(module: str, run: Any, options: Mapping[str, Any]) -> None:
 
 
 def points(record: Record, sites: Collection[str], stats: Collection[str], since: Cursor) -> Iterator[Point]:
-    """One for each step, of its scalars, and one for each table."""
+    """What is new in a record: one point for each step, of its scalars, then one for each table."""
     for rows in steps(record, since=since):
         if rows:
             yield _point(rows)
@@ -62,19 +70,30 @@ def points(record: Record, sites: Collection[str], stats: Collection[str], since
 
 
 def tag(row: Row) -> str:
-    """``site/stat``, ``site/eval_stat`` in evaluation, ``loss/NAME``, ``run/lr``."""
+    """The name of a number in a tracker, without the rank.
+
+    It is ``site/stat``, or ``site/eval_stat`` in evaluation; of a scalar of the run ``loss/NAME`` or ``run/lr``.
+    """
     if not row.site:
         return row.stat.replace(":", "/", 1) if row.stat.startswith("loss:") else f"run/{row.stat}"
     return f"{row.site}/{'' if row.phase == 'train' else f'{row.phase}_'}{row.stat}"
 
 
 def prefix(record: Record, rank: int) -> str:
-    """Of names in a tracker that has one place for all ranks."""
+    """What stands before the names of a rank's numbers, in a tracker that has one place for all ranks.
+
+    The first rank has plain names, so that those of a run of one process are the same.
+    """
     return "gaff/" if rank == min(record.ranks) else f"gaff/rank{rank}/"
 
 
 class Sender(ABC):
-    """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed."""
+    """Sends what is new in a record with each ``send``, after a run or while it goes on. To be closed.
+
+    One sender is for one record, and keeps where in it the last ``send`` stopped; whoever follows a run calls
+    ``record.refresh()`` before each ``send``. ``sites``: patterns, ``stats``: names of the numbers to be sent, as
+    ``gaff.integrations.rows.numbers`` takes them. A context, which closes at its end.
+    """
 
     def __init__(self, sites: Collection[str], stats: Collection[str]) -> None:
         self._sites, self._stats = sites, stats
@@ -83,7 +102,7 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, record: Record) -> int:
-        """Returns how many numbers were new."""
+        """Send what has come since the last time; returns how many numbers were new."""
 
     @abstractmethod
     def close(self) -> None:
@@ -105,7 +124,10 @@ class Sender(ABC):
 
 
 class Findings:
-    """Tells the findings of a record when they are others than the last time."""
+    """Tells the findings of a record when they are others than the last time.
+
+    Trackers keep every table or text that they are given, so the same findings are not sent twice.
+    """
 
     def __init__(self) -> None:
         self._told = "[]"

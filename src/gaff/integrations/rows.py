@@ -1,4 +1,7 @@
-"""What a record holds as plain rows, read once from front to end, or on from where one stopped. Needs no torch."""
+"""What a record holds as plain rows, read once from front to end, or on from where one stopped. Needs no torch.
+
+All exports and trackers read through here, so that the same numbers have the same names and times everywhere.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ class _Place:
     step_times: array[float] = field(default_factory=lambda: array("d"))
 
     def read(self) -> None:
+        """Note the times of the tables and steps that have been written since."""
         for frame in self.clock.frames():
             if frame.kind == MATRIX:
                 self.table_times.append(frame.time)
@@ -73,7 +77,7 @@ class Cursor:
         self._names: dict[_Key, str] = {}
 
     def catch_up(self, record: Record) -> dict[_Key, str]:
-        """Know the names and times of what the record has by now; returns the name of each (model, address)."""
+        """Take in the names and times of what the record has by now; returns the name of each (model, address)."""
         for name, key in record.names().items():
             self._names.setdefault(key, sound(name))
         for part in parts_of(record):
@@ -83,14 +87,18 @@ class Cursor:
         return self._names
 
     def place(self, part: RankPart) -> _Place:
-        """Of a part of the record that was caught up with."""
+        """The place in one part of a record that was caught up with."""
         return self._places[part.rank]
 
 
 def looks(
     record: Record, *, sites: Collection[str] = (), since: Cursor | None = None, with_magnitudes: bool = False
 ) -> Iterator[Look]:
-    """Every table, rank by rank; each is unpacked once and not kept. ``sites``: patterns; none: all of them."""
+    """Every table of a record, rank by rank; each is unpacked once and not kept.
+
+    ``sites``: patterns as of ``site_filter``; none: all of them. ``since``: a cursor, which moves on; without one
+    reading begins at the front. Raises RecordError for a table that is damaged.
+    """
     cursor = since if since is not None else Cursor()
     names = cursor.catch_up(record)
     is_wanted = site_filter(sites)
@@ -124,7 +132,7 @@ def numbers(
 
 
 def rows_of(look: Look, stats: Collection[str] = ()) -> Iterator[Row]:
-    """The numbers of one look."""
+    """The numbers of one look, stored and derived, site by site; ``stats``: their names, none for all."""
     columns = [
         (sound(name), values, name in IN_EACH)
         for name, values in _columns(look.table).items()
@@ -147,7 +155,7 @@ def scalars(record: Record, *, since: Cursor | None = None) -> Iterator[Row]:
 
 
 def steps(record: Record, *, since: Cursor | None = None) -> Iterator[list[Row]]:
-    """The scalars of each step together."""
+    """The scalars of each step together, rank by rank: an empty list for a step that has none."""
     cursor = since if since is not None else Cursor()
     cursor.catch_up(record)
     for part in parts_of(record):
@@ -166,7 +174,10 @@ def steps(record: Record, *, since: Cursor | None = None) -> Iterator[list[Row]]
 
 
 def check(record: Record, sites: Iterable[str], stats: Iterable[str]) -> None:
-    """Raises RecordError for a pattern or a stat that names nothing in the record, where it has any sites."""
+    """Look the patterns and stats up before anything is written, in a record that has any sites.
+
+    Raises RecordError, with near names, for one that names nothing in the record.
+    """
     names = [sound(name) for name in record.sites]
     if not names:
         return
@@ -193,16 +204,17 @@ def site_filter(patterns: Collection[str]) -> Callable[[str], bool]:
 
 
 def parts_of(record: Record) -> list[RankPart]:
+    """What each process of the run has written, in the order of ``record.ranks``."""
     return [record.part(rank) for rank in record.ranks]
 
 
 def sound(name: str) -> str:
-    """Without half characters, which JSON can hold and UTF-8 cannot."""
+    """The name without lone surrogates, which JSON can hold and UTF-8 cannot: each becomes ``?``."""
     return name.encode("utf-8", "replace").decode("utf-8")
 
 
 def _columns(table: Table) -> dict[str, Sequence[float]]:
-    """The stored ones and those that follow from them, where they do."""
+    """The stored columns of a table by name, and those that follow from them, where all that they need is there."""
     found: dict[str, Sequence[float]] = dict(table.columns)
     lines = range(len(table.layout.rows))
     for name in DERIVED:

@@ -27,11 +27,12 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with these a spreadsheet begins t
 def to_csv(
     record: Record, path: str | os.PathLike[str], *, sites: Collection[str] = (), stats: Collection[str] = ()
 ) -> int:
-    """Write ``path``; returns the number of rows. UTF-8, a head line; values as ``nan``, ``inf``, ``-inf`` or numbers
-    with all their digits.
+    """Write a record to ``path`` as CSV; returns the number of rows.
 
-    A name that a spreadsheet would take for a formula gets an apostrophe before it. Raises RecordError for a site or
-    stat that the record has not, and where the file cannot be written.
+    UTF-8, a head line; values as ``nan``, ``inf``, ``-inf`` or numbers with all their digits. A name that a spreadsheet
+    would take for a formula gets an apostrophe before it. ``sites``, ``stats``: as of
+    ``gaff.integrations.rows.numbers``. Raises RecordError for a site or stat that the record has not, and where the
+    file cannot be written.
     """
 
     def write(rows: Iterator[Row], to: Path) -> int:
@@ -49,7 +50,7 @@ def to_csv(
 def to_jsonl(
     record: Record, path: str | os.PathLike[str], *, sites: Collection[str] = (), stats: Collection[str] = ()
 ) -> int:
-    """Write ``path``, an object a line; returns how many.
+    """Write a record to ``path`` as JSON lines, an object a number; returns how many.
 
     JSON has no NaN and inf: such a value is null, and ``"nonfinite"`` says which: "nan", "inf" or "-inf". Raises as
     ``to_csv``.
@@ -71,9 +72,10 @@ def to_jsonl(
 def to_parquet(
     record: Record, path: str | os.PathLike[str], *, sites: Collection[str] = (), stats: Collection[str] = ()
 ) -> int:
-    """Write ``path``; returns the number of rows. Times and values are float64; NaN and inf stay what they are.
+    """Write a record to ``path`` as Parquet; returns the number of rows.
 
-    Raises as ``to_csv``, and PlanError where pyarrow is not installed.
+    Times and values are float64; NaN and inf stay what they are. Raises as ``to_csv``, and PlanError where pyarrow is
+    not installed.
     """
     arrow, parquet = need("pyarrow", "parquet"), need("pyarrow.parquet", "parquet")
     kinds = (arrow.int32(), arrow.string(), arrow.int64(), arrow.float64(), arrow.string(), arrow.string(),
@@ -94,7 +96,7 @@ def to_parquet(
 
 
 def findings_path(path: str | os.PathLike[str]) -> Path:
-    """Where the findings go that belong to a table."""
+    """The file beside a table to which the record's findings go: ``a.findings.jsonl`` for ``a.csv``."""
     return Path(path).with_suffix(".findings.jsonl")
 
 
@@ -105,6 +107,10 @@ def _write(
     sites: Collection[str],
     stats: Collection[str],
 ) -> int:
+    """Check what is asked for, then write the table and the findings; returns the number of rows.
+
+    Either file takes its name only when it is complete: a failure halfway leaves an older one as it was.
+    """
     check(record, sites, stats)
     rows = chain(scalars(record), numbers(record, sites=sites, stats=stats))
     lines = [json.dumps(_plain(one.to_dict())) + "\n" for one in record.findings]
@@ -134,7 +140,7 @@ def _text(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it: NaN and inf as texts."""
+    """The value as JSON can hold it: NaN and inf as texts."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -54,7 +54,7 @@ class TensorBoard(Sender):
         self._known: set[tuple[int, str]] = set()  # tags whose kind was told
 
     def send(self, record: Record) -> int:
-        """Write what has come since the last time, to the disk; returns how many numbers and histograms."""
+        """Write what has come since the last time to the disk; returns how many numbers and histograms that were."""
         count = 0
         for rows in steps(record, since=self._cursor):
             count += self._add_rows(record, rows)
@@ -72,18 +72,20 @@ class TensorBoard(Sender):
         return count
 
     def close(self) -> None:
-        """What was sent is complete on the disk without it; ends the writers' threads."""
+        """Close the event files, and end their writers' threads; what was sent is complete on the disk without it."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
     def _add_rows(self, record: Record, rows: list[Row]) -> int:
+        """Write the numbers of one step or look as one event; returns how many."""
         values = [self._protos["summary"].Summary.Value(tag=tag(row), simple_value=row.value) for row in rows]
         if rows:
             self._write(record, rows[0].rank, rows[0].step, rows[0].time, values)
         return len(values)
 
     def _add_histograms(self, record: Record, look: Look) -> int:
+        """Write the histograms of one look, each a tensor of ``[buckets, 3]``; returns how many."""
         values = []
         for at, site in look.rows:
             bins = bins_of(look.table.shares(at), look.table.columns["count"][at])
@@ -97,7 +99,7 @@ class TensorBoard(Sender):
         return len(values)
 
     def _value(self, rank: int, name: str, kind: str, tensor: Any) -> Any:
-        """The kind is told once a tag."""
+        """A tensor under a tag, with the kind of plugin that shows it: that is told once a tag."""
         is_new = (rank, name) not in self._known
         self._known.add((rank, name))
         return self._protos["summary"].Summary.Value(
@@ -112,6 +114,7 @@ class TensorBoard(Sender):
         )
 
     def _write(self, record: Record, rank: int, step: int, when: float, values: list[Any]) -> None:
+        """Add values to the event file of their rank, which is made when it is first needed."""
         if rank not in self._writers:
             folder = self.folder / f"rank{rank}" if len(record.ranks) > 1 else self.folder
             self._writers[rank] = self._make(str(folder))
@@ -121,8 +124,10 @@ class TensorBoard(Sender):
 
 
 def bins_of(shares: list[float], count: float) -> list[tuple[float, float, float]]:
-    """Left edge, right edge (both as powers of two) and elements of each bucket, from the first that has any to the
-    last; nothing where none has.
+    """The buckets of one histogram: left edge and right edge, both as powers of two, and how many elements lie between.
+
+    They go from the first bucket that has any to the last; an empty list where none has. ``shares``: of all buckets, as
+    a table holds them; ``count``: finite elements.
     """
     filled = [bucket for bucket, share in enumerate(shares) if share > 0]
     if not filled or count <= 0:

@@ -28,7 +28,7 @@ class Trackio(Sender):
         super().__init__(sites, stats)
 
     def send(self, record: Record) -> int:
-        """Returns how many numbers were new."""
+        """Send what is new; returns how many numbers that were. Findings go along where they have changed."""
         count = 0
         for point, named in self._points(record):
             self.run.log(named, step=point.step)

@@ -14,7 +14,7 @@ _Callback: Any = need("transformers", "transformers").TrainerCallback
 
 
 class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all methods of its base
-    """``TransformersWatch(out="runs/a")`` among a Trainer's callbacks is ``gaff.watch(model, out="runs/a")`` in ``train``.
+    """``TransformersWatch(out="a")`` among a Trainer's callbacks is ``gaff.watch(model, out="a")`` in ``train``.
 
     ``gaff_findings``, how many there are that are not over, goes beside what the Trainer logs: into
     ``state.log_history``, and to callbacks that come after this one. Waits there for looks still to be judged; what is
@@ -22,7 +22,10 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
     """
 
     def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int | None = None, **options: Any) -> None:
-        """``options``: as ``gaff.watch`` takes them. Raises TypeError for others at once."""
+        """Take the options of ``gaff.watch``, all of them; nothing is opened before ``train``.
+
+        Raises TypeError for an option that ``gaff.watch`` does not know, at once and not when training begins.
+        """
         super().__init__()
         signature(watch).bind_partial(out=out, every=every, **options)
         self._options = {"out": out, "every": every, **options}
@@ -30,7 +33,7 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
 
     @property
     def findings(self) -> list[Finding]:
-        """Of the latest training, worst first; also after it."""
+        """The findings of the latest training, worst first; waits for looks still to be judged."""
         return [] if self.watch is None else list(self.watch.findings)
 
     def remove(self) -> None:
@@ -39,10 +42,15 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
             self.watch.remove()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        """Open a watch of the model; one that an exception has left open is closed before."""
         self.remove()
         self.watch = watch({"model": model}, **self._options)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **kwargs: Any) -> None:
+        """Add ``gaff_findings`` to what the Trainer is logging, and to the last entry of its history.
+
+        Both are written to: callbacks that come after this one, the trackers among them, are given ``logs``.
+        """
         if self.watch is None or logs is None:
             return
         count = sum(not one.is_over for one in self.findings)
@@ -50,4 +58,5 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
             told["gaff_findings"] = count
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the watch; what was found stays readable."""
         self.remove()

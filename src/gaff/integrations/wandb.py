@@ -32,7 +32,7 @@ class Wandb(Sender):
         super().__init__(sites, stats)
 
     def send(self, record: Record) -> int:
-        """Returns how many numbers were new."""
+        """Send what is new; returns how many numbers that were. Findings go along where they have changed."""
         count = 0
         for point, named in self._points(record):
             self.run.log({_STEP: point.step, **named})

@@ -28,9 +28,10 @@ _NEEDED = ("count", *dict.fromkeys(name for one in _DERIVED for name in one.need
 class Cube:
     """Numbers of one group of sites in one phase of one process.
 
-    ``first``, ``last``: the steps that a column is of. ``lowest``, ``highest``, ``latest``: by name, float32
-    [sites, columns], NaN where there is none; NaN and infinities of the values themselves are counted in columns of
-    their own. ``marks``: the columns of ``magnitudes``, uint8 [sites, 64, marks].
+    ``first``, ``last``: the first and the last step of each column. ``lowest``, ``highest``, ``latest``: by name,
+    float32 [sites, columns], NaN where there is none; NaN and infinities of the values themselves are counted in
+    columns of their own. ``marks``: the steps of the columns of ``magnitudes``, uint8 [sites, 64, marks]. Sites are in
+    the order of ``keys``.
     """
 
     group: str
@@ -51,10 +52,13 @@ class Cube:
 
 
 class Cache(dict[Any, Any]):
-    """Columns that were made of the same tables before: a run that grows is read on, not anew."""
+    """Columns that were made of the same tables before: a run that grows is read on, not anew.
+
+    Owned by who reads the same run again and again (a live page), and given to ``read_cubes`` each time.
+    """
 
     def keep(self, used: set[Any]) -> None:
-        """Forget all but these."""
+        """Forget all but these keys: columns of other buckets, or of fewer sites, are not asked for again."""
         for key in self.keys() - used:
             del self[key]
 
@@ -89,6 +93,11 @@ def _cube(
     room: tuple[int, int],
     store: tuple[Cache, set[Any]],
 ) -> Cube:
+    """One cube, of the tables at ``places`` (step, place in ``part.tables``), sorted by step.
+
+    ``name``: group and phase; ``room``: the most columns and marks; ``store``: the cache, and the keys used of it so
+    far. Later layouts may have more sites: the cube has those of all, in the order in which they turned up.
+    """
     numbers = sorted({number_of(part.tables[at][1]) for _, at in places})
     layouts = [part.layouts[number] for number in numbers]
     cube = Cube(*name, list(dict.fromkeys(key for layout in layouts for key in layout.rows)))
@@ -123,7 +132,10 @@ def _cube(
 
 
 def _dealt(steps: list[int], most: int) -> list[list[int]]:
-    """At most so many buckets, of the same power of two of steps each: those that are full stay as they are."""
+    """At most ``most`` buckets, of the same power of two of steps each, the last one perhaps less.
+
+    While a run grows, full buckets stay as they are, and with them what a ``Cache`` holds, until all double at once.
+    """
     each = 1
     while -(-len(steps) // each) > most:
         each *= 2
@@ -131,6 +143,7 @@ def _dealt(steps: list[int], most: int) -> list[list[int]]:
 
 
 def _known(store: tuple[Cache, set[Any]], key: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` returns, or has returned for ``key`` before; ``key`` is noted as used."""
     cache, used = store
     used.add(key)
     if key not in cache:

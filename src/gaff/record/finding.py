@@ -1,4 +1,8 @@
-"""What a health rule has found. Needs no torch."""
+"""What a health rule has found. Needs no torch.
+
+The rules of ``gaff.training`` make findings from samples, ``gaff.record.ranks`` makes those that need the logs of
+several processes. They are written into the log as events, and read back by ``Record.findings``.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +40,12 @@ class Finding:
     is_over: bool = False  # not seen any more when the run ended
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them; ``from_dict`` reads them back."""
         return {**asdict(self), "evidence": dict(self.evidence), "also": list(self.also)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Finding:
-        """Raises RecordError for what is no finding."""
+        """Inverse of ``to_dict``; fields that are not known are left out. Raises RecordError for what is no finding."""
         known = {one.name for one in fields(cls)}
         try:
             given = {name: inner for name, inner in value.items() if name in known}

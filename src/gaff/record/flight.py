@@ -32,7 +32,12 @@ _BEGIN = len(_MAGIC) + _NAMES
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One of the last steps. ``time``: when it ended, in seconds since 1970; ``batch``: a checksum of its inputs."""
+    """One of the last steps. ``time``: when it ended, in seconds since 1970; ``batch``: a checksum of its inputs.
+
+    ``seconds``: how long the step took; ``scale``: a GradScaler's factor; ``samples``: that the models were given;
+    ``losses``: by name, NaN where a value on a GPU would have had to be waited for; ``random``: the state of torch's
+    generator on the CPU, empty where it is not known.
+    """
 
     step: int
     time: float
@@ -45,13 +50,18 @@ class Flight:
     random: bytes = field(default=b"", repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the random state."""
+        """The fields as JSON takes them, without the random state, which is bytes."""
         return {"step": self.step, "time": self.time, "seconds": self.seconds, "lr": self.lr, "scale": self.scale,
                 "samples": self.samples, "batch": self.batch, "losses": self.losses}  # fmt: skip
 
 
 class RingWriter:
-    """Writes rows over the oldest ones. Never waits for the disk."""
+    """Writes rows over the oldest ones. Never waits for the disk.
+
+    The file is mapped into memory: a row is copied there, and the system writes it out in its own time, also after the
+    process was killed. The file must not be there yet; its full size is taken at once, and OSError raised where there
+    is no room, since a full disk would otherwise end the process by a signal later. Who opens it calls ``close``.
+    """
 
     def __init__(self, path: Path) -> None:
         size = _BEGIN + ROWS * _SIZE
@@ -72,7 +82,11 @@ class RingWriter:
         self._count = 0
 
     def write(self, flight: Flight) -> None:
-        """The first eight losses are kept."""
+        """Write a row over the oldest one. Of all losses that ever come the first eight names are kept.
+
+        The number at the row's end is cleared first and set last: a row that a kill interrupts has different numbers
+        at its ends, and is left out when the ring is read.
+        """
         for name in flight.losses:
             if name not in self._names and len(self._names) < LOSSES:
                 self._name(name)
@@ -90,9 +104,11 @@ class RingWriter:
         self._memory[at + _SIZE - 8 : at + _SIZE] = self._count.to_bytes(8, "little")
 
     def close(self) -> None:
+        """Give the memory back; the file stays."""
         self._memory.close()
 
     def _name(self, name: str) -> None:
+        """Write the names of the losses into the head, with one more; one that has no room there is not kept."""
         told = json.dumps([*self._names, name]).encode()
         if len(told) < _NAMES:
             self._names.append(name)
@@ -120,6 +136,7 @@ def read_ring(path: Path) -> list[Flight]:
 
 
 def _names(data: bytes, path: Path) -> Sequence[str]:
+    """The names of losses from a ring's head. Raises RecordError for what is no list of texts."""
     told = data.partition(b"\0")[0]
     try:
         names = json.loads(told) if told else []
@@ -131,6 +148,7 @@ def _names(data: bytes, path: Path) -> Sequence[str]:
 
 
 def _flight(row: Sequence[Any], names: Sequence[str], random: bytes) -> Flight:
+    """A row as it was unpacked, without its number; ``there`` has a bit for each loss that the step had."""
     step, time, seconds, lr, scale, samples, checksum, there, *losses = row
     known = {name: losses[at] for at, name in enumerate(names[:LOSSES]) if there >> at & 1}
     return Flight(step, time, seconds, lr, scale, samples, f"{checksum:08x}", known, random if any(random) else b"")

@@ -1,8 +1,11 @@
 """An append-only file of frames: nothing but the last frame can be torn, and that is seen. Needs no torch.
 
-Layout: eight bytes ``GAFFLOG1``; then frames, each a header of 32 bytes (magic, kind, three bytes of nothing, length of
-the payload, CRC-32 of all the rest, step, time in seconds since 1970) and a payload. One
-``write`` a frame and one writer a file, so that a reader needs no lock. Kinds that a reader does not know are skipped.
+Layout: eight bytes ``GAFFLOG1``; then frames, each a header of 32 bytes (magic, kind, three bytes of nothing, length
+of the payload, CRC-32 of all the rest, step, time in seconds since 1970) and a payload. One ``write`` a frame and one
+writer a file, so that a reader needs no lock. Kinds that a reader does not know are skipped.
+
+What was written survives the process, however it ends; it is not forced to the disk, and so may be lost with the
+machine.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ _LARGEST = 1 << 30  # bytes of one payload
 
 @dataclass(frozen=True, slots=True)
 class LogFrame:
-    """``payload`` is as it was written: JSON of an EVENT or LAYOUT, see ``gaff.record.matrix`` for the others."""
+    """One frame as it was read: its kind, the optimizer step it is of, when it was written, and what it holds.
+
+    ``time``: seconds since 1970. ``payload`` is as it was written: JSON of an EVENT or LAYOUT, see
+    ``gaff.record.matrix`` for the others.
+    """
 
     kind: int
     step: int
@@ -36,7 +43,7 @@ class LogFrame:
     payload: bytes
 
     def json(self) -> dict[str, Any]:
-        """Raises RecordError for what is no JSON object."""
+        """The payload of an EVENT or LAYOUT frame. Raises RecordError for what is no JSON object."""
         try:
             found = json.loads(self.payload)
         except (ValueError, RecursionError) as error:
@@ -47,7 +54,10 @@ class LogFrame:
 
 
 class LogWriter:
-    """Appends frames to a new file. Each is handed to the system before ``write`` returns; none is kept back."""
+    """Appends frames to a new file. Each is handed to the system before ``write`` returns; none is kept back.
+
+    Raises FileExistsError for a file that is there: no two writers share one. ``size_bytes``: written so far.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,16 +66,21 @@ class LogWriter:
         self.size_bytes = len(MAGIC)
 
     def write(self, kind: int, payload: bytes, step: int = 0) -> None:
-        """Raises OSError when the disk is full; what was written before stays readable."""
+        """Append one frame, stamped with the time.
+
+        Raises OSError when the disk is full; what is there stays readable.
+        """
         now = time.time()
         header = _HEADER.pack(_FRAME, kind, len(payload), _crc(kind, step, now, payload), step, now)
         self._write(header + payload)
         self.size_bytes += len(header) + len(payload)
 
     def write_json(self, kind: int, value: dict[str, Any], step: int = 0) -> None:
+        """Append one frame whose payload is ``value`` as JSON; see ``write``."""
         self.write(kind, json.dumps(value, separators=(",", ":")).encode(), step)
 
     def close(self) -> None:
+        """Close the file. Nothing can be written after it."""
         os.close(self._file)
 
     def _write(self, data: bytes) -> None:
@@ -75,7 +90,10 @@ class LogWriter:
 
 
 class LogReader:
-    """Frames of one file. May be read on while the file grows: ``frames`` goes on where it stopped."""
+    """The frames of one file. May be read on while the file grows: ``frames`` goes on where it stopped.
+
+    Holds no open file between calls. Raises RecordError for a file that is missing, cannot be read or is no log.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +111,13 @@ class LogReader:
             raise RecordError(f"{path}: is no record of gaff: it begins with {start!r}, expected {MAGIC!r}")
 
     def frames(self) -> Iterator[LogFrame]:
-        """Those that are complete and not returned yet. A torn one at the end is waited for, elsewhere passed over."""
+        """Yield the frames that are complete and were not yielded before.
+
+        A torn frame at the end is waited for: the next call begins at it. Damage elsewhere is passed over, up to the
+        next frame with a right checksum, and counted in ``damaged``. What is new in the file is read into memory at
+        once. Raises RecordError where the file was replaced or cut since it was opened, for then the place to go on
+        from means nothing.
+        """
         begin, at = self._at or len(MAGIC), 0
         with self.path.open("rb") as file:
             told = os.fstat(file.fileno())
@@ -116,6 +140,7 @@ class LogReader:
 
 
 def _read(data: bytes, at: int) -> tuple[LogFrame | None, int]:
+    """The frame at ``at`` and where it ends; None and ``at`` where there is no whole frame with a right checksum."""
     magic, kind, length, crc, step, when = _HEADER.unpack_from(data, at)
     begin = at + _HEADER.size
     if magic != _FRAME or length > _LARGEST or begin + length > len(data):
@@ -127,11 +152,16 @@ def _read(data: bytes, at: int) -> tuple[LogFrame | None, int]:
 
 
 def _crc(kind: int, step: int, when: float, payload: bytes) -> int:
+    """The checksum of a frame: of its header, so that a damaged step or length is seen as well, then of its payload."""
     return zlib.crc32(payload, zlib.crc32(struct.pack("<BIqd", kind, len(payload), step, when)))
 
 
 def _resume(data: bytes, at: int) -> int | None:
-    """Where the next whole frame begins; None also where the file is made so that looking takes too long."""
+    """Where the next whole frame begins; None also where the file is made so that looking takes too long.
+
+    Each place that looks like the beginning of a frame costs a checksum over the length that it claims. A file full of
+    such places would take time with the square of its size; all of them together may read four times what there is.
+    """
     found = data.find(_FRAME, at + 1)
     room = 4 * len(data)
     while found != -1 and room > 0:

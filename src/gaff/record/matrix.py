@@ -33,7 +33,12 @@ _LARGEST = 3.4028234663852886e38  # of float32
 
 @dataclass(frozen=True)
 class Layout:
-    """``rows``: (model, address) of each row; ``columns``: name and type code, ``f`` or ``d``, of each column."""
+    """What the lines and columns of a table are, as a LAYOUT frame tells it.
+
+    ``rows``: (model, address) of each row; ``columns``: name and type code, ``f`` or ``d``, of each column. A layout
+    is written once, before the first table that refers to its ``number``, and never changes: where new sites turn up,
+    the recorder makes another. ``group``: activations or parameters, see ``gaff.record.statistics``.
+    """
 
     number: int
     group: str
@@ -42,6 +47,7 @@ class Layout:
     has_magnitudes: bool
 
     def to_json(self) -> dict[str, Any]:
+        """The payload of a LAYOUT frame, as JSON takes it."""
         return {
             "number": self.number,
             "group": self.group,
@@ -52,7 +58,11 @@ class Layout:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Layout:
-        """Raises RecordError for anything that does not fit."""
+        """Inverse of ``to_json``. Raises RecordError for anything that does not fit.
+
+        Every layout has a column ``count`` of float64, at most 64 columns and at most 2**22 rows: a damaged file must
+        not make a reader ask for any amount of memory.
+        """
         try:
             rows = tuple((str(model), str(address)) for model, address in value["rows"])
             columns = tuple((str(name), str(code)) for name, code in value["columns"])
@@ -70,17 +80,22 @@ class Layout:
 
     @cached_property
     def index(self) -> dict[tuple[str, str], int]:
+        """The place of each row, by model and address."""
         return {row: at for at, row in enumerate(self.rows)}
 
     @property
     def size_bytes(self) -> int:
-        """Of a table, not compressed."""
+        """Bytes of a table of this layout, its magnitudes included, before compression."""
         return len(self.rows) * (sum(_TYPES[code] for _, code in self.columns) + BUCKETS * self.has_magnitudes)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table as it was read. Columns are arrays by name; ``magnitudes`` bytes, bucket by bucket."""
+    """One table as it was read.
+
+    ``columns``: an array for each name, with a number for each row of the layout. ``magnitudes``: one byte for each
+    row, bucket after bucket, see ``share_of``; empty where the layout has none or they were not wanted.
+    """
 
     layout: Layout
     phase: str
@@ -88,7 +103,10 @@ class Table:
     magnitudes: bytes
 
     def shares(self, row: int) -> list[float]:
-        """Of the finite elements, in each of the 64 buckets; within 3.3 %."""
+        """The shares of a row's finite elements in the 64 buckets of magnitude, within 3.3 %; empty without magnitudes.
+
+        A byte tells 24 octaves in 254 steps: half a step is a factor of 2**(12 / 254).
+        """
         if not self.magnitudes:
             return []
         count = len(self.layout.rows)
@@ -101,14 +119,17 @@ def pack(number: int, phase: str, columns: Sequence[bytes]) -> bytes:
 
 
 def number_of(payload: bytes) -> int:
-    """Of the layout that a table refers to."""
+    """The number of the layout that a table refers to, without decompressing it. Raises RecordError for one cut off."""
     if len(payload) < _START.size:
         raise RecordError(f"a table of {len(payload)} bytes is cut off")
     return int(_START.unpack_from(payload)[0])
 
 
 def unpack(layout: Layout, payload: bytes, *, with_magnitudes: bool = True) -> Table:
-    """Raises RecordError where the payload is not of this layout; never makes more than the layout's size of it."""
+    """The table in the payload of a MATRIX frame, whose layout is this one.
+
+    Raises RecordError where the payload is not of this layout; never makes more than the layout's size of it.
+    """
     phase, data = raw(layout, payload, with_magnitudes=with_magnitudes)
     columns: dict[str, array[float]] = {}
     at = 0
@@ -131,7 +152,7 @@ def raw(layout: Layout, payload: bytes, *, with_magnitudes: bool = True) -> tupl
 
 
 def phase_of(payload: bytes) -> str:
-    """Without decompressing the table."""
+    """The phase of a table, ``train`` or ``eval``, without decompressing it. Raises RecordError for any other."""
     phase = _START.unpack_from(payload)[1] if len(payload) >= _START.size else len(PHASES)
     if phase >= len(PHASES):
         raise RecordError(f"a table of phase {phase} is none of gaff's")
@@ -145,7 +166,7 @@ def pack_series(columns: Mapping[str, Sequence[float]]) -> bytes:
 
 
 def unpack_series(payload: bytes) -> dict[str, array[float]]:
-    """Raises RecordError for what ``pack_series`` has not made."""
+    """The columns of a SERIES frame by name. Raises RecordError for what ``pack_series`` has not made."""
     head, line, packed = payload.partition(b"\n")
     try:
         told = json.loads(head)
@@ -161,7 +182,7 @@ def unpack_series(payload: bytes) -> dict[str, array[float]]:
 
 
 def _decompress(packed: bytes, size: int, what: str) -> bytes:
-    """At most ``size`` bytes, whatever the data says."""
+    """At most ``size`` bytes, whatever the data says: a small file could stand for any amount of memory."""
     try:
         return zlib.decompressobj().decompress(packed, max(1, size))[:size]  # 0 would be no limit
     except zlib.error as error:
@@ -169,7 +190,7 @@ def _decompress(packed: bytes, size: int, what: str) -> bytes:
 
 
 def to_array(code: str, data: bytes) -> array[float]:
-    """Little-endian numbers, whatever the machine's order is."""
+    """An array from little-endian numbers, whatever the machine's order is. ``code``: ``f`` or ``d``."""
     values: array[float] = array(code)
     values.frombytes(data)
     if sys.byteorder == "big":
@@ -178,7 +199,7 @@ def to_array(code: str, data: bytes) -> array[float]:
 
 
 def to_bytes(code: str, values: Sequence[float]) -> bytes:
-    """What ``to_array`` reads."""
+    """Little-endian numbers that ``to_array`` reads; what is beyond float32 becomes infinite in it, as by a cast."""
     if code == "f":  # beyond float32: inf, as a cast does
         values = [one if not math.isfinite(one) or abs(one) <= _LARGEST else math.copysign(math.inf, one)
                   for one in values]  # fmt: skip
@@ -189,11 +210,12 @@ def to_bytes(code: str, values: Sequence[float]) -> bytes:
 
 
 def share_of(byte: int) -> float:
+    """The share that a byte stands for: 0 is none, 1 to 255 go from 2**-24 to 1 on a logarithmic scale."""
     return 0.0 if byte == 0 else 2.0 ** ((byte - 255) * _OCTAVES / 254)
 
 
 def byte_of(share: float) -> int:
-    """The nearest on the scale; anything above zero is at least 1."""
+    """The byte that is nearest to a share on the scale of ``share_of``; anything above zero is at least 1."""
     if share <= 0:
         return 0
     return max(1, min(255, round(255 + math.log2(share) * 254 / _OCTAVES)))

@@ -1,4 +1,8 @@
-"""What one process of a run has written, read as it grows. Needs no torch."""
+"""What one process of a run has written, read as it grows. Needs no torch.
+
+A log may be damaged, or come from somebody else: what is read is checked, and limited in size and depth, before it is
+handed on, so that a reader gets a ``RecordError`` instead of a surprise later or a lack of memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,14 @@ _MOST_DEPTH = 20  # of evidence
 
 @dataclass
 class RankPart:
-    """What one process of the run has written."""
+    """What one process of the run has written so far.
+
+    A ``Record`` makes and owns one for each log. ``read`` only ever adds. ``tables`` are step and payload of each
+    MATRIX frame in the order of the file, still compressed: ``table`` unpacks one when it is asked for and keeps it in
+    ``parsed``, by its place and by whether its magnitudes were wanted. ``layouts`` are by number. The columns of
+    ``series`` are always of one length, and ``step`` is one of them. ``events`` are JSON objects whose parts were
+    checked, each with its step.
+    """
 
     rank: int
     reader: LogReader
@@ -29,7 +40,7 @@ class RankPart:
     parsed: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
     def read(self) -> None:
-        """What has come since the last time."""
+        """Take in every frame that was completed since the last call. Raises RecordError for what is none of gaff's."""
         for frame in self.reader.frames():
             if frame.kind == LAYOUT:
                 layout = Layout.from_json(frame.json())
@@ -42,6 +53,11 @@ class RankPart:
                 self.events.append((frame.step, _checked(frame.json())))
 
     def _add_series(self, columns: dict[str, array[float]]) -> None:
+        """Append rows to the series; where a column is missing, before or in these rows, it is filled with NaN.
+
+        Raises RecordError for steps that are not finite numbers from 0 on, and where the series of this process would
+        hold more than 2**27 numbers.
+        """
         if not all(math.isfinite(step) and step >= 0 for step in columns.get("step", [math.nan])):
             raise RecordError("a series has no steps, or steps that are no numbers")
         known = len(self.series.get("step", ()))
@@ -57,7 +73,11 @@ class RankPart:
                 values.extend([math.nan] * rows)
 
     def table(self, at: int, *, with_magnitudes: bool = False) -> Table | None:
-        """None where its layout is not known: the frame that names it was damaged."""
+        """The table at a place of ``tables``; None where its layout is not known: the frame that names it was damaged.
+
+        ``with_magnitudes``: also the 64 columns of magnitudes; without them decompression stops before they come.
+        Raises RecordError where the payload does not fit the layout.
+        """
         known = self.parsed.get((at, with_magnitudes))
         if known is None:
             payload = self.tables[at][1]
@@ -68,11 +88,16 @@ class RankPart:
         return known
 
     def latest(self, kind: str) -> dict[str, Any] | None:
+        """The latest event of one kind, such as ``model``, ``progress`` or ``end``; None where there is none."""
         return next((one for _, one in reversed(self.events) if one.get("kind") == kind), None)
 
 
 def _checked(event: dict[str, Any]) -> dict[str, Any]:
-    """Raises RecordError for an event whose parts are not what they must be."""
+    """The event itself, once its parts have the types that readers rely on.
+
+    Raises RecordError for an overhead that is no sensible number, for a finding that is none, and for evidence nested
+    more than 20 deep.
+    """
     kinds: dict[str, Any] = {"kind": str, "notes": list, "overhead": (int, float), "findings": list, "name": str}
     for name, kind in kinds.items():
         if name in event and not isinstance(event[name], kind):
@@ -89,5 +114,6 @@ def _checked(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_deep(value: Any, left: int) -> bool:
+    """Whether ``value`` nests non-empty dicts and lists more than ``left`` levels deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return bool(inner) and (left == 0 or any(_is_deep(one, left - 1) for one in inner))

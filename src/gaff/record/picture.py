@@ -1,4 +1,8 @@
-"""Tensors as small grey pictures, kept as bytes. Needs no torch."""
+"""Tensors as small grey pictures, kept as bytes. Needs no torch.
+
+``gaff.inspection.pictures`` makes them while a traced run goes on; they are saved with the trace and drawn by its
+page.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,12 @@ class Picture:
     over: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them, ``data`` as a text in base64."""
         return {**asdict(self), "data": base64.b64encode(self.data).decode()}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Picture:
-        """Raises ValueError or TypeError for what is no picture."""
+        """Inverse of ``to_dict``. Raises ValueError, KeyError or TypeError for what is no picture."""
         data = base64.b64decode(str(value["data"]), validate=True)
         size = tuple(int(one) for one in value["size"])
         if len(size) != 3 or size[0] * size[1] * size[2] != len(data) or value["kind"] not in KINDS:

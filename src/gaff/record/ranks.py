@@ -1,4 +1,8 @@
-"""The processes of one run: whether they still have the same weights, and their numbers together. Needs no torch."""
+"""The processes of one run: whether they still have the same weights, and their numbers together. Needs no torch.
+
+Everything here is worked out from the logs by whoever reads them: no process of the run waits for another to be
+compared with it, and a process that is gone is told of by the others' logs.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +89,12 @@ def lost(parts: Sequence[RankPart], head: Mapping[str, Any]) -> list[Finding]:
 
 
 def slow(parts: Sequence[RankPart]) -> list[Finding]:
-    """A process that gets to what it has to wait for others at later than they do, nearly always.
+    """One finding for each process that gets to what it has to wait for others at later than they do, nearly always.
 
-    With DistributedDataParallel that is the first backward pass of a step; where forward passes gather weights, too,
-    the first forward. At least eight steps, the first two apart; later by a tenth of a step in the middle of them, and
-    last in four of five.
+    Compared are the seconds from the end of one step to where the next begins its first forward pass and, with
+    DistributedDataParallel, its first backward pass, for no process waits for another before that. Where forward
+    passes gather weights only the forward tells. Chosen: at least eight steps, the first two apart; later by a tenth
+    of a step in the middle of them, and last in four of five.
     """
     told = [one for part in parts for _, one in part.events if one.get("kind") == "model"]
     names = ["to_forward"] if any(one.get("places") for one in told) else ["to_forward", "to_backward"]
@@ -112,6 +117,7 @@ def slow(parts: Sequence[RankPart]) -> list[Finding]:
 
 
 def _slow(rank: int, what: str, late_s: float, share: float, steps: Sequence[int]) -> Finding:
+    """The finding of one process, late at ``what`` (forward or backward) by ``late_s``, a ``share`` of a step."""
     return Finding(
         rule="rank_slow",
         site="",
@@ -129,17 +135,22 @@ def _slow(rank: int, what: str, late_s: float, share: float, steps: Sequence[int
 
 
 def _times(part: RankPart, name: str) -> dict[int, float]:
+    """A series of one process by step, without the steps at which it is missing."""
     rows = zip(part.series.get("step", ()), part.series.get(name, ()), strict=False)
     return {int(step): value for step, value in rows if not math.isnan(value)}
 
 
 def _last(part: RankPart) -> int:
-    """The last step that a process has written anything of."""
+    """The last step that a process has written anything of; -1 where there is none."""
     looks = (step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train")
     return max([-1, *looks, *(int(step) for step in part.series.get("step", ()))])
 
 
 def _gone_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> Finding | None:
+    """The process that ``gaff watch`` has seen end before the others, as a finding.
+
+    None where it saw none, or where that process has written its own end, which says more.
+    """
     gone = head.get("gone")
     part = next((one for one in parts if isinstance(gone, dict) and one.rank == gone.get("rank")), None)
     if part is None or part.latest("end") is not None:  # which tells of its error
@@ -162,6 +173,7 @@ def _gone_first(parts: Sequence[RankPart], head: Mapping[str, Any]) -> Finding |
 
 
 def _weights(part: RankPart, models: set[str]) -> Weights:
+    """Mean and standard deviation of each parameter of these models, by step and key: what replicas must have alike."""
     found: Weights = {}
     for at, (step, _) in enumerate(part.tables):
         table = part.table(at)
@@ -174,7 +186,10 @@ def _weights(part: RankPart, models: set[str]) -> Weights:
 
 
 def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: str) -> tuple[list[int], list[float]]:
-    """Steps that all processes have looked at, and one number of a site over their parts; a replica counts once."""
+    """Steps that all processes have looked at, and one number of a site over their parts; a replica counts once.
+
+    Raises RecordError for a number that does not add up, such as a learning rate, and for rows that processes share.
+    """
     if stat not in BY_NAME or not BY_NAME[stat].merge:
         known = ", ".join(one.name for one in STATISTICS if one.merge)
         raise RecordError(f"{stat!r} of several processes does not add up: expected one of {known}")
@@ -184,7 +199,11 @@ def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: 
 
 
 def _distinct(parts: Sequence[RankPart], key: tuple[str, str]) -> list[RankPart]:
-    """Those that hold different parts of what passes at a site."""
+    """One process for each different part of what passes at a site.
+
+    Of a parameter the place of its part tells, and replicas hold the same one. Of an activation every process sees the
+    rows of its own examples, but with tensor parallelism the processes of one group see the same: that is refused.
+    """
     found: dict[str, RankPart] = {}
     for part in parts:
         told = next((one for _, one in part.events if one.get("kind") == "model" and one.get("name") == key[0]), {})
@@ -203,6 +222,7 @@ def _distinct(parts: Sequence[RankPart], key: tuple[str, str]) -> list[RankPart]
 
 
 def _rows(part: RankPart, key: tuple[str, str], phase: str) -> dict[int, dict[str, float]]:
+    """The stored numbers of one site in one phase of one process, by step and name."""
     found = {}
     for at, (step, _) in enumerate(part.tables):
         table = part.table(at)

@@ -1,4 +1,8 @@
-"""A saved run, read back: ``gaff.load``. Needs no torch; may be opened while the run goes on."""
+"""A saved run, read back: ``gaff.load``. Needs no torch; may be opened while the run goes on.
+
+The folder of a run holds ``run.json`` (the head: version of the format, and what ``gaff watch`` knows of the run), and
+for each process a log ``*.gaff`` and a ring ``*.ring`` of its last steps. The rank is part of the file's name.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,11 @@ class Series:
 
 
 class Record:
-    """A run of ``gaff watch`` or ``gaff.watch``: its findings, its sites, and any number of any site over time."""
+    """A run of ``gaff watch`` or ``gaff.watch``: its findings, its sites, and any number of any site over time.
+
+    Made by ``gaff.load``; raises RecordError where there is no record. It is what the files held when it was opened or
+    last refreshed; only ``refresh`` and ``flight`` read again.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -65,7 +73,11 @@ class Record:
             part.read()
 
     def _open(self) -> None:
-        """The files that are not known yet."""
+        """Take in the logs that are not known yet, by the rank in their names.
+
+        Later ones that are still too short to be a log wait for the next time. Several processes without ranks would
+        all be rank 0: those that come second get the next free number.
+        """
         known = {part.reader.path for part in self._parts}
         found = self.path.glob(f"*{ENDING}") if self.path.is_dir() else ()
         files = [one for one in found if one not in known and one.is_file()]
@@ -80,11 +92,15 @@ class Record:
 
     @property
     def ranks(self) -> list[int]:
+        """The ranks of the processes whose logs are there, in ascending order."""
         return [part.rank for part in self._parts]
 
     @property
     def findings(self) -> list[Finding]:
-        """Of all processes, worst first; those that were over when the run ended come last."""
+        """What was found in all processes, worst first; what was over when the run ended comes last.
+
+        The comparison of the processes (other weights, a lost one, a slow one) is made here, anew each time.
+        """
         found = [*divergence(self._parts), *lost(self._parts, self.head), *slow(self._parts)]
         for part in self._parts:
             told = part.latest("findings") or {}
@@ -166,6 +182,7 @@ class Record:
 
     @property
     def scalars(self) -> list[str]:
+        """Names of the numbers that ``scalar`` knows, of all processes, in the order in which they were first seen."""
         return list(dict.fromkeys(name for part in self._parts for name in part.series if name != "step"))
 
     def series(self, site: str, stat: str, phase: str = "train", rank: int | str = 0) -> Series:
@@ -271,15 +288,18 @@ def _find(names: dict[str, tuple[str, str]], site: str, path: Path) -> tuple[str
 
 
 def _joined(model: str, address: str) -> str:
+    """The name of a site with its model's before it: ``model.fc1``, and ``model:output`` of the model itself."""
     return f"{model}{address}" if address.startswith((":", "[")) else f"{model}.{address}"
 
 
 def _rank_of(file: Path) -> int:
+    """The rank in the name of a file: 3 of ``rank3.gaff``, whatever follows a hyphen; 0 of any other."""
     digits = file.stem.removeprefix("rank").partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
 
 
 def _read_head(path: Path) -> dict[str, Any]:
+    """What ``run.json`` says; empty where there is none. Raises RecordError for one that a later gaff has written."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,4 +1,8 @@
-"""What one look at one step has seen, as plain numbers. Needs no torch."""
+"""What one look at one step has seen, as plain numbers. Needs no torch.
+
+A ``Sample`` is made on the writer's thread, from what a sampled step has left on its devices. Health rules judge it,
+then the recorder writes it as tables.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,17 @@ class Units:
 
     @property
     def dead(self) -> int:
+        """How many units were never above 1e-5 in magnitude in what was seen of them."""
         return self.count - self.active.bit_count()
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of a parameter at one optimizer step."""
+    """What is known of a parameter at one optimizer step.
+
+    The parameters of an optimizer that made no step in the sampled step are left out of a ``Sample``, for nothing is
+    known of their gradients. ``lr`` is that of the parameter's group, 0 where no optimizer owns it.
+    """
 
     kind: str  # "weight", "bias" (of one dimension), "embedding"
     elements: int
@@ -52,7 +61,12 @@ class Parameter:
 
 @dataclass(slots=True)
 class Sample:
-    """One sampled step. ``phase``: ``train`` or ``eval``."""
+    """One sampled step. ``phase``: ``train`` or ``eval``.
+
+    ``rows`` has the numbers of activations and gradients of modules, and of each parameter's ``param``, ``grad`` and
+    ``update``; its order is that in which they were first seen. ``ports`` is an index of ``rows`` that ``port`` makes
+    when it is first asked: rows that are added later are not in it.
+    """
 
     step: int
     phase: str
@@ -66,7 +80,7 @@ class Sample:
     ports: dict[str, dict[Key, Numbers]] = field(default_factory=dict)  # filled when first asked for
 
     def of(self, key: Key, port: str) -> Numbers | None:
-        """The row of another port of the same parameter: ``grad``, ``param``, ``update``."""
+        """The row of another port of the parameter that ``key`` is of (``grad``, ``param``, ``update``), or None."""
         return self.rows.get((key[0], f"{key[1].rpartition(':')[0]}:{port}"))
 
     def port(self, name: str) -> dict[Key, Numbers]:
@@ -78,23 +92,24 @@ class Sample:
 
 
 def port_of(address: str) -> str:
-    """``grad_output`` of ``fc1:grad_output``, ``output`` of ``fc1``."""
+    """The port in an address: ``grad_output`` of ``fc1:grad_output``, ``output`` of ``fc1``."""
     return _split(address)[1]
 
 
 def path_of(address: str) -> str:
-    """The module's or parameter's path in an address."""
+    """The path in an address, of a module or of a parameter."""
     return _split(address)[0]
 
 
 @lru_cache(maxsize=65536)
 def address_of(path: str, port: str) -> str:
-    """Of a parameter's ``param``, ``grad``, or ``update``, which is no port that can be asked for."""
+    """The address of a parameter's ``param``, ``grad`` or ``update``; the last is no port that can be asked for."""
     return str(Site(path, port="param")).removesuffix("param") + port
 
 
 @lru_cache(maxsize=65536)
 def _split(address: str) -> tuple[str, str]:
+    """Path and port of an address, remembered: they are asked of every row of every look, and addresses are few."""
     if address.endswith(":update"):  # of a parameter; no port that can be asked for
         return parse_site(address.removesuffix(":update")).path, "update"
     site = parse_site(address)

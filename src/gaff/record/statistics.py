@@ -55,6 +55,7 @@ class Statistic:
 
 
 def _extra(name: str, unit: str, means: str, group: str, *ends: str, is_of_finite: bool = False) -> Statistic:
+    """A statistic without a slot in a row, of one group, which the recorder fills in."""
     return Statistic(name, unit, means, groups=(group,), ends=ends, is_of_finite=is_of_finite)
 
 
@@ -178,7 +179,8 @@ class Numbers:
     """The numbers of one tensor stream, read from its row. All but the shares of formats are exact up to rounding.
 
     ``mean``, ``std`` (of the population), ``min``, ``max``, ``rms``, ``norm`` (L2) are of the finite elements, NaN
-    where there are none; ``zeros`` is their fraction that is exactly zero. ``nan`` and the infinities are counts.
+    where there are none, but for ``norm``, which is then 0; ``zeros`` is their fraction that is exactly zero. ``nan``
+    and the infinities are counts.
     """
 
     __slots__ = ("_row", "count", "mean", "std")
@@ -191,38 +193,47 @@ class Numbers:
 
     @property
     def min(self) -> float:
+        """The least finite element; NaN where there is none."""
         return self._row[MIN] if self.count else math.nan
 
     @property
     def max(self) -> float:
+        """The largest finite element; NaN where there is none."""
         return self._row[MAX] if self.count else math.nan
 
     @property
     def zeros(self) -> float:
+        """The share of the finite elements that is exactly zero; 0 where there is none."""
         return self._row[ZEROS] / self.count if self.count else 0.0
 
     @property
     def nan(self) -> int:
+        """How many elements are NaN."""
         return int(self._row[NAN])
 
     @property
     def positive_inf(self) -> int:
+        """How many elements are +inf."""
         return int(self._row[POSITIVE])
 
     @property
     def negative_inf(self) -> int:
+        """How many elements are -inf."""
         return int(self._row[NEGATIVE])
 
     @property
     def nonfinite(self) -> int:
+        """How many elements are NaN or infinite."""
         return int(self._row[NAN] + self._row[POSITIVE] + self._row[NEGATIVE])
 
     @property
     def rms(self) -> float:
+        """The root of the mean square of the finite elements; NaN where there is none."""
         return math.hypot(self.mean, self.std)
 
     @property
     def norm(self) -> float:
+        """The L2 norm of the finite elements; 0 where there is none."""
         return self.rms * math.sqrt(self.count) if self.count else 0.0
 
     @property
@@ -250,7 +261,7 @@ class Numbers:
 
 
 def merge(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """The row of both together; in any order."""
+    """The row of two parts together, whichever comes first; exact up to rounding (Chan, Golub & LeVeque, 1979)."""
     count = left[COUNT] + right[COUNT]
     if not right[COUNT] or not left[COUNT]:
         moments = [(right if right[COUNT] else left)[at] for at in (COUNT, MEAN, M2)]

@@ -1,4 +1,9 @@
-"""The rows of a trace: one for each call and each parameter, as plain values without tensors."""
+"""The rows of a trace: one for each call and each parameter, as plain values without tensors.
+
+``gaff.inspection.tracer`` makes them, ``gaff.inspection.trace.Trace`` holds and saves them, views draw them. The
+functions below make them anew from JSON, and raise TypeError or ValueError for what they cannot be made of; who reads
+a file turns that into a ``RecordError``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,10 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of all elements of one tensor; ``std`` is the population's. ``nonfinite`` counts NaN and inf elements."""
+    """The moments of one tensor's elements; ``std`` is the population's, ``nonfinite`` counts NaN and inf elements.
+
+    Elements that are not finite are not left out of the moments: a NaN makes them NaN.
+    """
 
     mean: float
     std: float
@@ -71,7 +79,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """One parameter and, after a backward pass, its gradient."""
+    """One parameter and, after a backward pass, its gradient; ``grad`` is None where the trace ran no backward pass."""
 
     site: str
     shape: str
@@ -89,6 +97,10 @@ _KINDS: dict[str, Any] = {
 
 
 def call_row(row: dict[str, Any]) -> CallRow:
+    """A ``CallRow`` from a dict of JSON.
+
+    Raises TypeError for a value of a wrong type, ValueError for an unknown field.
+    """
     for name, kind in _KINDS.items():
         if name in row and not isinstance(row[name], kind):
             raise TypeError(f"a row has {name!r} {row[name]!r:.40}")
@@ -101,10 +113,15 @@ def call_row(row: dict[str, Any]) -> CallRow:
 
 
 def optional_row(cls: type[_Row], data: dict[str, Any] | None) -> _Row | None:
+    """``build_row`` for a part of a row that may be missing: None stays None."""
     return None if data is None else build_row(cls, data)
 
 
 def build_row(cls: type[_Row], data: dict[str, Any]) -> _Row:
+    """A dataclass from a dict of JSON, in which a ``sketch`` is turned into a tuple of floats in place.
+
+    Raises ValueError for a field that ``cls`` does not have, TypeError where one is missing.
+    """
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     unknown = [name for name in data if name not in known]
     if unknown:
@@ -115,27 +132,51 @@ def build_row(cls: type[_Row], data: dict[str, Any]) -> _Row:
 
 
 class Traced(Protocol):
-    """What can be drawn of a traced run: the fields of ``gaff.inspection.trace.Trace``, where each is told."""
+    """What can be drawn of a traced run: the fields of ``gaff.inspection.trace.Trace``, as views need them.
+
+    A ``Protocol``, so that views can draw a trace without an import from a higher floor.
+    """
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str:
+        """The class name of the model, without its wrappers."""
+
     @property
-    def rows(self) -> tuple[CallRow, ...]: ...
+    def rows(self) -> tuple[CallRow, ...]:
+        """All calls in the order in which they were entered: a module comes before what is inside it."""
+
     @property
-    def parameters(self) -> tuple[ParameterRow, ...]: ...
+    def parameters(self) -> tuple[ParameterRow, ...]:
+        """Every parameter once, under the first of its names."""
+
     @property
-    def unused_modules(self) -> tuple[str, ...]: ...
+    def unused_modules(self) -> tuple[str, ...]:
+        """Paths of the modules that were not called, without containers, which never are."""
+
     @property
-    def unused_parameters(self) -> tuple[str, ...]: ...
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Paths of parameters that require grad and got none, or that the output does not depend on."""
+
     @property
-    def has_backward(self) -> bool: ...
+    def has_backward(self) -> bool:
+        """Whether a backward pass was run, so that gradients are told."""
+
     @property
-    def has_flops(self) -> bool: ...
+    def has_flops(self) -> bool:
+        """Whether operations were counted; else ``flops`` of every row is 0."""
+
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """The device on which the model computes, as text: ``cpu``, ``cuda:0``."""
+
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what the numbers do not tell, or tell only in part."""
+
     @property
-    def edges(self) -> tuple[tuple[int, int, bool], ...]: ...
+    def edges(self) -> tuple[tuple[int, int, bool], ...]:
+        """Which row was given what another has made: (maker, user, whether that is certain), by number."""
+
     @property
-    def pictures(self) -> tuple[Picture, ...]: ...
+    def pictures(self) -> tuple[Picture, ...]:
+        """What was drawn of the tensors that passed, for traces with pictures; else empty."""

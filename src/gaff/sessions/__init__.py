@@ -1,1 +1,8 @@
-"""What is opened and left: captures, edits, extractors; what was asked of them and what they did."""
+"""What is opened and left: captures, edits, extractors; what was asked of them and what they did.
+
+From the question to the answer: ``request`` and ``plan`` hold what is asked and check it against a model
+(``plan_files`` saves it); ``capture``, ``edit`` and ``take`` open an engine session with one stream for each site
+(``kept_site``, ``edited_site``), which the engine calls when something passes; ``exact`` decides how a value is kept,
+``budget`` how much, ``edit_size`` how much an edit changed; ``reading`` finds kept values, ``receipt`` tells what
+happened.
+"""

@@ -1,4 +1,8 @@
-"""The memory budget of a capture: counts what is held, and refuses or lets the oldest go."""
+"""The memory budget of a capture: counts what is held, and refuses or lets the oldest go.
+
+Counting exactly is dear, since kept values share memory with each other. So each site adds the sizes of what it keeps
+to a number, and only when that passes the limit is the memory behind all kept values counted for real.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +22,31 @@ _LOOK_FIRST_AT = 64 * 2**20  # below this nobody asks the system how much memory
 
 
 class Holder(Protocol):
-    """Something that holds values and can let the oldest go."""
+    """Something that holds values and can let the oldest go: a site of a capture.
+
+    ``records`` are what it holds, in order; the ledger asks for their number only.
+    """
 
     site: Site
     records: Sized
 
-    def oldest(self) -> int | None: ...
+    def oldest(self) -> int | None:
+        """The run of the oldest value held, or None where nothing is held."""
 
-    def evict(self) -> None: ...  # and tells the ledger
+    def evict(self) -> None:  # and tells the ledger
+        """Let the oldest value go. Called only where there is one."""
 
-    def iter_held(self) -> Iterator[Any]: ...
+    def iter_held(self) -> Iterator[Any]:
+        """Every tensor held, also inside nested values."""
 
 
 class Ledger:
     """Bytes held by one capture. ``budget`` None: half of the memory that was free, looked up when it matters.
 
-    ``holders`` is a weak method: what is kept must be freed with the capture, without waiting for a collector.
+    ``held`` is what the sites added up, value by value, which counts shared memory more than once; it is corrected
+    whenever ``limit`` is passed. ``limit`` starts low, so that the system is asked only by captures that hold much.
+    ``evict`` is "raise" or "oldest". ``holders`` is a weak method: what is kept must be freed with the capture, without
+    waiting for a collector.
     """
 
     def __init__(
@@ -46,7 +59,11 @@ class Ledger:
         self._holders = holders
 
     def check(self, site: Site) -> None:
-        """Called when ``held`` passes ``limit``. Raises PlanError when the budget is really exceeded."""
+        """Count what is held, let the oldest go where that was asked, and raise PlanError where it is still too much.
+
+        Called by the ``site`` that has just kept a value, when ``held`` passes ``limit``; so inside a hook, where
+        raising stops the user's run.
+        """
         self.held = self._count()
         if self._budget is None:
             self._budget = (_free_bytes(self._device()) + self.held) // 2
@@ -60,15 +77,17 @@ class Ledger:
             )
 
     def _iter_holders(self) -> Iterable[Holder]:
+        """The sites of the capture; none where it has been freed."""
         holders = self._holders()
         return holders() if holders is not None else ()
 
     def _device(self) -> torch.device | None:
-        """The GPU on which something is held, if any."""
+        """The GPU on which something is held, if any: that is the memory which runs short."""
         held = (tensor for holder in self._iter_holders() for tensor in holder.iter_held())
         return next((tensor.device for tensor in held if tensor.is_cuda), None)
 
     def _let_go(self) -> None:
+        """Let values of the earliest runs go until the budget is kept, but never the only one that is left."""
         while self.held > self.limit:
             holders = [(age, holder) for holder in self._iter_holders() if (age := holder.oldest()) is not None]
             if sum(len(holder.records) for _, holder in holders) < 2:
@@ -76,12 +95,13 @@ class Ledger:
             min(holders, key=lambda pair: pair[0])[1].evict()
 
     def _count(self) -> int:
-        """Exact: memory that several values share is counted once."""
+        """The bytes behind all kept values: memory that several of them share is counted once, and as a whole."""
         held = (tensor for holder in self._iter_holders() for tensor in holder.iter_held())
         return sum({_address(tensor): _storage_bytes(tensor) for tensor in held}.values())
 
 
 def _address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; for a sparse or nested one, which has no single one, its identity."""
     try:
         return memory_of(tensor)
     except RuntimeError:
@@ -89,6 +109,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of the whole memory behind a tensor, which may be a view; where that is unknown, of its elements."""
     try:
         return tensor.untyped_storage().nbytes()
     except RuntimeError:
@@ -96,7 +117,7 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def _free_bytes(device: torch.device | None) -> int:
-    """Memory that could still be taken, on a GPU or (None) of the host.
+    """Memory that could still be taken, on a GPU or (None) of the host, in bytes.
 
     Linux tells the latter directly; elsewhere free pages are what there is.
     """

@@ -96,7 +96,7 @@ class Capture:
         """Raises SiteError when nothing or several events fit, ExactnessError when the value cannot be trusted."""
         if not isinstance(address, str):
             raise SiteError(f"got[{address!r}]: expected an address as text, such as got['conv'] or got[':output']")
-        if not hasattr(self._session, "clock"):
+        if not self._session.was_opened:
             raise PlanError(f"got[{address!r}]: this session was never opened: use `with gaff.capture(...) as got:`")
         return self.run(None)[address]
 
@@ -146,7 +146,7 @@ class Capture:
         return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional)
 
     def __repr__(self) -> str:
-        was_opened = hasattr(self._session, "clock")
+        was_opened = self._session.was_opened
         state = "open" if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
         return f"<gaff capture, {state}>\n{self.receipt}"
 
@@ -164,7 +164,7 @@ class Capture:
                     warnings.warn(f"gaff: {stream.site}: {list(stream.reasons)[-1]}", stacklevel=3)
 
     def _ran(self) -> int:
-        return self._session.clock.latest.index + 1 if hasattr(self._session, "clock") else 0
+        return self._session.clock.latest.index + 1 if self._session.was_opened else 0
 
     def _make_taps(self, model: nn.Module) -> list[Tap]:
         taps = []

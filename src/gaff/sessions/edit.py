@@ -124,7 +124,7 @@ class Editing:
             self._session.lingering.release()
 
     def __repr__(self) -> str:
-        was_opened = hasattr(self._session, "clock")
+        was_opened = self._session.was_opened
         state = (
             self._state if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
         )
@@ -163,7 +163,7 @@ class Editing:
                 )
 
     def _ran(self) -> int:
-        return self._session.clock.latest.index + 1 if hasattr(self._session, "clock") else 0
+        return self._session.clock.latest.index + 1 if self._session.was_opened else 0
 
     def _named(self, pattern: str | None) -> list[EditedSite]:
         if pattern is None:

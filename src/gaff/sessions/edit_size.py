@@ -1,4 +1,8 @@
-"""How much an edit changes: sums that stay on the device until somebody reads them."""
+"""How much an edit changes: sums that stay on the device until somebody reads them.
+
+An edit is measured inside the user's run, so nothing here may wait for a device: five sums are taken for each event and
+added up where they are, and ``read`` brings them over when a receipt is asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ from gaff.compat import distributed, modes
 
 
 class EditSize:
-    """Sums over the measured events, on the device of the values; read once, when somebody looks."""
+    """How much one edit has changed at one site, over the events that were measured.
+
+    Holds sums by device, read when somebody looks; ``events`` counts the events behind them. Made and owned by the
+    ``EditedSite`` that calls ``add``.
+    """
 
     def __init__(self) -> None:
         self.events = 0
@@ -20,7 +28,10 @@ class EditSize:
         self._seen = 0
 
     def add(self, old: Tensor, new: Tensor) -> Tensor:
-        """Returns how many elements became non-finite, as a number on the device. Nothing is synchronised."""
+        """Add one event: what passed and what the edit made of it, of the same shape and dtype.
+
+        Returns how many elements became non-finite, as a number on the device. Nothing is synchronised.
+        """
         self.events += 1
         self._seen += distributed.local_of(old).numel()
         with torch.no_grad(), modes.outside_modes():
@@ -30,7 +41,11 @@ class EditSize:
         return sums[2]
 
     def read(self) -> dict[str, Any]:
-        """The numbers of a receipt. Waits for the device."""
+        """The numbers of a receipt, by the names of its row. Waits for the device.
+
+        ``delta`` is the L2 norm of all changes over that of all values, both over elements that were and stayed finite;
+        infinite where zeros were changed.
+        """
         totals = [sum(float(sums[at]) for sums in self._sums.values()) for at in range(5)]
         delta = (totals[3] / totals[4]) ** 0.5 if totals[4] else float(totals[3] > 0) and float("inf")
         return {
@@ -44,7 +59,12 @@ class EditSize:
 
 
 def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
-    """Elements and rows that differ, elements that became non-finite, squared norms of the change and of the value."""
+    """Five numbers on the device: elements and rows that differ, elements that became non-finite, two squared norms.
+
+    The norms are of the change and of the value before, over elements that are finite in both. NaN that stays NaN is no
+    change. Rows are indices of dimension 0; a tensor with fewer than two dimensions is one row. Norms are taken in
+    float64; of floating tensors on MPS, which does not have it, in float32.
+    """
     old, new = plain(old), plain(new)
     if not old.numel():
         return [torch.zeros((), dtype=kind, device=old.device) for kind in (torch.long,) * 3 + (torch.float64,) * 2]
@@ -70,7 +90,11 @@ def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
 
 
 def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
-    """The same where all is finite, a tenth of the price on a CPU; None where not all is. There reading is no wait."""
+    """The sums of ``_sums`` where all is finite, at a tenth of the price on a CPU; None where something is not.
+
+    It reads numbers to tell, which is no wait on a CPU. Norms are taken in float64, so that squares neither vanish nor
+    overflow.
+    """
     if old.element_size() < 4:
         old, new = old.float(), new.float()
     change = new - old
@@ -91,7 +115,11 @@ def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as a strided one, without a graph."""
+    """The elements of a tensor as a strided one, without an autograd graph.
+
+    Of one spread over processes it is this one's part. Sparse and quantised ones are made dense; of a nested one the
+    parts are put one after the other.
+    """
     tensor = distributed.local_of(tensor.detach())  # of what is spread over processes: this one's part
     if tensor.is_nested:
         return torch.cat([part.flatten() for part in tensor.unbind()])

@@ -1,4 +1,9 @@
-"""What an edit does at one site: applies it, checks what it returned, repeats it, and measures the change."""
+"""What an edit does at one site: applies it, checks what it returned, repeats it, and measures the change.
+
+``EditedSite`` is the stream that the engine calls. What an edit is lies in ``gaff.edits`` and when it acts in the
+engine; here stands what must hold of it: a wrong shape, a write into the argument, or another result in a recomputation
+raises before the model goes on with it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,12 @@ _MEASURED_FIRST = 16  # events that are measured one by one; later ones at power
 
 
 class Switch:
-    """Whether an edit acts, and how strongly: 1 is the edit itself, 0 nothing, between them a mixture."""
+    """Whether an edit acts, and how strongly: 1 is the edit itself, 0 nothing, between them a mixture.
+
+    One for each edited site, shared with the sites of its single ops; set by ``Editing.on``, ``off`` and ``strength``
+    at any time, read at every event. ``is_plain``: the edit acts just as it was given. Where compiled code holds the
+    edit, ``gate`` is the strength, or 0 while it is off, in a tensor that the compiled graph reads.
+    """
 
     __slots__ = ("gate", "is_on", "is_plain", "strength")
 
@@ -34,7 +44,7 @@ class Switch:
         self.gate: Tensor | None = None  # the same as a number that compiled code reads, where there is some
 
     def set(self, *, is_on: bool | None = None, strength: float | None = None) -> None:
-        """Change one of them."""
+        """Change whether the edit acts, its strength, or both; None leaves it as it is."""
         self.is_on = self.is_on if is_on is None else is_on
         self.strength = self.strength if strength is None else strength
         self.is_plain = self.is_on and self.strength == 1.0
@@ -43,7 +53,10 @@ class Switch:
 
 
 class Family:
-    """All streams of one session."""
+    """All streams of one edit session, in the order in which they came, and what they have in common.
+
+    ``streams`` grows while the session is open, where a site names several ops.
+    """
 
     def __init__(self, *, check_finite: bool) -> None:
         self.check_finite = check_finite
@@ -51,7 +64,12 @@ class Family:
 
 
 class EditedSite:
-    """One edit at one site. ``place`` is equal for edits at the same site."""
+    """One edit at one site: the stream that the engine asks what the model goes on with.
+
+    ``place`` is equal for edits at the same site, which act one after the other. Made by ``Editing`` before anything is
+    installed; ``is_open`` ends with the session, but in recomputations of living autograd graphs it is called after
+    that, too. ``hits`` counts events at which it acted, ``none`` those where there was no tensor.
+    """
 
     def __init__(self, pattern: str, site: Site, place: object, edit: Edit, family: Family) -> None:
         check_finite = family.check_finite
@@ -78,12 +96,18 @@ class EditedSite:
         self._reasons: dict[str, int] = {}
 
     def add(self, value: Tensor, run: Any, call: int) -> Tensor | None:
-        """A gradient arrives; what backward goes on with, None for the same."""
+        """A gradient arrives, inside backward: return what backward goes on with, None where it stays as it is."""
         strength = self._strength(run, call)
         return None if strength is None else self._apply(value, run, call, strength)
 
     def change(self, value: Tensor, passage: Any, is_again: bool) -> Tensor:
-        """A value passes; what the model goes on with. In a recomputation: what the first pass decided."""
+        """A value passes: return what the model goes on with. Raises PlanError where the edit does not fit it.
+
+        A ``passage`` has a ``memo`` where a checkpoint may run the call again. The first pass notes there whether and
+        how strongly the edit acted, sums over what went in and came out unless the edit is pure, and the versions of
+        its constants; the recomputation (``is_again``) acts by these notes and not by the switch, or gradients would
+        belong to another forward. Raises ExactnessError where it cannot.
+        """
         run, call, memo = passage.run, passage.call, passage.memo
         if is_again:
             decided = None if memo is None else memo.get(self)
@@ -101,7 +125,11 @@ class EditedSite:
         return new
 
     def told(self, old: Tensor, new: Tensor, remark: str) -> None:
-        """Compiled code has made the edit."""
+        """Compiled code has made the edit: count and measure it, with ``old`` and ``new`` detached.
+
+        Where the edit was off, ``new`` is equal to ``old`` and the event counts as let pass. ``remark`` goes into the
+        receipt.
+        """
         if remark:
             self.remark(remark)
         if not (self.switch.is_on and self.switch.strength):
@@ -113,21 +141,33 @@ class EditedSite:
             self.measured.add(old, new)
 
     def absent(self, run: Any, call: int, reason: str) -> None:
+        """The site was reached, and there is no tensor to edit."""
         self.none += 1
         self.skip(reason)
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
+        """The edit cannot be made truly. Raises ExactnessError, which stops the run or the backward pass.
+
+        While the session closes there is nothing to stop: the reason is put into ``lost``, and ``Editing`` raises when
+        the hooks are gone.
+        """
         if self.is_open:
             raise ExactnessError(f"{self.site}: the edit cannot be made: {reason}")
         self.lost.append(reason)
 
     def remark(self, text: str) -> None:
+        """Something that the reader of the receipt should know; told once."""
         self._reasons.setdefault(text, 1)
 
     def at(self, key: Key) -> EditedSite:
+        """Itself: one stream edits each of the tensors in a nested value."""
         return self
 
     def spawn(self, site: Site, known: Any) -> EditedSite:
+        """The stream of one op, where this site names several: with its own counts, under the same switch.
+
+        ``known`` is that of another pattern for the same op; it edits, too, so it is not taken instead.
+        """
         new = EditedSite(self.pattern, site, (self.place, site), self.edit, self.family)
         new.switch = self.switch
         self.spawned.append(new)
@@ -136,16 +176,19 @@ class EditedSite:
 
     @property
     def is_skip(self) -> bool:
-        """Whether the edit takes the place of a whole module."""
+        """Whether the edit takes the place of a whole module, by itself or inside ``When``."""
         return isinstance(self.edit.edit if isinstance(self.edit, When) else self.edit, Skip)
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the edit could have acted by now, and has not."""
+        """Whether the edit has neither acted nor let anything pass yet, here and at each single op of the site."""
         return not self.hits and not self._passed and all(one.is_overdue for one in self.spawned)
 
     def stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_again: bool) -> Any:
-        """The output of a module that is not run: its first input, a constant, or what a function makes."""
+        """The output of a module that is not run: its first input, a constant, or a function of its arguments.
+
+        Raises PlanError where the first input is meant and no argument is or holds a tensor. A constant is copied.
+        """
         self.hits += not is_again
         edit = self.edit.edit if isinstance(self.edit, When) else self.edit
         value = edit.value if isinstance(edit, Skip) else None
@@ -159,11 +202,11 @@ class EditedSite:
         return value(*args, **kwargs)
 
     def wants(self, run: Any, call: int) -> bool:
-        """Whether the edit acts at this event."""
+        """Whether the edit acts at this event. An event at which it does not is counted as let pass."""
         return self._strength(run, call) is not None
 
     def row(self) -> ReceiptRow:
-        """What happened so far. Reads the device."""
+        """What happened so far, as a row of the receipt. Waits for the device."""
         reasons = [*self._reasons.items(), *((text, 1) for text in self.lost)]
         if self._passed:
             reasons.append((f"let pass {self._passed} times, by when() or off()", 1))
@@ -177,7 +220,11 @@ class EditedSite:
                           reason=merge_reasons(reasons), hits=self.hits, **numbers)  # fmt: skip
 
     def direct(self, value: Tensor) -> Tensor | None:
-        """The common case, an edit of our own, at the price of a raw hook; None where it is not that case."""
+        """The common case, a plain edit of our own, at the price of a raw hook; None where it is not that case.
+
+        Taken only by an edit that needs no event, has acted before and is neither switched nor checked. Whatever is
+        unusual returns None, after which ``change`` goes the long way round and says what is wrong.
+        """
         if not (self._is_direct and self.hits and self.switch.is_plain):
             return None
         try:
@@ -192,6 +239,7 @@ class EditedSite:
         return new
 
     def _strength(self, run: Any, call: int) -> float | None:
+        """How strongly the edit acts at this event; None, counted as let pass, where it does not."""
         is_now = not isinstance(self.edit, When) or self.edit.holds(self._event(run, call))
         if is_now and self.switch.is_on and self.switch.strength:
             return self.switch.strength
@@ -202,6 +250,11 @@ class EditedSite:
         return Event(self.site, run.index, call, run.step)
 
     def _apply(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
+        """Compute what goes on, count the event, and measure it if it is one of the first or of a power of two.
+
+        With ``check_finite`` every event is measured and the number is read, which waits for the device. Raises
+        PlanError then for elements that the edit made NaN or infinite.
+        """
         new = self._compute(value, run, call, strength)
         hits = self.hits = self.hits + 1
         if hits <= _MEASURED_FIRST or not hits & (hits - 1) or self.check_finite:
@@ -213,6 +266,11 @@ class EditedSite:
     def _repeat(
         self, value: Tensor, run: Any, call: int, strength: float, checksums: Any, versions: tuple[int, ...]
     ) -> Tensor:
+        """Compute the edit again in a recomputation, and see that nothing is different from the first pass.
+
+        What it returned is compared only where what went in has the same bits: without that nothing can be expected.
+        Raises ExactnessError for a function that returned something else, and for constants that were written to.
+        """
         if versions != _versions(self._constants):
             raise ExactnessError(
                 f"{self.site}: a tensor of the edit was written to between the forward and the recomputation of a "
@@ -228,6 +286,12 @@ class EditedSite:
         return new
 
     def _compute(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
+        """What the edit makes of ``value``, mixed by ``strength`` and checked: a tensor alike, and ``value`` untouched.
+
+        ``has_failed`` stays set when anything goes wrong: closing must then not complain that the edit never acted.
+        Errors of a function of the user pass as they are, with a note of the site; those of torch in an edit of our own
+        are about its constants, and become a PlanError.
+        """
         version = 0 if self._is_pure else memory.version_of(value)
         try:
             event = self._event(run, call) if self._needs_event else self._any_event
@@ -265,21 +329,24 @@ class EditedSite:
         return new
 
     def _add_note(self, error: Exception, run: Any, call: int) -> None:
+        """Say with an error of the user's function where it happened, as a note of the exception."""
         if hasattr(error, "add_note"):
             error.add_note(f"gaff: in the edit at {self.site}, run {run.index}, call {call}")
 
     def skip(self, reason: str) -> None:
+        """An event that could not be edited, or a reason why none came; equal reasons are counted."""
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
 
 def _change_plain(edit: Edit, value: Tensor, event: Event) -> Tensor:
+    """Call the edit; our own ones get float8 as float32 and are rounded back, since torch computes with no float8."""
     if edit.is_pure and libraries.is_small_float(value):  # torch computes with no float8: our own edits in float32
         return edit.change(value.float(), event).to(value.dtype)
     return edit.change(value, event)
 
 
 def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
-    """Edits that leave zeros zero act on the values that a sparse gradient has; others on it as it is."""
+    """Edits that leave zeros zero act on the values that a sparse gradient has; others get it as it is."""
     if not getattr(edit, "keeps_zero", False):
         return edit.change(value, event)
     value = value.coalesce()
@@ -288,15 +355,18 @@ def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
 
 
 def _versions(constants: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """How often each constant was written to: another number than before means that it has changed."""
     return tuple(memory.version_of(constant) for constant in constants)
 
 
 def _need_mixable(value: Tensor, strength: float, site: Site) -> None:
+    """Raises PlanError for a mixture of tensors that have no values between: integers and truth values."""
     if strength != 1.0 and not (value.is_floating_point() or value.is_complex()):
         raise PlanError(f"{site}: strength {strength} of an edit of {value.dtype}: expected 0 or 1, it cannot be mixed")
 
 
 def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
+    """``value + strength * (new - value)``: float8 by way of float32, sparse ones by sums, the rest by ``lerp``."""
     _need_mixable(value, strength, site)
     if value.layout != torch.strided:
         return value * (1 - strength) + new * strength
@@ -306,11 +376,16 @@ def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
 
 
 def _is_alike(new: Tensor, old: Tensor) -> bool:
+    """Whether a tensor can take the place of another: the same dtype, shape, device and layout."""
     return new.dtype is old.dtype and new.shape == old.shape and new.device == old.device and new.layout is old.layout
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Some hundred sums that tell one tensor from another, by value and by place; stays on the device."""
+    """Some hundred sums that tell one tensor from another, by value and by place; they stay on the device.
+
+    64 sums of the columns and 64 of the rows of the elements laid out as 64 columns and as 64 rows, then the rest that
+    does not fill a row: a changed element shows, and so does a changed order.
+    """
     with torch.no_grad(), modes.outside_modes():
         flat = plain(tensor).flatten()
         if flat.is_complex():
@@ -322,11 +397,13 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two checksums have the same bits, by which NaN is equal to itself. Waits for the device."""
     with modes.outside_modes():
         return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # bits: NaN is equal to itself
 
 
 def _text(tensor: Tensor, other: Tensor) -> str:
+    """Shape and dtype for a message, and device and layout where they differ from those of ``other``."""
     text = f"{'x'.join(map(str, tensor.shape)) or 'a scalar'} {str(tensor.dtype).removeprefix('torch.')}"
     text += f" on {tensor.device}" if tensor.device != other.device else ""
     return text + (f" as {tensor.layout}" if tensor.layout != other.layout else "")

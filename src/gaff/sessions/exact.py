@@ -2,7 +2,11 @@
 
 A tensor that the run itself made is kept as a copy-on-write copy: the price of a reference, and a later in-place
 write copies first. Memory that others hold (parameters, buffers, arguments, other devices) is kept by reference and
-its version counter is checked on reading; where there is none (inference mode) it is cloned.
+its version counter is checked on reading; where there is none (inference mode) it is cloned. It is not shared
+copy-on-write, since a later write would move it, and NumPy views and shared memory would stop following.
+
+A ``Keeper`` decides when the value passes, ``read`` checks when it is asked for, and ``own`` gives the reader something
+to write into.
 """
 
 from __future__ import annotations
@@ -25,14 +29,20 @@ from gaff.sessions.request import Options
 
 
 class Moment(Protocol):
-    """When a value was seen: the engine's run."""
+    """When a value was seen: the run of the engine, of which no more is needed to order and name events.
+
+    ``index`` is the number of the run, ``step`` how many optimizer steps were completed when it began.
+    """
 
     index: int
     step: int
 
 
 class Kept:
-    """A value that is handed out only after a check: of version counters, or of a copy still under way."""
+    """A value that is handed out only after a check: of version counters, or of a copy still under way.
+
+    Each of ``checks`` is called with the site for its message, and raises ExactnessError or waits.
+    """
 
     __slots__ = ("checks", "value")
 
@@ -42,7 +52,7 @@ class Kept:
 
 
 class Refused:
-    """Stands for a value that cannot be told exactly."""
+    """Stands for a value that cannot be told exactly; reading it raises ExactnessError with ``reason``."""
 
     __slots__ = ("reason",)
 
@@ -51,7 +61,10 @@ class Refused:
 
 
 def read(kept: Any, site: Site) -> Any:
-    """The value behind what a ``Keeper`` returned. Raises ExactnessError if it can no longer be trusted."""
+    """The value behind what a ``Keeper`` returned. Raises ExactnessError if it can no longer be trusted.
+
+    Waits for a copy to the host that is still under way; otherwise it does not wait.
+    """
     if type(kept) is Kept:
         for check in kept.checks:
             check(site)
@@ -65,11 +78,12 @@ def own(value: Any, *, is_shared: bool) -> Any:
     """``value`` for the reader, who may write into it: neither what is kept nor the model's memory changes with it.
 
     Copy-on-write where that is safe, else a copy; ``is_shared``: others hold the memory. Elsewhere than on the CPU
-    what is kept is handed out itself.
+    what is kept is handed out itself, unless it is shared: there a write of the reader is seen by later readers.
     """
     lazy = memory.lazy_clone()
 
     def own_tensor(tensor: Tensor) -> Tensor:
+        """One tensor of the value, with its strides; torch itself refuses writes into a shared one that is expanded."""
         if distributed.is_spread(tensor):
             return distributed.with_local(tensor, own_tensor(distributed.local_of(tensor)))
         if is_shared:  # torch itself refuses to write into expanded tensors
@@ -92,7 +106,7 @@ def own(value: Any, *, is_shared: bool) -> Any:
 
 
 def size_of(kept: Any) -> int:
-    """Bytes of the tensors in what a ``Keeper`` returned."""
+    """Bytes of the tensors in what a ``Keeper`` returned; memory that two of them share counts twice."""
     value = kept.value if type(kept) is Kept else kept
     return sum(size_bytes(tensor) for _, tensor in iter_tensors(value))
 
@@ -100,7 +114,11 @@ def size_of(kept: Any) -> int:
 class Keeper:
     """Turns a passing value into one that can be read later.
 
-    ``is_foreign`` tells memory that others hold; whoever opens the session sets it.
+    One for each request of a capture, shared by its sites; holds the options and no values. ``is_foreign`` tells memory
+    that others hold; whoever opens the session sets it, and until then all memory counts as such. ``is_state``: what is
+    kept are parameters or buffers, and is copied (batch norm writes into its buffers past the version counter).
+    ``is_loose``: values are handed out as they are, with their autograd graph or by reference, as was asked.
+    ``is_plain``: no option asks for anything.
     """
 
     def __init__(self, options: Options, reduce: Callable[[Tensor], Tensor] | None, is_state: bool) -> None:
@@ -116,16 +134,23 @@ class Keeper:
         self.is_plain = not (self.reduce or self._dtype or self._device or self._graph or self._clone)
 
     def copy_all(self) -> None:
-        """What passes lies in memory that is written to without torch's knowledge: copy at once."""
+        """What passes lies in memory that is written to without torch's knowledge: copy at once from here on.
+
+        Compiled code uses the memory of its intermediate values again, and no version counter tells.
+        """
         self._clone = self._is_bare = True
         self.is_plain = False
 
     def reduces_by(self, reduce: Any) -> bool:
-        """Whether ``reduce`` is how this keeper reduces."""
+        """Whether ``reduce`` is how this keeper reduces: the same function, or an equal value of ``gaff.keep``."""
         return reduce is self.reduce or (is_pure(reduce) and reduce == self.reduce)
 
     def keep(self, value: Any, run: Any) -> Any:
-        """``value``: a tensor or a nested value. Never synchronises with a device."""
+        """Keep ``value``, a tensor or a nested value, as it is at this moment; ``read`` takes what this returns.
+
+        Called inside hooks, of which it must not be felt: writes into nothing, and waits for no device unless
+        ``reduce`` does. Objects that gaff does not follow are replaced by ``Opaque``.
+        """
         number = self._number(value) if self._is_number and type(value) is Tensor else None
         if number is not None:
             return number
@@ -138,7 +163,10 @@ class Keeper:
         return Kept(kept, checks) if checks else kept
 
     def _number(self, tensor: Tensor) -> Tensor | None:
-        """What the keeper is for, in memory of its own, the short way; None where that is not certain."""
+        """A tensor reduced to something smaller, the short way; None where the long way is needed.
+
+        What compiled code has told may be reduced already, and lies in memory that will be used again: it is cloned.
+        """
         if is_reduced(tensor):
             return tensor.clone()
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -149,6 +177,11 @@ class Keeper:
     def _keep_tensor(
         self, tensor: Tensor, checks: list[Callable[[Site], None]], is_foreign: Callable[[Tensor], bool]
     ) -> Tensor:
+        """One tensor of a value: reduced, then moved, then held, each where asked for.
+
+        A part that still shares the memory of the whole is copied where it is at most half as large: kept as it is, it
+        would hold the whole. The autograd graph is kept only with ``graph``.
+        """
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
             if self.reduce is not None and not is_reduced(tensor):
                 exact = self._safe(tensor, is_foreign)
@@ -171,6 +204,10 @@ class Keeper:
         return held.clone() if checks and not is_pure(self.reduce) else held
 
     def _move(self, tensor: Tensor, checks: list[Callable[[Site], None]]) -> Tensor:
+        """``tensor`` in the dtype and on the device asked for; itself where it is already so.
+
+        From a GPU to the CPU without an autograd graph it goes through pinned memory, and nobody waits.
+        """
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         device = self._device or tensor.device
         source = tensor if self._graph else tensor.detach()
@@ -186,7 +223,8 @@ def hold(
 ) -> Tensor:
     """``tensor`` as it is now, without a copy where that is possible; otherwise a check is added to ``checks``.
 
-    With ``has_graph`` the result stays connected to the autograd graph of ``tensor``.
+    With ``has_graph`` the result stays connected to the autograd graph of ``tensor``. Of a DTensor the local part is
+    held. A tensor without a version counter is cloned, and so is a quantised one.
     """
     if distributed.is_spread(tensor) and not has_graph:
         with torch.no_grad():
@@ -207,7 +245,7 @@ def hold(
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two strided tensors lie in the same memory; False where torch cannot tell."""
+    """Whether two tensors lie in the same memory; False where torch cannot tell (sparse, nested)."""
     if one is other:
         return True
     try:
@@ -217,6 +255,8 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
+    """A check that raises ExactnessError when ``tensor``, an alias of what passed, was written to after ``version``."""
+
     def check(site: Site) -> None:
         if memory.version_of(tensor) != version:
             raise ExactnessError(
@@ -232,6 +272,7 @@ def _to_pinned(tensor: Tensor, dtype: torch.dtype, checks: list[Callable[[Site],
     """A copy in pinned host memory, made beside the model's own queue; waited for on reading.
 
     The device copies first, in its queue: what the model writes into ``tensor`` next does not reach what is on its way.
+    The second copy runs on a stream of its own, which waits for the first, so that the model need not wait for the bus.
     """
     buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
     source = tensor.to(dtype, copy=True)
@@ -248,4 +289,5 @@ def _to_pinned(tensor: Tensor, dtype: torch.dtype, checks: list[Callable[[Site],
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of one device on which all copies to the host are made."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,8 @@
-"""Capture: keep the values of sites, every call of them, and read them by address in any order."""
+"""Capture: keep the values of sites, every call of them, and read them by address in any order.
+
+``KeptSite`` is the stream that the engine calls at each event of one site: it keeps the value by its ``Keeper``, tells
+the ``Ledger`` its size, and counts for the receipt what could not be kept and why.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,13 @@ NO_BACKWARD = "no backward pass reached it"
 
 
 class KeptSite:
-    """The kept events of one site, in order: run, call, what was kept."""
+    """The kept events of one site, in order: run, call, what was kept.
+
+    Made by ``Capture`` for each site that its patterns name, before anything is installed; patterns that name the same
+    site share one (``serves``). ``records`` hold a value, None where there was none, or ``Refused``. ``inner`` are
+    streams of their own for single tensors inside a nested value (gradients come one by one) and for single ops.
+    ``in_graph`` is what compiled code may tell in the place of the tensor.
+    """
 
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
@@ -49,6 +59,10 @@ class KeptSite:
         self.in_graph = in_graph(keeper.reduce)
 
     def add(self, value: Any, run: Any, call: int) -> None:
+        """A value passed, in a hook or in backward: keep it. Raises PlanError where the budget is exceeded.
+
+        Where the module has been replaced, what fires is no longer what the address names, and is refused.
+        """
         if self.is_replaced:
             self.refuse(run, call, REPLACED)
             return
@@ -71,27 +85,32 @@ class KeptSite:
             self._trim()
 
     def copy_all(self) -> None:
-        """See ``Keeper.copy_all``."""
+        """Take no short way: what passes lies in memory that compiled code will use again; see ``Keeper.copy_all``."""
         self._lazy = None
 
     def absent(self, run: Any, call: int, reason: str) -> None:
+        """The site fired, and there was None to see: an event that reads as None."""
         self.none += 1
         self._note(reason)
         self.records.append((run, call, None))
         self._trim()
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
+        """The site fired, but its value cannot be told exactly: reading it raises ExactnessError with the reason."""
         self._note(reason)
         self.records.append((run, call, Refused(reason)))
         self._trim()
 
     def skip(self, reason: str) -> None:
+        """An event that this site cannot show, or a reason why none came. Nothing is kept."""
         self._note(reason)
 
     def remark(self, text: str) -> None:
+        """Something that the reader of the receipt should know; told once."""
         self.remarks = {*self.remarks, text}
 
     def at(self, key: Key) -> KeptSite:
+        """The stream of one tensor inside this site's value, made when it is first asked for."""
         found = self.inner.get(key)
         if found is None:
             site = replace(self.site, key=(*self.site.key, *key))
@@ -100,6 +119,11 @@ class KeptSite:
         return found
 
     def spawn(self, site: Site, known: Any) -> KeptSite:
+        """The stream of one op, where this site names several.
+
+        ``known``: that of another pattern for the same op, which then serves this one's patterns, too. Raises PlanError
+        where the two want different parts of it.
+        """
         if known is None:
             new = KeptSite(self.patterns[0], site, self._keeper, self._ledger, self._last)
             new.patterns = list(self.patterns)
@@ -111,32 +135,37 @@ class KeptSite:
         return new
 
     def _trim(self) -> None:
+        """Let the oldest event go where more than ``last`` are held."""
         if self._last is not None and len(self.records) > self._last:
             self.evict()
 
     def _note(self, reason: str) -> None:
+        """Count one more event with this reason."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     @property
     def is_loose(self) -> bool:
-        """Whether values are handed out as they are: with their graph, or by reference, as was asked."""
+        """Whether values are handed out as they are: with their autograd graph, or by reference, as was asked."""
         return self._keeper.is_loose
 
     @property
     def fired(self) -> int:
+        """How many events there have been, those that were let go and those without a value included."""
         return len(self.records) + self.evicted
 
     def oldest(self) -> int | None:
+        """The run of the oldest event held, or None."""
         return self.records[0][0].index if self.records else None
 
     def evict(self) -> None:
+        """Let the oldest event go, and tell the ledger. Must not be called where none is held."""
         kept = self.records.popleft()[2]
         size = kept.nbytes if type(kept) is Tensor and kept.layout == torch.strided else size_of(kept)
         self.evicted += 1
         self._ledger.held -= size
 
     def clear(self) -> None:
-        """Let all events go."""
+        """Let all events go, those of single tensors and ops, too; ``Capture.clear`` tells the ledger."""
         self.evicted += len(self.records)
         self.records.clear()
         if self.inner:
@@ -144,6 +173,7 @@ class KeptSite:
                 inner.clear()
 
     def iter_held(self) -> Iterator[Tensor]:
+        """Every tensor held by this site itself; streams of single tensors and ops are asked by themselves."""
         for _, _, kept in self.records:
             yield from (tensor for _, tensor in iter_tensors(getattr(kept, "value", kept)))
 
@@ -157,6 +187,7 @@ class KeptSite:
         self.patterns.append(pattern)
 
     def rows(self) -> list[ReceiptRow]:
+        """A row of the receipt for each pattern that names this site, or why nothing came."""
         if not self.fired and not self.reasons:
             is_gradient = self.site.port in (*GRADIENT_PORTS, "grad")
             missing = NO_BACKWARD if is_gradient else NOT_CALLED
@@ -169,7 +200,11 @@ class KeptSite:
         return [ReceiptRow(name, str(self.site), self.fired, self.none, skipped, why) for name in self.patterns]
 
     def _hold(self, value: Tensor, run: Any) -> Tensor | None:
-        """The common case of ``exact.hold``, at the price of a reference; None where it is not that case."""
+        """The common case of ``exact.hold``, at the price of a reference; None where it is not that case.
+
+        It is a CPU tensor in memory that the run itself made: such a one is kept copy-on-write, without an autograd
+        graph.
+        """
         had_grad = is_grad_enabled()
         if had_grad:
             set_grad_enabled(False)  # cheaper than detaching first
@@ -185,6 +220,7 @@ class KeptSite:
         return None
 
     def _keep(self, value: Any, run: Any) -> Any:
+        """Keep a value the long way; an error tells the site, those of a function of the user as a note."""
         try:
             return self._keeper.keep(value, run)
         except GaffError as error:
@@ -195,7 +231,10 @@ class KeptSite:
 
 
 def make_keeper(options: Options, reduce: Any, site: Site) -> Keeper:
-    """How values of ``site`` are kept; ``reduce`` of its request goes before the plan's own."""
+    """How values of ``site`` are kept; ``reduce`` of its request goes before the plan's own.
+
+    Buffers and parameters are copied; parameters only unless ``reference`` was asked for.
+    """
     # batch norm writes into its buffers without torch's version counter: a reference to one could not be checked
     is_state = site.port == "buffer" or (site.port == "param" and not options.reference)
     return Keeper(options, reduce or options.reduce, is_state)

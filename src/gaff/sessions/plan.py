@@ -1,4 +1,8 @@
-"""A plan: what was asked for, as a frozen value. Checked against a model before anything is installed."""
+"""A plan: what was asked for, as a frozen value. Checked against a model before anything is installed.
+
+``gaff.capture``, ``gaff.edit`` and ``gaff.take`` make one from their arguments and accept one in their place, so that
+the same question can be asked of several models, saved, and compared.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,21 @@ from gaff.views.text import table
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sites to capture and how (``Plan.of``, for ``gaff.capture``), or to edit and how (``Plan.edit``)."""
+    """Sites to capture and how (``Plan.of``, for ``gaff.capture``), or to edit and how (``Plan.edit``).
+
+    Knows no model: ``check`` looks one up, as often as wanted. It captures, or every request has an edit.
+    """
 
     requests: tuple[Request, ...] = ()
     options: Options = field(default_factory=Options)
 
     @classmethod
     def of(cls, *patterns: Any, **options: Any) -> Plan:
-        """``patterns`` as ``gaff.capture`` takes them; ``options`` are the fields of ``Options``."""
+        """A plan to capture by: ``patterns`` as ``gaff.capture`` takes them; ``options`` are the fields of ``Options``.
+
+        A single ``Plan`` in their place is taken over, with other options where some are given. Raises SiteError for an
+        address that cannot be read, PlanError for options that are not known.
+        """
         if len(patterns) == 1 and isinstance(patterns[0], Plan):
             if not options:
                 return patterns[0]
@@ -36,7 +47,11 @@ class Plan:
 
     @classmethod
     def edit(cls, changes: Any, **options: Any) -> Plan:
-        """``changes``: a dict from pattern to edit, as ``gaff.edit`` takes it; ``options``: check_finite, threads."""
+        """A plan to edit by; ``changes``: a dict from pattern to edit, as ``gaff.edit`` takes it, or a plan of edits.
+
+        ``options``: ``check_finite`` and ``threads``. Raises SiteError for an address that cannot be read, PlanError
+        for what is no edit.
+        """
         if isinstance(changes, Plan):
             return replace(changes, options=replace(changes.options, **read_options(options))) if options else changes
         if not isinstance(changes, Mapping) or not changes:
@@ -52,12 +67,15 @@ class Plan:
 
     @property
     def is_edit(self) -> bool:
-        """Whether the plan changes what passes."""
+        """Whether the plan changes what passes, at one site at least."""
         return any(request.edit is not None for request in self.requests)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what the plan says, tensors included; equal for equal plans."""
+        """SHA-256 of what the plan says, tensors included; equal for equal plans, in every process.
+
+        Reads tensors from their device. Raises PlanError for a plan that cannot be saved.
+        """
         return plan_files.digest_of(self.requests, self.options)
 
     def __str__(self) -> str:
@@ -67,7 +85,11 @@ class Plan:
         return table(("pattern", "edit", ""), rows)
 
     def check(self, model: nn.Module) -> list[Resolved]:
-        """Every site that the plan names in ``model``. Installs nothing. Raises SiteError or PlanError."""
+        """Every site that the plan names in ``model``, request by request. Installs nothing.
+
+        Raises SiteError for a pattern that names nothing, unless it is optional, and PlanError for what cannot be done.
+        Requests for plain tensors name no site, and are left out.
+        """
         resolved = []
         for number, request in enumerate(self.requests):
             if isinstance(request.target, Tensor):
@@ -96,7 +118,10 @@ class Plan:
         return cls(*plan_files.from_json(text, tensors or {}))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
+        """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``.
+
+        Raises PlanError for a plan that holds functions, and where the package ``safetensors`` is needed and missing.
+        """
         plan_files.save(self.requests, self.options, path)
 
     @classmethod

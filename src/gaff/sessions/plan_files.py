@@ -1,4 +1,8 @@
-"""Plans as files: JSON, and tensors beside it as safetensors. Nothing is unpickled; what is read may be hostile."""
+"""Plans as files: JSON, and tensors beside it as safetensors. Nothing is unpickled; what is read may be hostile.
+
+So everything that is read goes through the checks that what a user writes goes through, and each failure becomes a
+RecordError. Two files belong together by a digest in the first, which covers the tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,10 @@ Asked = tuple[tuple[Request, ...], Options]  # what a plan is made of
 
 
 def digest_of(requests: Sequence[Request], options: Options) -> str:
-    """SHA-256 of what the plan says, tensors included; equal for equal plans."""
+    """SHA-256 of what the plan says, tensors included; equal for equal plans.
+
+    Of each tensor its name, dtype, shape and bytes count, and not its device or strides.
+    """
     tensors: dict[str, Tensor] = {}
     digest = hashlib.sha256(to_json(requests, options, tensors).encode())
     for name, tensor in tensors.items():
@@ -62,7 +69,10 @@ def to_json(requests: Sequence[Request], options: Options, tensors: dict[str, Te
 
 
 def from_json(text: str, tensors: dict[str, Tensor]) -> Asked:
-    """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
+    """The requests and options of which ``to_json`` wrote ``text``. Raises RecordError when ``text`` is no plan.
+
+    ``tensors`` holds those that the text names; they are taken over, not copied.
+    """
     try:
         return _read(json.loads(text), tensors)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, GaffError) as error:
@@ -71,7 +81,11 @@ def from_json(text: str, tensors: dict[str, Tensor]) -> Asked:
 
 
 def save(requests: Sequence[Request], options: Options, path: str | PathLike[str]) -> None:
-    """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``."""
+    """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``.
+
+    The tensors come first, so that a new text never stands without the tensors that it names. Raises PlanError for
+    a ``path`` that is itself a name for tensors.
+    """
     if str(path).endswith(_TENSORS):
         raise PlanError(f"{str(path)!r} is a name for the tensors of a plan: expected another ending, such as .json")
     tensors: dict[str, Tensor] = {}
@@ -84,7 +98,10 @@ def save(requests: Sequence[Request], options: Options, path: str | PathLike[str
 
 
 def load(path: str | PathLike[str]) -> Asked:
-    """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
+    """The requests and options of a saved plan; tensors come on the CPU.
+
+    Raises RecordError when a file is missing, is no plan, or the tensors are those of another plan.
+    """
     beside = Path(f"{path}{_TENSORS}")
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -105,6 +122,7 @@ def load(path: str | PathLike[str]) -> Asked:
 
 
 def _read(data: Any, tensors: dict[str, Tensor]) -> Asked:
+    """The plan in parsed JSON. Raises ValueError, KeyError, TypeError and others where it is none."""
     if type(data["gaff_plan"]) is not int or data["gaff_plan"] != _FORMAT:
         raise ValueError(f"format {data['gaff_plan']!r}, expected {_FORMAT}")
     requests = []
@@ -122,7 +140,7 @@ def _read(data: Any, tensors: dict[str, Tensor]) -> Asked:
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
-    """A copy of a plan's tensor that can be written. Raises PlanError for one that has no plain memory."""
+    """A contiguous copy of a plan's tensor on the CPU. Raises PlanError for one without plain memory."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
         raise PlanError(
             f"tensor {name!r} of the plan is {tensor.layout} on {tensor.device}: expected a plain one to save"
@@ -131,6 +149,7 @@ def _whole(name: str, tensor: Tensor) -> Tensor:
 
 
 def _safetensors() -> Any:
+    """The library that reads and writes tensors. Raises PlanError where it is not installed."""
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError:
@@ -138,6 +157,7 @@ def _safetensors() -> Any:
 
 
 def _options_dict(options: Options) -> dict[str, Any]:
+    """The options that differ from their defaults, as JSON can hold them."""
     row = {name: getattr(options, name) for name in Options.__dataclass_fields__}
     row["dtype"] = str(options.dtype).removeprefix("torch.") if options.dtype is not None else None
     row["reduce"] = keep_part.to_dict(options.reduce) if options.reduce is not None else None
@@ -145,4 +165,5 @@ def _options_dict(options: Options) -> dict[str, Any]:
 
 
 def _maybe_keep(data: dict[str, Any] | None) -> Reducer | None:
+    """A reduction from its saved form; None where none was saved."""
     return None if data is None else keep_part.from_dict(data)

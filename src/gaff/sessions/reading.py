@@ -1,4 +1,8 @@
-"""Reading a capture: kept values by address, in any order."""
+"""Reading a capture: kept values by address, in any order.
+
+An address is looked up among the sites that were captured; the model is asked only for other names of a shared module.
+The events found are then limited by run and call, and the value is checked (``exact.read``) when handed out.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,12 @@ from gaff.sessions.kept_site import KeptSite
 
 
 class Reading:
-    """Looks up kept values by address; ``run`` limits it to one run."""
+    """Looks up kept values by address; ``run`` limits it to one run.
+
+    Made anew for each question. ``by_name`` are plain tensors by the names that the user gave them, ``streams`` all
+    sites of the capture, ``find`` the capture's own look-up, which knows the several names of a shared module, and
+    ``runs`` how many runs there have been.
+    """
 
     def __init__(
         self,
@@ -31,7 +40,11 @@ class Reading:
         self._runs = runs  # how many there have been
 
     def one(self, address: str) -> Any:
-        """The value of the only event. Raises SiteError when there is none, or several."""
+        """The value of the only event. Raises SiteError when there is none, or several.
+
+        Raises ExactnessError where the value can no longer be trusted. The reader may write into it, unless it was
+        captured with ``graph`` or ``reference``.
+        """
         site, events = self._events(address)
         if len(events) == 1:
             return events[0][2]()
@@ -44,11 +57,20 @@ class Reading:
         raise SiteError(_several(address, site, events))
 
     def all(self, address: str) -> list[Any]:
-        """Values in order of run, call and backward pass."""
+        """Values in order of run, call and backward pass; an empty list where nothing has fired yet.
+
+        Raises SiteError for an address that was not captured.
+        """
         _, events = self._events(address)
         return [value() for _, _, value in sorted(events, key=lambda event: (event[0], event[1]))]
 
     def _events(self, address: str) -> tuple[Site | None, list[tuple[int, int, Callable[[], Any]]]]:
+        """The events of an address (run, call, and a function that reads), and its site: None for a plain tensor.
+
+        An address may lead deeper than what was captured: the longest captured part of its key is taken, and the rest
+        is looked up in each value. Nothing is read before it is wanted, since reading may raise. Raises SiteError where
+        nothing fits.
+        """
         if address in self._by_name:
             return None, list(self._select(self._by_name[address], None, ()))
         site = parse_site(address)
@@ -61,7 +83,7 @@ class Reading:
         raise SiteError(f"{address!r} was not captured: expected one of {near}")
 
     def _find_all(self, site: Site) -> list[KeptSite]:
-        """The stream of an address; of an op without a number, those of all ops with its name."""
+        """The stream of an address, if there is one; of an op without a number, those of all ops with its name."""
         if site.op is not None and site.op_index is None:
             wanted = {replace(site, call=None), site}
             ops = [one for one in self._streams if one.site.op_index is not None]
@@ -74,15 +96,18 @@ class Reading:
         return [] if exact is None else [exact]
 
     def _select(self, stream: KeptSite, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:
+        """The events of one stream of the wanted run and call (None: any); ``rest`` leads on into each value."""
         for run, number, kept in stream.records:
             if (call is None or number == call) and (self._run is None or run.index == self._run):
                 yield run.index, number, lambda kept=kept: _read(stream, kept, rest)  # type: ignore[misc]
 
     def _near(self, address: str) -> list[str]:
+        """Addresses that were captured, the most similar first, for a message."""
         known = [*self._by_name, *(str(stream.site) for stream in self._streams)]
         return nearest(address, known, 5) or known[:5]
 
     def _nothing(self, address: str, site: Site | None) -> str:
+        """The message for an address that was captured and has no event: the likeliest reason, and what there is."""
         where = "" if self._run is None else f" in run {self._run}"
         stream = self._find(site) if site is not None else self._by_name[address]
         why = "; the model was not called in this session yet" if not self._runs else ""
@@ -101,6 +126,7 @@ class Reading:
 
 
 def _read(stream: KeptSite, kept: Any, rest: Key) -> Any:
+    """A kept value, checked, followed by ``rest`` of a key, and made the reader's own unless it is handed out loose."""
     value = read(kept, stream.site)
     if rest and value is not None:
         try:
@@ -111,6 +137,7 @@ def _read(stream: KeptSite, kept: Any, rest: Key) -> Any:
 
 
 def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, Any]]) -> str:
+    """The message for an address with several events: how to say which one, by run, by call, or all in order."""
     runs = sorted({run for run, _, _ in events})
     calls = sorted({call for _, call, _ in events})
     what = f"{address!r} fired {len(events)} times"
@@ -124,4 +151,5 @@ def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, A
 
 
 def _span(numbers: Sequence[int]) -> str:
+    """Numbers for a message: ``0 to 7``, or ``0 and 1``."""
     return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else " and ".join(map(str, numbers))

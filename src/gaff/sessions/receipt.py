@@ -1,6 +1,7 @@
 """A receipt: what a session did, pattern by pattern, site by site. Printable, and as data.
 
-Of an edit the first sixteen events at a site are measured, later ones when their number is a power of two.
+Of an edit the first sixteen events at a site are measured, later ones when their number is a power of two, so that a
+long run pays nothing; ``hits`` counts all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()  # limits on gradients, and s
 
 @dataclass(frozen=True, slots=True)
 class ReceiptRow:
-    """One site of one pattern. From ``hits`` on the numbers are an edit's; a capture changes nothing."""
+    """One site of one pattern. From ``hits`` on the numbers are an edit's; a capture changes nothing.
+
+    A pattern that matched nothing has one row with an empty ``site``. ``reason`` says why nothing came, or less than
+    could.
+    """
 
     pattern: str
     site: str
@@ -36,7 +41,11 @@ class ReceiptRow:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """``rows`` in the order asked for. ``notes``: why the run was not, bit by bit, what a bare run would be."""
+    """What a session did: ``rows`` in the order asked for, ``runs`` how many runs it saw.
+
+    ``notes``: why the run was not, bit by bit, what a bare run would be. ``optional``: patterns that may stay silent. A
+    value of its own: it does not change while the session goes on.
+    """
 
     rows: tuple[ReceiptRow, ...]
     runs: int = 0
@@ -47,7 +56,7 @@ class Receipt:
 
     @property
     def silent(self) -> tuple[str, ...]:
-        """Patterns of which no site fired, apart from those marked ``gaff.maybe``."""
+        """Patterns of which no site fired, or at which no edit acted, apart from those marked ``gaff.maybe``."""
         fired = {row.pattern for row in self.rows if (row.hits if self.is_edit else row.fired)}
         asked = dict.fromkeys(row.pattern for row in self.rows)
         return tuple(name for name in asked if name not in fired and name not in self.optional)
@@ -61,6 +70,7 @@ class Receipt:
         return "\n".join([*lines, self._edit_table() if self.is_edit else self._table()])
 
     def _table(self) -> str:
+        """The rows of a capture as text."""
         rows = [
             (row.pattern, row.site, str(row.fired), _some(row.none), _some(row.skipped), row.reason)
             for row in self.rows
@@ -68,6 +78,7 @@ class Receipt:
         return table(("pattern", "site", "fired", "none", "skipped", "reason"), rows)
 
     def _edit_table(self) -> str:
+        """The rows of edits as text: with how much they changed, as far as it was measured."""
         rows = [
             (row.pattern, row.site, str(row.hits), _some(row.none), _some(row.measured * (row.measured != row.hits)),
              f"{row.changed}/{row.seen}" if row.hits else "", _some(row.rows_changed),
@@ -81,13 +92,16 @@ class Receipt:
 
 
 def merge_reasons(reasons: Sequence[tuple[str, int]]) -> str:
-    """``a (3x); b``: what happened, most often first."""
+    """Reasons with their counts as one text, ``a (3x); b``: what happened most often first."""
     ordered = sorted(reasons, key=lambda pair: -pair[1])
     return "; ".join(text if count == 1 else f"{text} ({count}x)" for text, count in ordered)
 
 
 def tidy(rows: list[ReceiptRow]) -> list[ReceiptRow]:
-    """Without the modules that ran no op of a pattern: none where others did, one row for all where nobody did."""
+    """The rows without modules that ran no op of a pattern such as ``**/softmax``, which names all modules.
+
+    Where others ran such an op these rows are left out; where nobody did, one row stands for all of the pattern.
+    """
     acted = {row.pattern for row in rows if row.fired}
     silent: dict[str, list[ReceiptRow]] = {}
     for row in rows:

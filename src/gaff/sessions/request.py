@@ -1,4 +1,8 @@
-"""What is asked of a session: one pattern after another, and how values are kept."""
+"""What is asked of a session: one pattern after another, and how values are kept.
+
+Everything that a user may write as a pattern (text, module, predicate, list, dict, ``gaff.maybe``) is flattened into
+``Request`` values here, and checked as far as that goes without a model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _EVICT = ("raise", "oldest")
 
 @dataclass(frozen=True, slots=True)
 class Maybe:
-    """Patterns that may match nothing or stay silent without an error."""
+    """Patterns that may match nothing or stay silent without an error; made by ``gaff.maybe``."""
 
     patterns: tuple[Any, ...]
 
@@ -34,7 +38,11 @@ def maybe(*patterns: Any) -> Maybe:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One pattern of a plan. ``reduce`` overrides the plan's own for its sites; ``edit`` changes them."""
+    """One pattern of a plan. ``reduce`` overrides the plan's own for its sites; ``edit`` changes them.
+
+    ``target`` is an address, a module of the model, a plain tensor (whose gradient is meant) or a predicate on a site.
+    ``str`` of it is the pattern's name in receipts and messages.
+    """
 
     target: Target
     optional: bool = False
@@ -53,7 +61,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How values are kept; the meaning of each is told at ``gaff.capture``."""
+    """How values are kept; the meaning of each is told at ``gaff.capture``.
+
+    Devices are text and sizes are bytes, so that a plan can be compared and saved. Raises PlanError, when made, for a
+    value that makes no sense.
+    """
 
     to: str | None = None
     dtype: torch.dtype | None = None
@@ -89,7 +101,10 @@ class Options:
 
 
 class Resolved(NamedTuple):
-    """One site that a request names in the checked model."""
+    """One site that a request names in the checked model.
+
+    ``is_exact`` decides what a miss is: an error for an address, for a pattern a reason in the receipt.
+    """
 
     found: Found
     request: int  # position in the plan
@@ -97,7 +112,10 @@ class Resolved(NamedTuple):
 
 
 def parse_bytes(size: int | str) -> int:
-    """``2_000_000``, ``"500MB"``, ``"4 GB"`` (powers of 1000) or ``"4 GiB"`` (powers of 1024) as bytes."""
+    """Bytes as a number: of ``2_000_000``, ``"500MB"``, ``"4 GB"`` (powers of 1000) or ``"4 GiB"`` (powers of 1024).
+
+    Raises PlanError for anything that is not positive, or no size.
+    """
     if isinstance(size, int):
         if size <= 0:
             raise PlanError(f"budget={size!r} leaves no room: expected a positive number of bytes, or '4GB'")
@@ -122,7 +140,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def edit_text(edit: Edit | None) -> str:
-    """``scale(factor=0.5)``: an edit as it would be written, tensors by their shape."""
+    """An edit as text, such as ``scale(factor=0.5)``: tensors by their shape, functions by their name."""
     if edit is None:
         return ""
     parts = []
@@ -141,6 +159,11 @@ def edit_text(edit: Edit | None) -> str:
 
 
 def requests_of(patterns: Iterable[Any], optional: bool = False) -> Iterable[Request]:
+    """One request for each pattern in ``patterns``, in order; lists, dicts and ``gaff.maybe`` are opened, at any depth.
+
+    ``optional`` marks them as allowed to stay silent. Raises PlanError for what is no pattern, such as a plain tensor,
+    which needs a name; SiteError for a text that cannot be read.
+    """
     for pattern in patterns:
         if isinstance(pattern, Maybe):
             yield from requests_of(pattern.patterns, optional=True)
@@ -167,7 +190,10 @@ def requests_of(patterns: Iterable[Any], optional: bool = False) -> Iterable[Req
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as the user writes them, as ``Options`` holds them. Raises PlanError for what is not known."""
+    """Options as the user writes them, as ``Options`` holds them: ``"4GB"`` as bytes, ``"float16"`` as a dtype.
+
+    Raises PlanError for what is not known, and for a tensor under the name of an option.
+    """
     known = dict(options)
     unknown = [name for name in known if name not in Options.__dataclass_fields__]
     if unknown:
@@ -188,6 +214,7 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(name: str) -> torch.dtype:
+    """The dtype of that name, with or without ``torch.``. Raises PlanError where there is none."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"dtype={name!r} is no type of torch: expected 'float16', 'bfloat16', 'float32' or 'float64'")

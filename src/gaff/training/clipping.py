@@ -1,4 +1,12 @@
-"""``gaff.clip_gradients``: gradients limited and guarded at the moment when the optimizer is about to use them."""
+"""Holds ``gaff.clip_gradients``: gradients limited and guarded when the optimizer is about to use them.
+
+With ``when="step"`` all gradients are looked at in a hook before the optimizer's own step: they are complete then
+(accumulated, reduced over processes, unscaled), so limits mean what they say. With ``when="backward"`` each is changed
+as it comes, by a tensor hook. Norms and factors are tensors on the gradients' device from end to end; the host waits
+once a step, to see whether the norm is finite, and not even then where the optimizer can skip a step by itself.
+
+``Limits`` says what was asked for, ``Clipping`` does it, ``Audit`` keeps what was done.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +32,18 @@ _TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 class Clipping:
     """Limits on an optimizer's gradients, until ``remove`` or the end of a ``with`` block.
 
-    ``audit`` tells how often and by how much; ``views(name)`` the last step's gradient in its four states.
+    Acts from the moment it is made, and changes ``parameter.grad`` in place. ``audit`` tells how often and by how much;
+    ``views(name)`` the last step's gradient in its four states. Parameters that are added to the optimizer later are
+    limited too. Several of one optimizer act in the order in which they were made.
     """
 
     def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None, views: Sequence[str]) -> None:
+        """Check everything, then install.
+
+        Raises PlanError for an optimizer, limits or names that do not go together, before anything is installed. Where
+        parameters are spread over processes, all of these must ask for the same limits: it is an error too where one of
+        them has not within five minutes.
+        """
         real = unwrap_optimizer(optimizer)
         if not isinstance(real, torch.optim.Optimizer):
             raise PlanError(
@@ -67,7 +83,7 @@ class Clipping:
         CHANGING.add(self)
 
     def remove(self) -> None:
-        """Take the limits away; the audit stays readable."""
+        """Take the limits away; the audit stays readable. May be called twice."""
         self._guard.close()
         self._backward.close()
         self._views.watch.close()
@@ -84,10 +100,11 @@ class Clipping:
         self.remove()
 
     def views(self, name: str) -> dict[str, Tensor | None]:
-        """The last step's gradient of a parameter named in ``views=``.
+        """The last step's gradient of a parameter named in ``views=``, at each station of the step.
 
         ``scaled``: as backward left it; ``unscaled``: as it came to the step; ``clipped``: as the optimizer got it;
-        ``applied``: by how much the step changed the parameter. Copies, of the parameter's shape.
+        ``applied``: by how much the step changed the parameter. Copies, of the parameter's shape, on its device; None
+        where there was no gradient, or no such station. Raises PlanError for a name that was not asked for.
         """
         return self._views.read(name)
 
@@ -95,7 +112,7 @@ class Clipping:
         return f"<gaff clip_gradients, {'open' if self._is_open else 'removed'}>\n{self.audit}"
 
     def _look(self) -> None:
-        """The parameters that there are now: groups may have been added."""
+        """Read the optimizer's parameters again, for groups may have been added, and with them names and units."""
         parameters = self._guard.parameters()
         known = self._parameters
         if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)):
@@ -105,18 +122,27 @@ class Clipping:
         self._units = _units(self._model, parameters, self._names) if self._limits.adaptive is not None else []
 
     def _begin(self) -> None:
+        """Begin a step: the optimizer calls this before it evaluates a closure or uses a gradient."""
         self._look()
         self._views.begin()
 
     def _at_step(self) -> bool:
-        """Of limits in backward: nothing is left to do, but there may be new parameters."""
+        """Count a step of limits that act in backward, and follow parameters that are new."""
         self._backward.follow(self._parameters, self._model)
         self.audit.add(None)
         return False
 
     @torch.no_grad()
     def _before(self) -> bool | Tensor:
-        """At every step: clip, and tell whether it is to be skipped."""
+        """Clip all gradients that there are, and tell whether the step is to be skipped.
+
+        Called at every step, or after each evaluation of a closure. In order: what is not finite is dealt with as
+        ``nonfinite`` says, then limits apply. An infinite norm has three causes: a GradScaler's overflow (its own
+        business: it skips the step itself), elements that are not finite, or finite ones whose squares overflow, for
+        which the norm is computed again in float64. With ``nonfinite="skip"``, where the optimizer reads ``found_inf``,
+        nothing of this waits for the device: the answer is a tensor. Raises NonFiniteError, and then nothing was
+        stepped.
+        """
         given = [(number, one) for number, one in enumerate(self._parameters) if one.grad is not None]
         self._views.note("unscaled")
         if not given:
@@ -158,6 +184,13 @@ class Clipping:
         bad: tuple[str, ...],
         is_told: bool,
     ) -> bool | Tensor:
+        """Apply the limit that was asked for to ``gradients``, in place; returns whether to skip the step.
+
+        ``numbers``: places of the gradients among all parameters; ``norms``, ``total``: of each and of all together;
+        ``bad``: names of those that were not finite; ``is_told``: whether a skip may stay a tensor. For a global norm
+        with ``deviations`` the window takes in the norm as limited, so that one spike does not raise the limit for the
+        next. The audit is told of all of it.
+        """
         limits = self._limits
         skip: bool | Tensor = ~total.isfinite() if limits.nonfinite == "skip" and is_told else False
         largest = torch.stack(norms).argmax() if norms is not None else None
@@ -197,7 +230,11 @@ class Clipping:
         return skip
 
     def _clip_units(self, number: int, gradient: Tensor) -> Tensor:
-        """Adaptive clipping, unit by unit: Brock et al. 2021, equation 3. Returns whether anything changed."""
+        """Clip one gradient unit by unit, in place: Brock et al. 2021, equation 3. Returns whether anything changed.
+
+        A unit's gradient norm may be ``adaptive`` times its weight norm at most, which counts as no less than 1e-3:
+        weights that begin at zero could not move otherwise.
+        """
         shape, dims = self._units[number]
         ratio = self._limits.adaptive or 0.0
         weight, change = self._parameters[number].detach().reshape(shape), gradient.reshape(shape)
@@ -212,6 +249,11 @@ class Clipping:
         return is_any.full_tensor() if distributed.is_spread(is_any) else is_any  # type: ignore[attr-defined]
 
     def _in_backward(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient to go on with, of one that has just come; called inside backward, and waits for the device.
+
+        What comes is still scaled and one contribution of perhaps several: limits that need all gradients are refused
+        before. The gradient itself is not written to, since other nodes of the autograd graph may hold it.
+        """
         limits = self._limits
         if gradient.is_sparse:
             raise PlanError("when='backward' cannot clip a sparse gradient as it comes: expected when='step'")
@@ -235,6 +277,11 @@ class Clipping:
         return new
 
     def _in_backward_spread(self, number: int, gradient: Tensor) -> Tensor:
+        """The gradient to go on with, of a parameter whose parts lie on several processes.
+
+        All of these come here together. The norm is that of the whole gradient, and each process scales its own part of
+        a copy.
+        """
         limits = self._limits
         gradient = distributed.settled(gradient).clone()
         total = foreach.norms_of([gradient], limits.norm_type)[1]
@@ -252,7 +299,10 @@ class Clipping:
         return gradient
 
     def _nonfinite(self, gradients: list[Tensor], numbers: list[int]) -> tuple[str, ...]:
-        """The parameters with NaN or inf. Raises where the policy says so."""
+        """The names of the parameters with NaN or inf in their gradients. Waits for the device.
+
+        With ``nonfinite="raise"`` it raises NonFiniteError instead, with the first eight of them.
+        """
         found = _any_each([~distributed.local_of(one).isfinite() for one in gradients], gradients)
         bad = tuple(self._names[number] for number, one in zip(numbers, found, strict=True) if bool(one))
         if bad and self._limits.nonfinite == "raise":
@@ -267,6 +317,7 @@ class Clipping:
         self._views.note_applied()
 
     def _named(self, name: str) -> Tensor:
+        """The parameter of this name. Raises PlanError with names that there are."""
         if name not in self._names:
             raise PlanError(
                 f"views={name!r} is no parameter of the optimizer: expected one of {', '.join(self._names[:8])}"
@@ -275,7 +326,10 @@ class Clipping:
 
 
 class _Window:
-    """The last global norms; what was not finite never enters the mean."""
+    """The last global norms, on their device; what was not finite never enters the mean.
+
+    A ring of ``size`` places, NaN where nothing is yet, so that adding and reading wait for nothing.
+    """
 
     def __init__(self, size: int) -> None:
         self._norms: Tensor | None = None
@@ -283,7 +337,11 @@ class _Window:
         self._count = 0
 
     def add(self, norm: Tensor, raw: Tensor) -> None:
-        """``norm`` as limited; left out where the ``raw`` one is not finite."""
+        """Take in ``norm``, the norm after limiting; left out where the ``raw`` one is not finite.
+
+        On the CPU such a norm takes no place. On other devices it takes one as NaN, since leaving it out would mean
+        waiting.
+        """
         norm = torch.where(raw.isfinite(), norm, float("nan"))
         if self._norms is None:
             self._norms = torch.full((self._size,), float("nan"), device=norm.device)
@@ -291,7 +349,11 @@ class _Window:
         self._count += int(self._norms.device.type != "cpu" or bool(norm.isfinite()))
 
     def limit(self, deviations: float, warmup: int, like: Tensor) -> Tensor:
-        """Mean + ``deviations`` * standard deviation; inf before ``warmup`` finite norms have been seen."""
+        """The largest norm that is usual: the window's mean + ``deviations`` * standard deviation.
+
+        It is inf before ``warmup`` finite norms have been seen. ``like``: a tensor whose dtype the answer has. The
+        deviation is that of a sample (n - 1).
+        """
         if self._norms is None:
             return torch.full_like(like, float("inf"))
         is_seen = self._norms.isfinite()
@@ -303,7 +365,7 @@ class _Window:
 
 
 class _Views:
-    """Copies of some parameters' gradients at the stations of a step."""
+    """Copies of some parameters' gradients at the stations of a step, of the last step only."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._parameters = dict(named)
@@ -313,26 +375,33 @@ class _Views:
         self.watch = AccumulationWatch(self._parameters.values(), self._accumulated)
 
     def begin(self) -> None:
-        """A step begins: what is left of the last one goes."""
+        """A step begins: what is left of the last one goes, and the parameters are copied as they are before it."""
         for name, parameter in self._parameters.items():
             self._kept[name] = {"scaled": self._scaled.pop(name, None)}
             self._before[name] = parameter.detach().clone()
 
     def note(self, station: str) -> None:
+        """Copy the gradients as they are at a station: ``unscaled`` or ``clipped``."""
         for name, parameter in self._parameters.items():
             self._kept[name][station] = None if parameter.grad is None else parameter.grad.detach().clone()
 
     def note_applied(self) -> None:
+        """The step is over: tell by how much it changed each parameter."""
         for name, parameter in self._parameters.items():
             if name in self._before:
                 self._kept[name]["applied"] = parameter.detach() - self._before.pop(name)
 
     def read(self, name: str) -> dict[str, Tensor | None]:
+        """The stations of one parameter, None for what did not come.
+
+        Raises PlanError for a parameter that was not asked for.
+        """
         if name not in self._kept:
             raise PlanError(f"{name!r} was not asked for: expected views=({name!r},) at gaff.clip_gradients")
         return {station: self._kept[name].get(station) for station in ("scaled", "unscaled", "clipped", "applied")}
 
     def _accumulated(self, parameter: Tensor) -> None:
+        """Copy the gradient after each contribution: what the last one leaves is the ``scaled`` gradient."""
         for name, known in self._parameters.items():
             if known is parameter and parameter.grad is not None:
                 self._scaled[name] = parameter.grad.detach().clone()
@@ -387,23 +456,29 @@ def _units(
 
 
 def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The norm of each unit, with dimensions kept; in float32 at least, and of a scalar its magnitude."""
     wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
     return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().to(wide)
 
 
 def _any_each(flags: list[Tensor], owners: list[Tensor]) -> list[Tensor]:
-    """Whether any flag of each owner is set, in whatever process."""
+    """Whether any flag of each owner is set, in whatever process; communicates where owners are spread over several."""
     if not any(distributed.is_spread(one) for one in owners):
         return [flag.any() for flag in flags]
     return [one > 0 for one in distributed.over_parts([flag.any().float() for flag in flags], owners, "max")]
 
 
 def _each(gradients: list[Tensor], norms: list[Tensor] | None, kind: float) -> list[Tensor]:
+    """The norm of each gradient, computed here where ``norms_of`` could not tell them in one call."""
     return norms if norms is not None else [torch.linalg.vector_norm(one, kind) for one in gradients]
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """What is to be clipped in place: the gradient, or the values of a sparse one, summed up first."""
+    """What is to be clipped in place: the gradient, or the values of a sparse one, summed up first.
+
+    ``parameter.grad`` is replaced where it had to be made anew: a sparse gradient with repeated rows, or a DTensor
+    whose parts are still to be summed over processes.
+    """
     gradient = parameter.grad
     if gradient is not None and distributed.is_spread(gradient):
         parameter.grad = gradient = distributed.settled(gradient)

@@ -1,4 +1,8 @@
-"""What clipping did, step by step: kept on the device, read when somebody looks."""
+"""What clipping did, step by step: kept on the device, read when somebody looks.
+
+Reading a flag of each step at once would make the host wait for the device in every step. So counts are tensors that
+are added to where they are, and become numbers when the audit is printed or asked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,13 @@ _ROWS = 1000  # steps told one by one; counts go on
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step. ``factor``: what gradients were multiplied with; ``largest``: the parameter of the largest norm."""
+    """One step as plain numbers: what the norm was, what it was limited to, and what came of that.
+
+    ``norm``: of all gradients together, before limiting; ``limit``: the largest norm allowed, None where it was not
+    that norm which was limited; ``factor``: what gradients were multiplied with, 1 for nothing; ``largest``: name of
+    the parameter whose gradient had the largest norm, empty where gradients were not scaled together; ``nonfinite``:
+    names of those with NaN or inf.
+    """
 
     step: int
     norm: float
@@ -30,6 +40,11 @@ class StepRow:
 
 
 class _Raw(NamedTuple):
+    """One step as it was told: its numbers may still be tensors on a device.
+
+    ``numbers``: which parameters had gradients, as places in the audit's ``names``; ``largest``: a place in these.
+    """
+
     step: int
     norm: Any
     limit: Any
@@ -42,7 +57,10 @@ class _Raw(NamedTuple):
 
 
 class Audit:
-    """Counts over all steps, and the last thousand one by one. Reading waits for the device."""
+    """Counts over all steps, and the last thousand one by one. Reading waits for the device.
+
+    Made by ``Clipping``, which adds to it at each step; stays readable when the limits are removed.
+    """
 
     def __init__(self) -> None:
         self.steps = 0  # evaluations, where steps have closures
@@ -65,7 +83,11 @@ class Audit:
         skipped: bool | Tensor = False,
         nonfinite: tuple[str, ...] = (),
     ) -> None:
-        """One step, as tensors where they are."""
+        """Take in one step, as tensors where they are; nothing is waited for.
+
+        ``norm`` None: a step without gradients, which is counted only. ``largest``: place of the largest norm in
+        ``numbers``; ``nonfinite``: names of parameters. What ``add_each`` told before belongs to the same step.
+        """
         is_any, self._is_any = self._is_any, None
         if norm is not None:
             changed = factor < 1 if factor is not None else is_any
@@ -77,7 +99,10 @@ class Audit:
         self._nonfinite.update(nonfinite)
 
     def add_each(self, numbers: Sequence[int], changed: Sequence[Tensor]) -> None:
-        """Which parameters a rule for single ones changed in this step."""
+        """Take in which parameters a rule for single ones changed in this step; comes before ``add``.
+
+        ``changed``: a flag for each of ``numbers``, as a tensor; the step counts as clipped where one is set.
+        """
         for number, flag in zip(numbers, changed, strict=True):
             self._each[number] = self._each.get(number, 0) + flag
         if changed:
@@ -109,7 +134,7 @@ class Audit:
 
     @property
     def rows(self) -> list[StepRow]:
-        """The last thousand steps."""
+        """The last thousand steps that had gradients, oldest first, as plain numbers."""
         return [
             StepRow(
                 raw.step,

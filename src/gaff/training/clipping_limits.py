@@ -1,4 +1,7 @@
-"""The limits that ``gaff.clip_gradients`` is given, checked before anything is installed."""
+"""The limits that ``gaff.clip_gradients`` is given, checked before anything is installed.
+
+They are apart from ``clipping`` so that a mistake is told without looking at any optimizer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from gaff.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ``gaff.clip_gradients`` was asked for; the meaning of each is told there."""
+    """What ``gaff.clip_gradients`` was asked for, frozen; the meaning of each field is told there.
+
+    Making one checks it: first each field by itself, then whether they go together. Raises PlanError. Equal limits
+    print alike, which is how several processes find out that they ask for the same.
+    """
 
     norm: float | None = None
     value: float | None = None
@@ -41,6 +48,7 @@ class Limits:
             raise PlanError("when='backward' cannot skip a step: expected nonfinite='raise' or 'zero', or when='step'")
 
     def _check_each(self) -> None:
+        """Check each field by itself, and make ``norm_type`` a float. Raises PlanError with what is expected."""
         for name, known in (
             ("per", ("global", "tensor")),
             ("spike", ("clip", "skip")),

@@ -1,4 +1,13 @@
-"""``gaff.guard``: a cheap look at every module of every step; the origin is looked for only on a hit."""
+"""Holds ``gaff.guard``: a cheap look at every module of every step; the origin is looked for only on a hit.
+
+In each step every module's output adds one number to the run's ``Batch``, on the device, without waiting for it. When
+an optimizer is about to step (or a run without gradients has ended) they are read, once for each device, together with
+the norm of the gradients. Only where one is not finite is the kept batch run again, with every op looked at, by
+``gaff.inspection.nonfinite``, which tells the op and its line.
+
+Processes that share a model (FSDP2, tensor parallel) run a batch again together: whatever decides that is agreed first,
+or one would wait for the others forever.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +65,18 @@ _OPEN: list[Guard] = []
 
 
 class _State:
-    """Whether some guard runs a batch again: no other takes that for a run of its own."""
+    """Whether some guard in this process runs a batch again: no other guard takes that for a run of its own."""
 
     is_examining = False
 
 
 class Probe(Stream):
-    """Adds up what one module returns. ``has_meant``: infinite values there are meant, only NaN is looked for."""
+    """Adds one number for each output of one module to the run in progress: finite if the output is, but for overflow.
+
+    A stream of the engine, called inside hooks; it reads nothing. ``has_meant``: infinite values there are meant, only
+    NaN is looked for. ``in_graph``: what compiled code computes in its place, the largest magnitude, since only one
+    number is to leave the compiled graph.
+    """
 
     has_meant = False
     in_graph = staticmethod(lambda tensor: plain(tensor).abs().amax() if tensor.numel() else probe(tensor))
@@ -72,6 +86,10 @@ class Probe(Stream):
         self._guard = guard
 
     def add(self, value: Any, run: Any, call: int) -> None:
+        """Take in what the module has returned: a tensor, or tensors nested in lists, tuples and dicts.
+
+        Outside of a run of the model nothing is added, unless compiled code tells of one (``Guard.unseen``).
+        """
         batch = self._guard.current or self._guard.unseen()
         if batch is None:
             return
@@ -82,6 +100,11 @@ class Probe(Stream):
                 self._add(tensor, batch)
 
     def _add(self, tensor: Tensor, batch: Batch) -> None:
+        """Add one tensor's number to the batch; compiled code may have computed that number already.
+
+        What the last module did return just now is passed over: its own output was looked at a moment ago. Grad mode is
+        set by hand, without a context manager's cost for each module of each step.
+        """
         if is_reduced(tensor):
             batch.sums.append((self, _is_nan(tensor) if self.has_meant else tensor.clone()))
         elif tensor is not self._guard.latest and can_hold(tensor):
@@ -97,9 +120,18 @@ class Probe(Stream):
 
 
 class Guard:
-    """See ``gaff.guard``. A context; opens once."""
+    """A context that raises or warns at the first NaN or inf, with its origin; see ``gaff.guard``. Opens once.
+
+    ``reports``: what was found; ``steps``: optimizer steps that were looked at; ``notes``: what could not be looked at,
+    and which infinite values are meant. Between two steps it holds the inputs of the last 16 runs, by reference, and
+    the gradients of their outputs, since a bad gradient may come from any of the batches that were accumulated.
+    """
 
     def __init__(self, model: nn.Module, action: str, allow: Iterable[str]) -> None:
+        """Check everything; nothing is installed before the ``with`` block begins.
+
+        Raises PlanError for an action or a model that cannot be, and for an ``allow`` that names nothing.
+        """
         need_module(model)
         if action not in ("raise", "warn"):
             raise PlanError(f"action={action!r}: expected 'raise' or 'warn'")
@@ -171,6 +203,11 @@ class Guard:
         return f"<gaff guard of {type(self._model).__name__}: {told}>"
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None, call: int = 0) -> None:
+        """A run begins: keep its inputs and state, so that it can be run again.
+
+        A call of the model inside itself begins none. Where no step comes for long, what the runs have added up is read
+        after every 16 of them, and after 16, 32, 64 ... it is asked whether a GradScaler skips every step.
+        """
         if _State.is_examining or (run is not None and len(run.frames) > 1):
             return
         self._unstepped += 1
@@ -182,6 +219,7 @@ class Guard:
         self._batches.append(self.current)
 
     def _end(self, output: Any, run: Any = None, call: int = 0) -> None:
+        """A run has ended: listen for the gradients of its outputs, or, of a run without gradients, look at once."""
         batch = self.current
         if _State.is_examining or batch is None or (run is not None and len(run.frames) > 1):
             return
@@ -194,7 +232,11 @@ class Guard:
                 batch.handles.append(keep_gradient(tensor, partial(_note, batch.gradients, at)))
 
     def _before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients: the one place where the device is waited for."""
+        """Read what the runs have added up, and the gradients: the one place where the device is waited for.
+
+        An optimizer is about to use the gradients, so raising here leaves weights and optimizer state as they were. A
+        norm that is not finite may be an overflow of large gradients: then each gradient is read by itself.
+        """
         if _State.is_examining:
             return
         self.steps += 1
@@ -216,19 +258,25 @@ class Guard:
         self._forget()
 
     def _check_forward(self) -> None:
-        """Read what the runs since the last step have added up."""
+        """Read what the runs since the last step have added up, and forget them. Waits for the device."""
         if self._any(not _are_finite([one for batch in self._batches for _, one in batch.sums])):
             self._alarm(has_gradients=False)
         self._forget()
 
     def _is_bad_in_a_replica(self, is_bad: bool) -> bool:
-        """Of DistributedDataParallel: only here, for all replicas make a step, while one alone may evaluate."""
+        """Whether any replica of DistributedDataParallel has found something; asked at steps only.
+
+        All replicas make a step, while one alone may evaluate: asked elsewhere, the others would not answer.
+        """
         if self._replicas is None:
             return False
         return distributed.any_of(is_bad, self._replicas, next(self._model.parameters()).device)
 
     def unseen(self) -> Batch | None:
-        """Of a run of which compiled code tells, and no call from outside."""
+        """The batch of a run of which only compiled code tells, no call of the model having been seen; else None.
+
+        It has no inputs, so such a run can be told of, but not run again.
+        """
         if _State.is_examining or not self.is_traced:
             return None
         if len(self._batches) and len(self._batches[-1].sums) > _MOST_SUMS:
@@ -238,10 +286,15 @@ class Guard:
         return self._batches[-1]
 
     def _any(self, flag: bool) -> bool:
+        """Whether ``flag`` holds in any process that shares the model; all of them must ask together."""
         return distributed.any_process(flag, self._meshes) if self._meshes else flag
 
     def _check_skipped(self) -> None:
-        """No step for long: if a GradScaler skips every one, with gradients of size 1 it would not."""
+        """Tell of a NaN that a GradScaler hides by skipping every step, after many runs without any.
+
+        A GradScaler takes a NaN for overflow and skips for good. With gradients scaled down to size 1 there is no
+        overflow: what is not finite then began in the model.
+        """
         batch = next((one for one in reversed(self._batches) if one.gradients), None)
         if batch is None or any(has_nonfinite(gradient) for _, gradient in batch.gradients):
             return
@@ -252,7 +305,7 @@ class Guard:
             self._tell(report)
 
     def _check_parameters(self) -> None:
-        """The last step may have spoiled what no run has used since."""
+        """Look at the parameters when the block ends: the last step may have spoiled what no run has used since."""
         parameters = [one for one in self._model.parameters() if can_hold(one)]
         is_fine = not parameters or _are_finite([foreach.norms_of([plain(one) for one in parameters], 2.0)[1]])
         if not self._any(not is_fine) or self.reports:
@@ -270,7 +323,11 @@ class Guard:
             self._tell(report)
 
     def _explain(self, error: Exception) -> None:
-        """The code inside raised something of its own; say so if what the model did before was not finite."""
+        """Add a note to an exception of the user's code where what the model did before was not finite.
+
+        A check of the user's own is often what notices a NaN first; the exception itself goes on as it is. Not with a
+        model that processes share: none of the others would run the batch again.
+        """
         batches = list(self._batches)
         if self._meshes:
             return  # no other process is known to run the batch again
@@ -282,7 +339,12 @@ class Guard:
                     error.add_note(f"gaff: before this was raised, {report}")
 
     def _alarm(self, *, has_gradients: bool) -> None:
-        """Something is not finite: run the batches again until one tells where it began."""
+        """Something is not finite: run the batches again until one tells where it began, and raise or warn.
+
+        Where the origin is not found the report says what is known. Where none of it is wrong (infinite values that are
+        healed again, as those of a mask) the modules that returned it are noted as meant, and asked for NaN only from
+        then on.
+        """
         batches = list(self._batches)
         hits = {one: value for batch in batches for one, value in batch.sums if not math.isfinite(value.item())}
         self._failure = ""
@@ -309,6 +371,10 @@ class Guard:
             self.notes.append(f"{one.path or 'the model'} returns infinite values that are meant: only NaN is told")
 
     def _first_report(self, batches: list[Batch]) -> Report:
+        """The first origin that running the batches again shows, in the order in which they were given.
+
+        Batches whose gradients overflowed come last: with a loss scale that is too high they say least.
+        """
         report = Report(False)
         last = {id(batch): self._any(_is_overflow(batch)) for batch in batches}
         for batch in sorted(batches, key=lambda one: last[id(one)]):  # those that a GradScaler made overflow say least
@@ -318,7 +384,7 @@ class Guard:
         return report
 
     def _first_of_all(self, report: Report) -> Report:
-        """Of the processes that run a batch together: where it began first. The same on all."""
+        """The report of the process in which it began first, the same on all that share the model."""
         if not self._meshes:
             return report
         if report and report.rank is None and report.site != STEP:  # which all tell
@@ -327,6 +393,11 @@ class Guard:
         return first
 
     def _tell(self, report: Report) -> None:
+        """Keep the report, then raise NonFiniteError with it, or warn once.
+
+        A parameter that was bad before a step which is not the first was made so by the optimizer: the report then says
+        that.
+        """
         if report.direction == "before" and report.site.endswith(":param") and self.steps > 1:
             report = replace(report, direction="update", cause=UPDATED)
         self.reports.append(report)
@@ -336,6 +407,7 @@ class Guard:
             warnings.warn(f"gaff: {report}", stacklevel=2)
 
     def _examine(self, batch: Batch) -> Report:
+        """Run one batch again with every op looked at, and return what was found; why it failed is noted."""
         if batch.is_unseen:
             self._failure = _UNSEEN_CALL
             return Report(False)
@@ -350,6 +422,7 @@ class Guard:
         return report
 
     def _forget(self) -> None:
+        """Let the kept batches go, with the hooks that bring their gradients."""
         for batch in self._batches:
             for handle in batch.handles:
                 handle.remove()
@@ -363,7 +436,7 @@ def _alone(model: nn.Module) -> nn.Module:
 
 
 def _why_not_shown(batches: list[Batch]) -> str:
-    """Of a gradient that is not finite, and no batch tells why."""
+    """The cause to tell for a gradient that is not finite, when no batch tells why."""
     if any(batch.is_unseen for batch in batches):
         return f"a gradient is not finite, and where that began cannot be told: {_UNSEEN_CALL}"
     tried = f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
@@ -371,11 +444,12 @@ def _why_not_shown(batches: list[Batch]) -> str:
 
 
 def _rating(report: Report) -> tuple[bool, int]:
-    """Where something was found, the earliest."""
+    """The order in which reports of several processes are preferred: those that found something, the earliest first."""
     return not report, report.position
 
 
 def _is_overflow(batch: Batch) -> bool:
+    """Whether a gradient was not finite already when it came to the batch's outputs, from outside the model."""
     return any(has_nonfinite(gradient) for _, gradient in batch.gradients)
 
 
@@ -384,7 +458,7 @@ def _note(gradients: list[tuple[int, Tensor]], at: int, gradient: Tensor) -> Non
 
 
 def _are_finite(sums: list[Tensor]) -> bool:
-    """One wait for each device."""
+    """Whether all these numbers are finite. Waits for each device once, by adding up what lies on it."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for one in sums:
         by_device.setdefault(one.device, []).append(one.to(torch.float32) if one.dtype != torch.float32 else one)
@@ -392,5 +466,5 @@ def _are_finite(sums: list[Tensor]) -> bool:
 
 
 def _is_nan(tensor: Tensor) -> Tensor:
-    """0 where no element is NaN, else -inf."""
+    """A number that is 0 where no element is NaN, else -inf: not finite, as the sums of other modules are on a hit."""
     return (~tensor.detach().isnan().any()).float().log()

@@ -2,6 +2,10 @@
 
 The gradient of a weight is a sum over positions of ``outer[t] * inner[t]^T``. Its squared norm, and the inner product
 of two such sums, need only the products of the factors: ``sum over t, s of (outer_t . outer_s) (inner_t . inner_s)``.
+So no example's gradient is ever made, unless that is cheaper: of few weights and many positions.
+
+``find_rule`` gives the function that turns a layer's input and the gradient at its output into ``Terms``; ``measure``
+makes norms of them. Everything is computed in float32 or wider, under no autocast (see ``sample_norms``).
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ _MOST = 2**24  # elements of one block of whole gradients, when these are cheape
 
 
 class Terms(NamedTuple):
-    """``inner`` [batch, groups, positions, width]; ``outer`` the same with its own width, or [..., positions] of rows.
+    """One layer call's part of a parameter's gradient: the factors of a sum over positions, for each example and group.
 
+    ``inner`` [batch, groups, positions, width]; ``outer`` the same with its own width, or [..., positions] of rows.
     ``outer`` None: the gradient is the sum of ``inner`` itself (a bias, a gain). Integer: the number of the row of an
-    embedding that each position reads, -1 for none.
+    embedding that each position reads, -1 for none. Groups are those of a grouped convolution, 1 elsewhere.
     """
 
     inner: Tensor
@@ -34,8 +39,11 @@ Rule = Callable[[Any, str, Tensor, Tensor], Terms]
 
 
 class MeasuredLayer(NamedTuple):
-    """``squares`` [batch]: squared norms of the examples' gradients. ``explained``: inner product of their sum with the
-    gradient that came. ``reach``: how large that could be if nothing cancelled; rounding errors go with it."""
+    """What the terms of one parameter come to, and how well they explain the gradient that came.
+
+    ``squares`` [batch]: squared norms of the examples' gradients. ``explained``: inner product of their sum with the
+    gradient that came. ``reach``: how large that could be if nothing cancelled; rounding errors go with it.
+    """
 
     squares: Tensor
     explained: float
@@ -43,7 +51,11 @@ class MeasuredLayer(NamedTuple):
 
 
 def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> MeasuredLayer:
-    """What ``new`` terms, after those ``before``, make of a parameter whose ``gradient`` has come."""
+    """Measure the terms of a parameter whose ``gradient`` has come: norms, and how much of it they explain.
+
+    ``new``: terms that this gradient holds; ``before``: terms that an earlier gradient of it, in the same run, has
+    told; they add to the examples' norms and not to this gradient. Waits for the device.
+    """
     terms = before + new
     reach = float(sum((_bound(one) * one.inner.shape[2] ** 0.5).sum() for one in new))
     [only] = terms if len(terms) == 1 else [None]
@@ -58,7 +70,11 @@ def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> Measured
 
 
 def _squares_of(terms: list[Terms]) -> Tensor:
-    """Squared norm, for each example, of the sum of all terms: every pair meets once."""
+    """The squared norm, for each example, of the sum of all terms: every pair of them meets once.
+
+    Where the answer is less than a thousandth of what it could be, large numbers have cancelled, and float32 cannot
+    tell what is left: it is computed again in float64. Waits for the device.
+    """
     total = _pairs(terms)
     most = torch.stack([_bound(one).square() for one in terms]).sum(0)
     is_lost = total < _LOST * most  # what is left of large numbers that cancel: the products cannot tell
@@ -69,7 +85,7 @@ def _squares_of(terms: list[Terms]) -> Tensor:
 
 
 def _meeting(terms: Terms, gradient: Tensor) -> Tensor:
-    """Inner product of all examples' terms together with a gradient of the whole parameter."""
+    """The inner product of all examples' terms together with a gradient of the whole parameter."""
     gradient = _wide(gradient.to_dense() if gradient.is_sparse else gradient)
     if terms.outer is None:
         return (terms.inner.sum((0, 1, 2)) * gradient.reshape(-1)).sum()
@@ -82,7 +98,11 @@ def _meeting(terms: Terms, gradient: Tensor) -> Tensor:
 
 
 def find_rule(layer: nn.Module) -> Rule:
-    """How ``layer`` adds to its gradients. Raises PlanError for a layer that has no rule, or another forward."""
+    """The function that tells how ``layer`` adds to its gradients.
+
+    Raises PlanError for a layer that has no rule: a kind that is not known, a class or an instance with another
+    ``forward``, or an embedding that divides gradients by how often a row was read.
+    """
     for kinds, rule in _RULES:
         is_own = isinstance(layer, kinds) and "forward" not in vars(layer)
         if is_own and any(type(layer).forward is getattr(kind, "forward", None) for kind in type(layer).__mro__[-9:]
@@ -96,7 +116,7 @@ def find_rule(layer: nn.Module) -> Rule:
 
 
 def is_batched(layer: nn.Module, given: Tensor) -> bool:
-    """Whether ``given`` has a dimension of examples before those that the layer itself needs."""
+    """Whether ``given``, a layer's input, has a dimension of examples before those that the layer itself needs."""
     if given.is_complex():
         return False
     if isinstance(layer, nn.Embedding):
@@ -109,6 +129,7 @@ def is_batched(layer: nn.Module, given: Tensor) -> bool:
 
 
 def _pairs(terms: list[Terms]) -> Tensor:
+    """The squared norm, for each example, of the sum of all terms, in the precision that they have."""
     total = torch.zeros((), device=terms[0].inner.device)
     for number, one in enumerate(terms):
         total = total + _product(one, one)
@@ -118,7 +139,7 @@ def _pairs(terms: list[Terms]) -> Tensor:
 
 
 def _bound(one: Terms) -> Tensor:
-    """For each example, the norm that its part would have if nothing cancelled, but for the number of positions."""
+    """The norm, for each example, that its part would have if nothing cancelled, but for the number of positions."""
     norm: Tensor = torch.linalg.vector_norm(one.inner, dim=(1, 2, 3))
     if one.outer is not None and one.outer.is_floating_point():
         norm = norm * torch.linalg.vector_norm(one.outer, dim=(1, 2, 3))
@@ -126,7 +147,10 @@ def _bound(one: Terms) -> Tensor:
 
 
 def _product(one: Terms, other: Terms) -> Tensor:
-    """Inner product, for each example, of two parts of one parameter's gradient: ``[batch]``."""
+    """The inner product, for each example, of two parts of one parameter's gradient: ``[batch]``.
+
+    Positions of one part are taken in blocks: the products of all with all can be larger than the layer's input.
+    """
     if one.outer is None or other.outer is None:
         return (one.inner.sum(2) * other.inner.sum(2)).sum((1, 2))
     rows = not one.outer.is_floating_point(), not other.outer.is_floating_point()
@@ -144,7 +168,11 @@ def _product(one: Terms, other: Terms) -> Tensor:
 
 
 def _meet(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inner products of outer factors, position by position; rows of an embedding meet where they are the same row."""
+    """Inner products of outer factors, position by position; rows of an embedding meet where they are the same row.
+
+    A row of an embedding is a vector with a single one in it, so its product with a dense factor is one element of
+    that.
+    """
     if one.is_floating_point() and other.is_floating_point():
         return one @ other.mT
     if one.is_floating_point():  # a weight that is an embedding and a linear layer at once
@@ -155,12 +183,13 @@ def _meet(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_cheaper_whole(one: Terms, other: Terms) -> bool:
+    """Whether there are more pairs of positions than elements of the weight: then its gradient is made after all."""
     positions = one.inner.shape[2] * other.inner.shape[2]
     return positions > one.inner.shape[3] * (one.outer.shape[3] if one.outer is not None else 1)
 
 
 def _whole(one: Terms, other: Terms) -> Tensor:
-    """By making the examples' gradients after all, some at a time: for many positions and a small weight."""
+    """The inner product by making the examples' gradients after all, some at a time."""
     if one is other:
         return torch.cat([mine.square().sum((1, 2, 3)) for mine in _iter_whole(one)])
     pairs = zip(_iter_whole(one), _iter_whole(other), strict=True)
@@ -168,7 +197,7 @@ def _whole(one: Terms, other: Terms) -> Tensor:
 
 
 def _iter_whole(one: Terms) -> Iterator[Tensor]:
-    """The examples' gradients themselves, ``[block, groups, outer, inner]``."""
+    """The examples' gradients themselves, ``[block, groups, outer, inner]``, some examples at a time."""
     assert one.outer is not None  # as the callers have seen
     size = one.inner.shape[1] * one.inner.shape[3] * one.outer.shape[3]
     block = max(1, _MOST // max(1, size))
@@ -177,10 +206,12 @@ def _iter_whole(one: Terms) -> Iterator[Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 where it is of half precision or less; any other as it is."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _linear(layer: nn.Linear, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    """A linear layer, ``y = x W^T + b``: the weight's gradient is the sum over positions of ``grad_y * x^T``."""
     gradient = _wide(gradient).reshape(len(gradient), 1, -1, gradient.shape[-1])
     if name == "bias":
         return Terms(gradient)
@@ -188,11 +219,13 @@ def _linear(layer: nn.Linear, name: str, given: Tensor, gradient: Tensor) -> Ter
 
 
 def _linear_transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    """A linear layer whose weight is [in, out], as transformers' Conv1D has it: the factors change places."""
     terms = _linear(layer, name, given, gradient)
     return terms if terms.outer is None else Terms(terms.outer, terms.inner)
 
 
 def _embedding(layer: nn.Embedding, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    """An embedding: each position adds the gradient at its output to the row that it reads, the padding row to none."""
     rows = given.reshape(len(given), 1, -1)
     if layer.padding_idx is not None:
         rows = torch.where(rows == layer.padding_idx, -1, rows)
@@ -200,6 +233,7 @@ def _embedding(layer: nn.Embedding, name: str, given: Tensor, gradient: Tensor) 
 
 
 def _convolution(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    """A convolution as a linear layer whose inputs are the windows under the kernel, padded as the layer pads."""
     if name == "bias":
         return Terms(_wide(gradient).flatten(2).mT[:, None])
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -208,7 +242,7 @@ def _convolution(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Term
 
 
 def _transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
-    """The gradient at the output takes the part of the input, and the other way round."""
+    """A transposed convolution: the gradient at the output takes the part of the input, and the other way round."""
     if name == "bias":
         return Terms(_wide(gradient).flatten(2).mT[:, None])
     sides = [side for padding in reversed(layer.padding) for side in (padding, padding)]
@@ -216,7 +250,10 @@ def _transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms
 
 
 def _windows(layer: Any, padded: Tensor, small: Tensor) -> Terms:
-    """One position for each place of the kernel: the window of ``padded`` under it, the values of ``small`` there."""
+    """Terms with one position for each place of the kernel.
+
+    ``inner`` is the window of ``padded`` under the kernel, ``outer`` the values of ``small`` at that place.
+    """
     groups = layer.groups
     unfold = _unfold_plane if len(layer.kernel_size) <= 2 else _unfold_space
     windows = unfold(layer, padded, small.shape[2:])  # batch, channels * kernel, positions
@@ -225,6 +262,11 @@ def _windows(layer: Any, padded: Tensor, small: Tensor) -> Terms:
 
 
 def _unfold_plane(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
+    """The windows of one or two dimensions, ``[batch, channels * kernel, positions]``, by ``F.unfold``.
+
+    ``places``: how many there shall be in each dimension; a transposed convolution with output padding leaves some
+    over.
+    """
     shape = [layer.kernel_size, layer.dilation, layer.stride]
     if len(places) == 1:  # a row of a plane
         padded, shape, places = padded[:, :, None], [(1, *sides) for sides in shape], torch.Size((1, *places))
@@ -239,6 +281,7 @@ def _unfold_plane(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
 
 
 def _unfold_space(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
+    """The windows of three dimensions, for which ``F.unfold`` has no code; the shape is that of ``_unfold_plane``."""
     windows = padded
     for dim, size in enumerate(places):
         reach = layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
@@ -250,6 +293,7 @@ def _unfold_space(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
 
 
 def _layer_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    """Layer and RMS norms: the gain's gradient is that at the output times the normalised input."""
     gradient = _wide(gradient)
     if name == "weight":
         shape = tuple(layer.normalized_shape)
@@ -267,6 +311,11 @@ def _layer_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms
 
 
 def _channel_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
+    """Norms with a gain for each channel: batch norm in eval mode, group and instance norm.
+
+    Positions are places in space. The normalised input is computed again from the input, without gain and bias; running
+    statistics keep their values.
+    """
     gradient = _wide(gradient)
     if name == "weight":
         given = _wide(given)

@@ -1,9 +1,12 @@
-"""``gaff.sample_norms``: the gradient norm of every example of a batch, from one ordinary backward pass.
+"""Holds ``gaff.sample_norms``: the gradient norm of every example of a batch, from one ordinary backward pass.
 
-What a layer did to an example is told by its input and by the gradient at its output; the norm of the example's part
-of a weight's gradient follows from inner products of these, without that part ever being made ("ghost norms":
-Goodfellow, "Efficient per-example gradient computations", 2015; Li et al., "Large language models can be strong
-differentially private learners", 2022, section 4).
+What a layer did to an example is told by its input and by the gradient at its output; the norm of the example's part of
+a weight's gradient follows from inner products of these, without that part ever being made ("ghost norms": Goodfellow,
+"Efficient per-example gradient computations", 2015; Li et al., "Large language models can be strong differentially
+private learners", 2022, section 4).
+
+The order of things: a layer's input is kept in forward, the gradient at its output in backward, and when the gradient
+of a parameter is complete the norms of it are computed and checked against it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from gaff.training.layer_gradients import Terms, find_rule, is_batched, measure
 
 
 class _Use:
-    """One call of a layer: its input, and the gradient at its output once it has come."""
+    """One call of a layer: its input, and the gradient at its output once it has come.
+
+    Made when the layer is called, and kept with the run. The input is held by reference; ``version`` tells whether
+    somebody has written into it since, which would make the norms wrong.
+    """
 
     def __init__(self, given: Tensor) -> None:
         self.given = given
@@ -45,7 +52,8 @@ class SampleNorms:
 
     ``norms["fc.weight"]`` and ``norms.total``: ``[batch]``, of the only run; ``norms.run(2)`` the same of one of
     several. On the device of the gradients, in float32 or wider. They are computed when the gradient of the parameter
-    arrives, and checked against it: what the followed layers add up to must be all of it.
+    arrives, and checked against it: what the followed layers add up to must be all of it. A run of which something is
+    not exact is refused as a whole: reading it raises ExactnessError with the first reason.
     """
 
     def __init__(self, model: nn.Module, patterns: Sequence[Any], reduction: str) -> None:
@@ -90,16 +98,23 @@ class SampleNorms:
 
     @property
     def total(self) -> Tensor:
-        """Norms of the examples' whole gradients: of all parameters that are followed."""
+        """Norms of the examples' whole gradients, of all parameters that are followed: ``[batch]``.
+
+        Of the only run, and raises as ``run`` does.
+        """
         return torch.stack(list(self.run(None).values())).square().sum(0).sqrt()
 
     @property
     def runs(self) -> list[int]:
-        """Numbers of the runs that had a backward pass."""
+        """The numbers of the runs that had a backward pass, refused ones included, in order."""
         return sorted({*self._squares, *self._refused})
 
     def run(self, index: int | None) -> dict[str, Tensor]:
-        """Norms by parameter, ``[batch]`` each, of one run (None: of the only one)."""
+        """Norms by parameter, ``[batch]`` each, of one run (None: of the only one).
+
+        A parameter that got no gradient has norms of zero. Raises SiteError where there is no such run, ExactnessError
+        where it was refused.
+        """
         if index is None and len(self.runs) == 1:
             [index] = self.runs
         if index is None or index not in self.runs:
@@ -117,10 +132,15 @@ class SampleNorms:
         }
 
     def _see_batch(self, value: Any, run: Any, call: int, path: str) -> None:
+        """Note the number of examples of a run: the first dimension of the first tensor that the model is given."""
         if isinstance(value, Tensor) and value.dim() and run.index not in self._sizes:
             self._sizes[run.index] = len(value)
 
     def _see_input(self, value: Any, run: Any, call: int, path: str) -> None:
+        """Keep a layer's input, or refuse the run where examples cannot be told apart in it.
+
+        Its first dimension must be the examples, and batch norm in training mixes them.
+        """
         if not isinstance(value, Tensor):
             self._refuse(run.index, f"{path}: its input is no tensor")
             return
@@ -139,6 +159,7 @@ class SampleNorms:
         self._uses.setdefault(run.index, {})[path, call] = _Use(value.detach())
 
     def _see_gradient(self, value: Any, run: Any, call: int, path: str) -> None:
+        """Keep the gradient at a layer's output beside its input; a second one for the same call is refused."""
         if isinstance(value, Tensor):
             self._has_gradient = True
             use = self._uses.get(run.index, {}).get((path, call))
@@ -150,7 +171,10 @@ class SampleNorms:
             self._refuse(run.index, f"{path}: {value}")
 
     def _see_total(self, value: Any, run: Any, call: int, name: str) -> None:
-        """All contributions to a parameter have come (of a reentrant checkpoint: all so far)."""
+        """Measure a parameter whose gradient has come, in all runs that contribute to it.
+
+        All contributions have been added up by then (of a reentrant checkpoint: all so far). Waits for the device.
+        """
         if not isinstance(value, Tensor):
             return
         self._has_gradient = True
@@ -168,7 +192,7 @@ class SampleNorms:
         self._check(name, value, explained, reach, reached or [run.index])
 
     def _terms_of(self, index: int, name: str) -> tuple[list[Terms], list[Terms]]:
-        """What the layers add to a parameter in one run: what an earlier gradient has told, and what is new."""
+        """What the layers add to a parameter in one run: terms that an earlier gradient has told, and new ones."""
         before: list[Terms] = []
         new: list[Terms] = []
         for (path, _), use in self._uses[index].items():
@@ -185,7 +209,12 @@ class SampleNorms:
         return before, new
 
     def _check(self, name: str, total: Tensor, explained: float, reach: float, runs: Iterable[int]) -> None:
-        """The layers must account for the gradient that came: part of it may be of another use of the parameter."""
+        """Refuse ``runs`` where the layers do not account for the gradient that came.
+
+        If they account for all of it, the inner product of their sum with the gradient is its squared norm; else a part
+        of it is of another use of the parameter. The tolerance is 1e-3 of that (5e-2 where half precision took part),
+        and more where large numbers may have cancelled.
+        """
         total = total.to_dense() if total.is_sparse else total
         paths = {path for path, _ in self._names[name]}
         narrow = (use for index in runs for (path, _), use in self._uses.get(index, {}).items() if path in paths)
@@ -202,11 +231,15 @@ class SampleNorms:
                 )
 
     def _refuse(self, index: int, reason: str) -> None:
+        """Remember why the norms of a run are not exact; the first reason stays."""
         self._refused.setdefault(index, reason)
 
 
 class _Part(Stream):
-    """A stream that hands its events on with the path of its layer."""
+    """A stream of the engine that hands its events on with the path of its layer, or the name of its parameter.
+
+    The value is None where there was nothing to see, and a text, the reason, where it could not be told.
+    """
 
     def __init__(self, see: Callable[[Any, Any, int, str], None], path: str = "") -> None:
         self._see = see
@@ -223,12 +256,15 @@ class _Part(Stream):
 
 
 def sample_norms(model: nn.Module, patterns: Sequence[Any], reduction: str) -> SampleNorms:
-    """See ``gaff.sample_norms``."""
+    """Make the session that ``gaff.sample_norms`` returns; what its arguments mean is told there."""
     return SampleNorms(model, patterns, reduction)
 
 
 def _find_layers(model: nn.Module, patterns: Sequence[Any]) -> dict[str, nn.Module]:
-    """Every layer with trainable parameters, once. Raises PlanError for one without a rule."""
+    """Every layer with trainable parameters that the patterns name, or the model has, by its first path.
+
+    Raises PlanError where one of them has no rule, or there is none.
+    """
     if patterns:
         found = [item for pattern in patterns for item in resolve(model, pattern)]
     else:
@@ -251,10 +287,15 @@ def _find_layers(model: nn.Module, patterns: Sequence[Any]) -> dict[str, nn.Modu
 
 
 def _trainable(module: nn.Module) -> list[str]:
+    """The names of a module's own parameters that require grad."""
     return [name for name, one in module._parameters.items() if one is not None and one.requires_grad]
 
 
 def _has_rule(module: nn.Module) -> bool:
+    """Whether all trainable parameters of a module can be told.
+
+    It must be a layer of a known kind, with a weight and a bias only.
+    """
     try:
         find_rule(module)
     except PlanError:
@@ -263,7 +304,7 @@ def _has_rule(module: nn.Module) -> bool:
 
 
 def _group_parameters(layers: dict[str, nn.Module]) -> dict[str, list[tuple[str, str]]]:
-    """Each parameter once, by its first name, with every layer that uses it."""
+    """Each parameter once, by its first name, with every layer that uses it: (path of the layer, name in it)."""
     groups: dict[int, tuple[str, list[tuple[str, str]]]] = {}
     for path, module in layers.items():
         for name in _trainable(module):

@@ -1,4 +1,8 @@
-"""The graph of a backward pass as an SVG picture: layers from the output down to the leaves."""
+"""Draws the autograd graph of a module's backward pass as an SVG picture.
+
+Boxes are autograd nodes, in layers from the output at the top down to the leaves; arrows are the gradients that one
+node hands to the next. The text is made from the rows of ``gaff.record.node_rows`` alone, without a layout library.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,12 @@ _WIDE, _HIGH, _GAP, _DROP = 230, 46, 24, 56  # a box, and what is between boxes
 
 
 def render(anatomy: Explained) -> str:
-    """Boxes are nodes: name, op, line. Arrows are gradients: shape and norm. Leaves are tinted."""
+    """The picture of an anatomy as one self-contained ``<svg>`` element.
+
+    A box shows a node's name, and below it the op and the line of the user's code that made it; the code itself is the
+    tooltip. Leaves (nodes that hand nothing on) are tinted. An arrow carries the gradient's shape and L2 norm. All
+    texts are escaped: names and code come from the user's program.
+    """
     layers = _layers(anatomy)
     columns = max(len(layer) for layer in layers)
     width = columns * (_WIDE + _GAP) + _GAP
@@ -35,7 +44,11 @@ def render(anatomy: Explained) -> str:
 
 
 def _layers(anatomy: Explained) -> list[list[int]]:
-    """Numbers of nodes by their longest way from the output; backward runs a node after all that feed it."""
+    """The numbers of all nodes, layer by layer: a node's layer is its longest way from the output.
+
+    Backward runs a node after all that feed it, and ``anatomy.nodes`` are in that order, so one pass over the rows is
+    enough: when a row is reached, its own depth is final.
+    """
     depth = {row.number: 0 for row in anatomy.nodes}
     for row in anatomy.nodes:
         for edge in row.outgoing:
@@ -48,6 +61,7 @@ def _layers(anatomy: Explained) -> list[list[int]]:
 
 
 def _box(anatomy: Explained, number: int, place: tuple[float, float]) -> str:
+    """One node as SVG, with its upper left corner at ``place``, in pixels."""
     row = anatomy.nodes[number]
     x, y = place
     is_leaf = not row.outgoing
@@ -61,6 +75,11 @@ def _box(anatomy: Explained, number: int, place: tuple[float, float]) -> str:
 
 
 def _arrow(edge: Edge, start: tuple[float, float], end: tuple[float, float], at: int, count: int) -> str:
+    """One gradient as an SVG curve from the ``at``-th of ``count`` exits of the upper box to the top of the lower one.
+
+    A gradient that skips layers is bent to the left, past the boxes between, and is labelled near its start: in the
+    middle its label would lie on a box.
+    """
     x1 = start[0] + _WIDE * (at + 1) / (count + 1)
     y1, x2, y2 = start[1] + _HIGH, end[0] + _WIDE / 2, end[1] - 2
     norm = "None" if edge.norm is None else f"{edge.shape} |{edge.norm:.3g}|"
@@ -77,4 +96,5 @@ def _arrow(edge: Edge, start: tuple[float, float], end: tuple[float, float], at:
 
 
 def _cut(text: str) -> str:
+    """At most 36 characters of ``text``, which is about what fits into a box."""
     return text if len(text) <= 36 else text[:35] + "~"

@@ -1,4 +1,8 @@
-"""The anatomy of a backward pass as text: a table, words about the legacy hook, a tree."""
+"""The anatomy of a module's backward pass as text: a table of autograd nodes, a tree, and words about the legacy hook.
+
+What is drawn are the rows of ``gaff.record.node_rows``; ``gaff.anatomy(...)`` makes them and prints these texts. Norms
+are L2; a gradient that does not exist is written ``None``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,11 @@ _HEAD = ("", "node", "op", "line", "gradients that come", "gradients that it han
 
 
 def render_table(anatomy: Explained) -> str:
-    """One line a node in the order of backward, whose gradients came out, and what the legacy hook makes of it."""
+    """The whole anatomy: a table of nodes, the gradients that came out, and what the legacy hook would have shown.
+
+    Nodes are in the order in which backward ran them, each with the gradients that came in and those it handed on, and
+    to which tensor. Notes come last.
+    """
     rows = [
         (str(row.number), row.name, row.site, row.place, _short(row.incoming), _long(row.outgoing))
         for row in anatomy.nodes
@@ -30,7 +38,11 @@ def render_table(anatomy: Explained) -> str:
 
 
 def render_tree(anatomy: Explained) -> str:
-    """From the output down to the leaves; a node that several hand gradients to is told once."""
+    """The autograd graph as an indented tree, from the output down to the leaves.
+
+    A node that several others hand gradients to is drawn in full where it is met first; elsewhere one line,
+    ``(above)``, points there.
+    """
     seen: set[int] = set()
     fed = {edge.to for row in anatomy.nodes for edge in row.outgoing}
     lines: list[str] = []
@@ -41,7 +53,12 @@ def render_tree(anatomy: Explained) -> str:
 
 
 def explain_legacy(anatomy: Explained) -> list[str]:
-    """What ``register_backward_hook`` shows, and why that is not the gradient of the module's inputs."""
+    """Lines that tell what ``register_backward_hook`` would have shown beside the gradients of the module's inputs.
+
+    The legacy hook hangs on one autograd node, the last that the forward made. Where the module made several, its
+    ``grad_input`` is what that one node hands on: often bias, input and weight of a linear op, or one share of the
+    gradient of an input that is used in several places. The lines say which of these holds here, or that both agree.
+    """
     if not anatomy.legacy_input:
         return ["the legacy register_backward_hook would not be called: the first tensor that is returned has no graph"]
     last = next(row for row in anatomy.nodes if row.outgoing == anatomy.legacy_input)
@@ -73,11 +90,13 @@ def explain_legacy(anatomy: Explained) -> list[str]:
 
 
 def _differs(legacy: Sequence[Edge], truth: Sequence[Edge]) -> bool:
+    """Whether the two tell other gradients, by shape and by norm to four digits; None among them does not count."""
     shown, told = ([(edge.shape, _norm(edge)) for edge in edges if edge.norm is not None] for edges in (legacy, truth))
     return shown != told
 
 
 def _branch(anatomy: Explained, row: NodeRow, depth: int, seen: set[int]) -> list[str]:
+    """The lines of one node and, indented, of all that it hands gradients to; ``seen`` holds the nodes drawn so far."""
     place = f"  {row.place}" if row.place else ""
     line = f"{'  ' * depth}{row.name}  {row.site}{place}  {_short(row.incoming)}"
     if row.number in seen:
@@ -91,18 +110,22 @@ def _branch(anatomy: Explained, row: NodeRow, depth: int, seen: set[int]) -> lis
 
 
 def _names(edges: Sequence[Edge]) -> str:
+    """The tensors whose gradients these are, separated by commas."""
     return ", ".join(edge.whose for edge in edges)
 
 
 def _short(edges: Sequence[Edge]) -> str:
+    """Shape and norm of each gradient, without the tensor it belongs to: for narrow columns."""
     return ", ".join(f"{_shape(edge)} {_norm(edge)}".rstrip() for edge in edges)
 
 
 def _long(edges: Sequence[Edge]) -> str:
+    """Shape, norm and tensor of each gradient that exists."""
     return "; ".join(f"{_shape(edge)} {_norm(edge)} to {edge.whose}" for edge in edges if edge.norm is not None)
 
 
 def _shape(edge: Edge) -> str:
+    """The shape as PyTorch prints it, ``[2, 3]``; ``[]`` of a scalar."""
     return "None" if edge.norm is None else f"[{edge.shape.replace('x', ', ')}]" if edge.shape != "scalar" else "[]"
 
 

@@ -1,6 +1,8 @@
 """Pictures of a run or a trace for papers, as matplotlib figures. Needs matplotlib (``gaff[figures]``).
 
-Each function returns a ``Figure`` that belongs to no window: ``signal_by_depth(record).savefig("depth.pdf")``.
+Each function returns a ``Figure`` that belongs to no window: ``signal_by_depth(record).savefig("depth.pdf")``. Nothing
+is registered with pyplot, so no backend is chosen and nothing has to be closed. All raise PlanError where matplotlib is
+not installed, and RecordError where the record or trace does not hold what was asked for. Nothing is written to either.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ _SIGNED = "RdBu_r"
 
 
 def signal_by_depth(record: Record, *, stat: str = "rms", port: str = "output", looks: int = 6, rank: int = 0) -> Any:
-    """One number of all sites of a port from the first layer to the last, at some looks; on a logarithmic axis.
+    """One number of all sites of a port from the first layer to the last, one line for each of some looks.
 
     ``port``: ``output``, ``grad_output``, ``param``, ``grad``; ``stat``: a column of the record, such as ``rms`` or
-    ``update_ratio``. Raises RecordError where nothing has it.
+    ``update_ratio``; ``looks``: how many lines at most, spread evenly from the first look to the last; ``rank``: the
+    process whose tables are shown. The axis is logarithmic; what is not finite leaves a gap.
     """
     cube, rows, names = _rows(record, stat, port, rank)
     table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
@@ -46,7 +49,11 @@ def signal_by_depth(record: Record, *, stat: str = "rms", port: str = "output", 
 
 
 def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: int = 0) -> Any:
-    """One number of all sites of a port over all looks. Zero and below are grey where the scale is logarithmic."""
+    """One number of all sites of a port over all looks, as a map: a row for each site, a column for each look.
+
+    Arguments are those of ``signal_by_depth``. Where no value is negative the colours are logarithmic, and zeros are
+    grey; otherwise they are linear. What is missing or not finite is grey as well.
+    """
     cube, rows, names = _rows(record, stat, port, rank)
     table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
     figure, axes = _axes((7.0, max(2.4, 0.16 * len(names))))
@@ -65,7 +72,11 @@ def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: i
 
 
 def curves(records: Sequence[Record] | Record, name: str = "loss") -> Any:
-    """A number of every step, such as ``loss`` or ``grad_norm``, of one run or of several."""
+    """A number of every step, such as ``loss`` or ``grad_norm``, of one run or of several in the same axes.
+
+    ``name``: as ``Record.scalar`` takes it; each run is labelled with the name of its folder. Of runs of several
+    processes the numbers of rank 0 are drawn.
+    """
     several = [records] if isinstance(records, Record) else list(records)
     figure, axes = _axes((5.5, 3.2))
     for record in several:
@@ -78,9 +89,11 @@ def curves(records: Sequence[Record] | Record, name: str = "loss") -> Any:
 
 
 def picture(trace: Traced, site: str, kind: str | None = None) -> Any:
-    """A picture of a trace that was made with ``pictures=True``: maps side by side, a class activation over its image.
+    """A picture of a trace made with ``pictures=True``: maps side by side, or a class activation over its image.
 
-    ``kind``: where a site has several, such as ``class activation``. Raises RecordError with near names.
+    ``site``: an address of the trace; ``kind``: where a site has several pictures, such as ``class activation``;
+    without it the first one is drawn. Values that have a sign are blue below zero and red above. Raises RecordError
+    with near names.
     """
     known = [one for one in trace.pictures if one.site == site and kind in (None, one.kind)]
     if not known:
@@ -115,7 +128,10 @@ def picture(trace: Traced, site: str, kind: str | None = None) -> Any:
 
 
 def _rows(record: Record, stat: str, port: str, rank: int) -> tuple[Cube, list[int], list[str]]:
-    """The cube that has the number, and its rows of one port, in the order in which they were first seen."""
+    """The first training cube with numbers of this kind at this port, the rows of it that have some, and their names.
+
+    Rows are in the order in which sites were first seen, which for modules is the order of their calls.
+    """
     names = {key: name for name, key in record.names().items()}
     for cube in read_cubes(record.part(rank), columns=_ALL, marks=1):
         if cube.phase != "train" or stat not in cube.latest:
@@ -128,18 +144,23 @@ def _rows(record: Record, stat: str, port: str, rank: int) -> tuple[Cube, list[i
 
 
 def _axes(size: tuple[float, float]) -> tuple[Any, Any]:
+    """A new figure of this size in inches, and its only axes."""
     figure = _figure_class()(figsize=size, layout="constrained")
     return figure, figure.add_subplot()
 
 
 def _figure_class() -> Any:
+    """Matplotlib's ``Figure``, imported when the first figure is made; pyplot is never imported."""
     if find_spec("matplotlib") is None:
         raise PlanError("figures need matplotlib, which is not installed: pip install 'gaff[figures]'")
     return import_module("matplotlib.figure").Figure
 
 
 def _name(axis: Any, names: Sequence[str], *, at: float = 0.0, rotation: float = 0.0) -> None:
-    """Some of the names, where there are too many to be read."""
+    """Write the sites' names at an axis; only some of them, evenly spaced, where there are too many to be read.
+
+    ``at``: how far a tick stands from the beginning of its row, in rows. A dollar sign in a name begins no formula.
+    """
     every = max(1, -(-len(names) // _MOST_NAMES))
     axis.set_ticks([place + at for place in range(0, len(names), every)])
     axis.set_ticklabels(list(names)[::every], rotation=rotation, fontsize="x-small", parse_math=False)

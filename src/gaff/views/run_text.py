@@ -1,4 +1,9 @@
-"""A watched run as text: lines while it goes on, alarms, and the report at its end. Needs no torch."""
+"""A watched run as text: lines while it goes on, alarms, and the report at its end. Needs no torch.
+
+``line`` and ``alarm`` are printed by ``gaff watch`` as the run goes on; ``report`` is what ``gaff report`` prints, and
+is made of ``verdict``, ``box``, ``sparkline`` and ``site_table``. All return text and write nothing. Numbers are told
+with four digits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,12 @@ _SITES = 24  # of the tree, before it is cut
 
 
 def line(step: int, known: Mapping[str, float], findings: Sequence[Finding], overhead: float, every: int) -> str:
-    """One line for one interval of training."""
+    """One line about the run as it stands, as ``gaff watch`` prints it at intervals.
+
+    ``known``: the latest value of each scalar by name (``loss:NAME``, ``grad_norm``); ``findings``: worst first, of
+    which the first is told if it is not over; ``overhead``: the share of time that watching takes; ``every``: steps
+    from one look to the next.
+    """
     parts = [f"step {step}"]
     parts += [
         f"{name.removeprefix('loss:')} {number(value)}" for name, value in known.items() if name.startswith("loss:")
@@ -32,12 +42,16 @@ def line(step: int, known: Mapping[str, float], findings: Sequence[Finding], ove
 
 
 def alarm(finding: Finding) -> str:
-    """What a finding says, in a box."""
+    """A finding in a box, with its evidence, cause and remedy, as it is told when its rule comes to hold."""
     return box(f"{finding.severity}: {finding.rule} at {finding.address}", body_of(finding))
 
 
 def body_of(finding: Finding) -> list[str]:
-    """The lines of a finding below its title."""
+    """The lines of a finding below its title: message, evidence, further sites, cause, remedy, where to look.
+
+    The ``chain`` of evidence (the ops before a NaN) is left to the page, which has a line for each op. The texts are
+    not made safe for a terminal: see ``gaff.views.text.printable``.
+    """
     lines = [finding.message, f"since step {finding.since}" + _extent(finding)]
     known = {name: value for name, value in finding.evidence.items() if name != "chain"}  # for the page
     if known:
@@ -52,7 +66,11 @@ def body_of(finding: Finding) -> list[str]:
 
 
 def box(title: str, lines: Iterable[str], *, plain: bool = False) -> str:
-    """``plain``: without characters beyond ASCII, nothing wrapped."""
+    """A title and lines in a frame of 100 columns; longer lines are wrapped.
+
+    ``plain``: without characters beyond ASCII, nothing wrapped, and every line begins with ``gaff:``, so that it can be
+    searched for in a log.
+    """
     if plain:
         return "\n".join([f"gaff: {title}", *(f"gaff:   {one}" for one in lines)])
     wrapped = [
@@ -67,7 +85,7 @@ def box(title: str, lines: Iterable[str], *, plain: bool = False) -> str:
 
 
 def verdict(record: Record) -> str:
-    """One sentence."""
+    """One sentence about a run: its worst finding that is not over and not a mere fact, or that nothing was found."""
     lasting = [one for one in record.findings if not one.is_over and one.severity != "info"]
     size = f"{record.steps} steps" + (f", {len(record.ranks)} processes" if len(record.ranks) > 1 else "")
     if not lasting:
@@ -82,7 +100,9 @@ def report(
 ) -> str:
     """The verdict, the findings with evidence and remedy, and the sites with their numbers over time.
 
-    ``brief``: one line a finding, where alarms have told the rest; ``most``: sites of the table, None: 24.
+    ``plain``: ASCII only; ``brief``: one line a finding, where alarms have told the rest; ``width``: columns of the
+    table of sites; ``most``: rows of it (None: 24). Curves and the table are of the process of rank 0, findings of all.
+    The last lines say what was looked at and how much of the run's time that took.
     """
     parts = [f"{record.path}: {verdict(record)}"]
     for name in record.scalars:
@@ -115,7 +135,11 @@ def report(
 
 
 def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, width: int, most: int = _SITES) -> str:
-    """Modules in the order in which they were called: rms of activation and gradient over time, and what is wrong."""
+    """A table of the modules: rms of what each returned and of its gradient, over time, and the findings there.
+
+    Modules are in the order in which they were first called. Where there are more than ``most``, those with findings
+    stay, then as many of the first and of the last as there is room for. Empty text where no module has numbers.
+    """
     flags: dict[str, list[str]] = {}
     for finding in findings:
         if not finding.is_over and finding.site:  # else of the run as a whole
@@ -146,7 +170,11 @@ def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, widt
 
 
 def sparkline(values: Sequence[float], *, plain: bool = False, size: int = 16) -> str:
-    """``size`` characters; logarithmic where all values are positive and far apart; ``!`` where one is not finite."""
+    """A small curve of at most ``size`` characters, one for each stretch of values, as high as the largest there.
+
+    The scale is logarithmic where all values are positive and lie more than a factor of 30 apart, else linear; ``!``
+    stands for a stretch with a NaN or inf. ``plain``: in ASCII instead of blocks.
+    """
     if not values:
         return ""
     step = max(1.0, len(values) / size)
@@ -168,7 +196,10 @@ def sparkline(values: Sequence[float], *, plain: bool = False, size: int = 16) -
 
 
 def to_ascii(text: str) -> str:
-    """Boxes and dots as plain characters, every line of a box with ``gaff:`` before it."""
+    """Boxes and dots as plain characters, every line of a box with ``gaff:`` before it.
+
+    For terminals and logs that are not UTF-8. Characters of the text itself that are not ASCII become ``?``.
+    """
     lines = []
     for line in text.splitlines():
         if line.startswith("┌"):
@@ -181,10 +212,16 @@ def to_ascii(text: str) -> str:
 
 
 def number(value: float) -> str:
+    """A number with four digits, as all texts about a run show it."""
     return f"{value:.4g}"
 
 
 def _extent(finding: Finding) -> str:
+    """How long a finding has held, in words that go on after ``since step N``; may be empty.
+
+    It is empty for a finding that only one step has shown so far and that is not over. The share of looks is told where
+    it is below 99.5 %.
+    """
     share = "" if finding.share >= 0.995 else f", in {finding.share:.0%} of the looks"
     if finding.is_over:
         return f" until step {finding.last}{share}"
@@ -192,6 +229,7 @@ def _extent(finding: Finding) -> str:
 
 
 def _shown(value: Any) -> str:
+    """A value of a finding's evidence: floats with four digits, all else as Python prints it."""
     return number(value) if isinstance(value, float) else str(value)
 
 
@@ -200,10 +238,12 @@ def _last(series: Series) -> str:
 
 
 def _series(record: Record, site: str | None, stat: str) -> Series:
+    """The numbers of a site of rank 0, or an empty series where there is no such site."""
     return record.series(site, stat) if site is not None else Series([], [])
 
 
 def _gradient_of(name: str, sites: Iterable[str]) -> str | None:
+    """The site of the gradient at the output of the same module and call, if the record has it."""
     path, bracket, rest = name.partition("[")
     path = path.removesuffix(":output")
     wanted = f"{path}:grad_output{bracket}{rest}"

@@ -1,4 +1,7 @@
-"""Plain text tables, for ``str`` of results and for the terminal. Needs no torch."""
+"""Plain text tables and folded trees, for ``str`` of results and for the terminal. Needs no torch.
+
+Every printed result of the package goes through these few functions, so that columns, units and cut names look alike.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ def table(
     right: Sequence[str] = (),
     tail: Sequence[str] = (),
 ) -> str:
-    """Aligned columns, two spaces apart; empty columns are left out. ``right``: columns set flush right.
+    """Aligned columns, two spaces apart, under a line of heads; columns without any text are left out.
 
-    ``width`` cuts the widest columns, with ``~``, until the table fits; of columns in ``tail`` the end is kept.
+    ``rows`` have one cell for each head. ``right``: heads of the columns that are set flush right. ``width``: cut the
+    widest columns, with ``~``, until the table fits, but none below six characters, so a very narrow table may still be
+    wider; of columns in ``tail`` the end is kept instead of the beginning, since the end of a path tells most.
     """
     used = [number for number in range(len(head)) if any(row[number] for row in rows)] or [0]
     cells = [[head[number] for number in used], *([row[number] for number in used] for row in rows)]
@@ -44,11 +49,12 @@ def fold(
     likeness: Callable[[Sequence[_Row]], Hashable],
     line: Callable[[_Row, _Row | None, int], str],
 ) -> list[str]:
-    """Lines of a tree in which blocks alike that follow each other are told once.
+    """The lines of a tree in which blocks alike that follow each other are told once.
 
     ``rows`` come parents first. ``is_inside(row, head)``: whether a row belongs under a head; ``likeness(block)`` is
-    equal for blocks to be folded; ``line(head, last, count)``: the text of a head, which stands for ``count`` blocks
-    up to ``last`` (None, and 1, when it stands for itself).
+    equal for blocks to be folded; ``line(head, last, count)``: the text of a head, which stands for ``count`` blocks up
+    to ``last`` (None, and 1, when it stands for itself). Three blocks in a row or more are folded, at every depth; of
+    folded ones the first is shown with what is inside it.
     """
     blocks: list[list[_Row]] = []
     for row in rows:
@@ -72,6 +78,7 @@ def fold(
 
 
 def _fit(widths: list[int], width: int) -> list[int]:
+    """Column widths that fit into ``width`` together with their gaps: the widest column gives way first."""
     widths = list(widths)
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
@@ -79,13 +86,14 @@ def _fit(widths: list[int], width: int) -> list[int]:
 
 
 def _cut(cell: str, width: int, is_tail: bool) -> str:
+    """The cell in at most ``width`` characters, with ``~`` where its end, or for ``is_tail`` its beginning, was cut."""
     if len(cell) <= width:
         return cell
     return "~" + cell[len(cell) - width + 1 :] if is_tail else cell[: width - 1] + "~"
 
 
 def count_text(number: float) -> str:
-    """``1234567`` as ``1.23M``; exact below 10,000."""
+    """A count in three digits and a unit: ``1234567`` as ``1.23M``; exact below 10,000."""
     if abs(number) < 10_000:
         return f"{number:g}"
     for unit, size in (("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
@@ -95,11 +103,16 @@ def count_text(number: float) -> str:
 
 
 def bytes_text(size: float) -> str:
+    """A size in bytes with a decimal unit: ``2.5MB`` is 2.5 million bytes; exact below 10,000."""
     return count_text(size) + "B" if size < 10_000 else count_text(size).replace("K", "k") + "B"
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Without what could command a terminal, or what it cannot write: such characters as Python escapes them."""
+    """The text without what could command a terminal, or what it cannot write: such characters as Python escapes them.
+
+    Names and messages of a record come from other people's programs: an escape sequence in one could rewrite what is on
+    the screen. Escaped are control characters (those in ``keep`` stay) and lone surrogates, which UTF-8 cannot hold.
+    """
     return "".join(
         one if one in keep or not (ord(one) < 32 or 127 <= ord(one) < 160 or 0xD800 <= ord(one) < 0xE000)
         else repr(one)[1:-1]
@@ -108,5 +121,5 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """``1 run``, ``2 runs``."""
+    """A count with its noun, in the plural where it must be: ``1 run``, ``2 runs``."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"

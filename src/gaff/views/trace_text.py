@@ -1,4 +1,9 @@
-"""A trace as text: table, tree, and a plain HTML table for notebooks."""
+"""A trace as text: a table, a tree, and plain HTML tables for notebooks.
+
+All three draw the rows of ``gaff.record.trace_rows``, one for each call in the order of execution, and end with what
+was never called, what has no influence on the output, and notes. Columns that are empty in every row are left out of
+the table.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,11 @@ _TAIL = ("site", "parameter")  # of these the end tells most
 
 
 def render_table(trace: Traced, width: int | None = None, *, is_plain: bool = False) -> str:
-    """One line for each call, then parameters' gradients if there was a backward pass, then what was not used."""
+    """One line for each call, then parameters' gradients if there was a backward pass, then what was not used.
+
+    ``width``: columns of the terminal, None for as wide as it needs; ``is_plain``: cells separated by tabs and never
+    cut, for other programs to read.
+    """
     head, rows = _cells(trace)
     draw = _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT, tail=_TAIL)
     parts = [summary(trace), draw(head, rows)]
@@ -30,13 +39,13 @@ def render_table(trace: Traced, width: int | None = None, *, is_plain: bool = Fa
 
 
 def render_tree(trace: Traced) -> str:
-    """Calls indented by depth; a row of equal blocks is told once."""
+    """Calls indented by depth, each with the shapes in and out; three equal blocks in a row or more are told once."""
     lines = fold(trace.rows, _is_inside, _likeness, _tree_line)
     return "\n".join([summary(trace), *lines, *_endings(trace)])
 
 
 def render_html(trace: Traced) -> str:
-    """The tables for a notebook; everything in them is escaped."""
+    """The tables as plain HTML, for where no page can be shown (it needs numpy); everything in them is escaped."""
     tables = _html_table(*_cells(trace))
     if trace.has_backward:
         tables += _html_table(_PARAMETER_HEAD, _parameter_cells(trace))
@@ -45,13 +54,17 @@ def render_html(trace: Traced) -> str:
 
 
 def _html_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A ``<table>`` of heads and cells, all escaped."""
     heading = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>"
 
 
 def summary(trace: Traced) -> str:
-    """One line: the model, its size, and what the run took."""
+    """One line: the model, its device and size, and the time that the run took while it was watched.
+
+    Time and flops are summed over the outermost calls only, since those of a call include what is inside it.
+    """
     top = [row for row in trace.rows if row.depth == min((other.depth for other in trace.rows), default=0)]
     elements = sum(row.elements for row in trace.parameters)
     flops = f"{count_text(sum(row.flops for row in top))} flops, " if trace.has_flops else ""
@@ -63,11 +76,13 @@ def summary(trace: Traced) -> str:
 
 
 def _cells(trace: Traced) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The heads and cells of the table of calls; the two columns of gradients are there after a backward pass."""
     head = _HEAD + (_GRADIENT_HEAD if trace.has_backward else ())
     return head, [_call_cells(row, trace.has_backward) for row in trace.rows]
 
 
 def _call_cells(row: CallRow, has_backward: bool) -> tuple[str, ...]:
+    """The cells of one call; ``dtype`` stands behind the output's shape where it is not float32."""
     numbers = row.statistics
     values = () if numbers is None else (numbers.mean, numbers.std, numbers.min, numbers.max)
     cells = (
@@ -88,6 +103,7 @@ def _call_cells(row: CallRow, has_backward: bool) -> tuple[str, ...]:
 
 
 def _parameter_cells(trace: Traced) -> list[tuple[str, ...]]:
+    """The cells of each parameter: its gradient's norm, or why it has none, and the share of exact zeros."""
     rows: list[tuple[str, ...]] = []
     for row in trace.parameters:
         grad = row.grad
@@ -98,6 +114,7 @@ def _parameter_cells(trace: Traced) -> list[tuple[str, ...]]:
 
 
 def _endings(trace: Traced) -> list[str]:
+    """What stands below the tables: what was not used, and notes; begins with an empty line if there is something."""
     lines = []
     if trace.unused_modules:
         lines.append(f"never called: {', '.join(trace.unused_modules)}")
@@ -112,6 +129,10 @@ def _is_inside(row: CallRow, head: CallRow) -> bool:
 
 
 def _likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
+    """What makes blocks equal to a reader: sites below the block's own path, classes, shapes and sizes of all rows.
+
+    The number of a call counts only as first or not, so that blocks which are called again fold as well.
+    """
     base = block[0].path
     return tuple(
         (row.site.removeprefix(base).partition("@")[0], row.cls, row.input, row.output, row.parameters, row.call == 0)
@@ -120,6 +141,7 @@ def _likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
 
 
 def _tree_line(head: CallRow, last: CallRow | None, count: int) -> str:
+    """The line of one call, or of ``count`` equal ones from ``head`` to ``last``."""
     name = head.site if last is None else f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"
     parameters = f"  {count_text(head.parameters)} params" if head.parameters else ""
     grad = f"  grad {_gradient(head.grad_output)}" if head.grad_output is not None else ""

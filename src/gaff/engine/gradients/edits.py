@@ -1,4 +1,8 @@
-"""Where edits of gradients take hold: at the outputs and inputs of a module, and at its own share."""
+"""Where edits of gradients take hold: at the outputs and inputs of a module, and at its own share.
+
+A change hung on a ``Node`` arms a tensor hook; the stream behind that hook returns the gradient that backward goes on
+with. Only for the own share something is put into the autograd graph: a view of the input.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,10 @@ from gaff.engine.value_edits import find_argument
 
 
 class EntryGradient:
-    """Arms the gradient edit of an input, where a graph is made."""
+    """Arms the gradient edit of an input, where an autograd graph is made: an ``EntryArm`` in the place of a change.
+
+    It never changes the arguments. ``give_up`` and ``before_graph`` are those of the arm.
+    """
 
     is_gradient = True
 
@@ -32,7 +39,10 @@ class EntryGradient:
 
 
 class ExitGradient:
-    """Arms the gradient edit of an output, where a graph is made."""
+    """Arms the gradient edit of an output, where an autograd graph is made: an ``ExitArm`` in the place of a change.
+
+    It returns the output as it is. ``give_up`` is that of the arm.
+    """
 
     is_gradient = True
 
@@ -48,8 +58,12 @@ class ExitGradient:
 class ShareChange(GradientArm):
     """Edits a module's own share of the gradient at its input.
 
-    The module is given a view of its input, at which its own uses of it meet. A module that writes into its input
-    cuts that view out of the graph; the one node that then stands before the input is hooked instead.
+    The module is given a view of its input, at which its own uses of it meet, while other uses of the same tensor stay
+    outside: what arrives at the view is the share. A module that writes into its input cuts that view out of the
+    autograd graph; the one node that then stands before the input is hooked instead.
+
+    Begins at the entry of the module and is ended by its ``exit_half``; between them the frame of the call keeps what
+    is noted, so that one object serves all calls.
     """
 
     is_gradient = True
@@ -75,7 +89,11 @@ class ShareChange(GradientArm):
         return args, kwargs
 
     def leave(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
-        """The module returned: see whether it wrote into its input."""
+        """See, when the module returned, whether it wrote into its input, and hook the node before the input if so.
+
+        Raises ExactnessError, by its stream, where several nodes hand gradients to the input or the input is a view
+        itself: the share then passes no one place. Returns the output as it is.
+        """
         noted = self._frame(passage).notes.pop(self, None)
         if noted is None:
             return output
@@ -96,12 +114,13 @@ class ShareChange(GradientArm):
         return ShareLeave(self.leave)
 
     def _frame(self, passage: Passage) -> Frame:
+        """The innermost call of the module that is in progress, in the run or in its recomputation."""
         frames = passage.run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
         return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
 class ShareLeave(ExitChange):
-    """The second half of a ``ShareChange``; what never came is told by the first."""
+    """The second half of a ``ShareChange``, at the exit of the module; what never came is told by the first."""
 
     is_gradient = True
 

@@ -1,4 +1,7 @@
-"""Gradients of leaves: of parameters, and of tensors that the user gave."""
+"""Gradients of leaves: of parameters, and of tensors that the user gave.
+
+A hook on a leaf stays from run to run, and needs no module; what it tells is what one backward pass adds to ``.grad``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ OFFLOADED_GRADIENT = "it lies on the meta device between calls (offloaded): its 
 
 
 class LeafGradient:
-    """The contribution of each backward pass to a parameter, or to a tensor given by the user, before accumulation."""
+    """The contribution of each backward pass to a parameter, or to a tensor given by the user, before accumulation.
+
+    The session makes one for each such site, lets it ``follow`` at opening and at the beginning and end of each run,
+    and closes it. ``find`` returns the tensor as it is now. ``is_anywhere``: on whatever thread its gradient comes.
+    ``sharded`` is what ``Shards.of`` tells of an FSDP2 parameter, which gets its gradient by another way.
+    """
 
     def __init__(
         self,
@@ -42,7 +50,10 @@ class LeafGradient:
         self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
 
     def follow(self, run: Run | None = None) -> None:
-        """Hook the tensor that is there now: a parameter may have been replaced since the last run."""
+        """Hook the tensor that is there now: a parameter may have been replaced since the last run.
+
+        The stream is told of a replacement. Of a sharded parameter the shard is followed.
+        """
         if self._sharded is not None:
             if self not in self._sharded.listeners:
                 self._sharded.listeners.append(self)
@@ -62,6 +73,7 @@ class LeafGradient:
             self._handle = tensor.register_hook(self._arrived)
 
     def remove(self) -> None:
+        """Take the hook away; ``follow`` can set one again."""
         if self._sharded is not None:
             self._sharded.leave(self)
         if self._handle is not None:
@@ -69,12 +81,18 @@ class LeafGradient:
         self._handle = None
 
     def coming(self) -> None:
-        """Backward has reached the gathered parameter: the reduction may come when the pass is over."""
+        """Note that backward has reached the gathered parameter, and whose run that is.
+
+        FSDP2 reduces gradients after that, perhaps when the pass is over and its number is gone.
+        """
         runs = self._gradients.runs_of(autograd.backward_task())
         self._coming = runs[-1] if runs else self._clock.latest if self._clock.is_own_backward() else None
 
     def reduced(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of all processes, this one's part."""
+        """Tell the stream the gradient, reduced over all processes: this one's part of it, before it is added.
+
+        Returns the gradient that an edit puts in its place, else None.
+        """
         run = self._coming
         if not self._gradients.is_open or run is None:
             return None
@@ -84,6 +102,7 @@ class LeafGradient:
         return found
 
     def close(self) -> None:
+        """Remove the hook; tell the stream if the tensor needs no gradient, or if none came though backward ran."""
         self.remove()
         if self._tensor is not None and not self._tensor.requires_grad:
             self._stream.absent(self._clock.latest, 0, NEEDS_NONE)
@@ -94,6 +113,11 @@ class LeafGradient:
         self._last = (-1, None)
 
     def _arrived(self, gradient: Tensor | None) -> Any:
+        """The tensor hook: tell the stream, with the run whose backward pass this is, or the latest if that is unknown.
+
+        A pass on a thread at which the session does not look is ignored, unless it is known to bring gradients of a
+        run, or the user gave the tensor.
+        """
         runs = self._gradients.runs_of(autograd.backward_task())
         run = runs[-1] if runs else None
         is_ours = run is not None or self._is_anywhere or self._clock.is_own_backward()
@@ -110,7 +134,11 @@ class LeafGradient:
         return self._stream.add(gradient, run, 0)
 
     def _refuse_parts(self, run: Run) -> None:
-        """Reentrant checkpoints run backward apart: a parameter used in two gets its gradient in parts."""
+        """Refuse to edit a gradient that comes in parts; an edit of each part is no edit of their sum.
+
+        Reentrant checkpoints run backward apart: a parameter used in two gets its gradient in parts. A second arrival
+        in the same pass from another checkpoint tells that.
+        """
         region = checkpoints.recomputing_function()
         last, self._last = self._last, (self._gradients.passes, region)
         is_part = region is not None and last[0] == self._gradients.passes and last[1] not in (None, region)

@@ -1,4 +1,8 @@
-"""Autograd nodes under watch: which ran, with what, in the order in which backward ran them."""
+"""Autograd nodes under watch: which ran, with what, in the order in which backward ran them.
+
+For those who ask about a backward pass as a whole, as the search for the origin of a NaN and the anatomy of a layer
+do; sites need none of this. Hooks on nodes see what tensor hooks cannot: steps whose results no Python code ever held.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,12 @@ Gradients = Sequence["Tensor | None"]
 
 
 class Seen:
-    """One autograd node. ``owner``: whatever the caller said of it first; ``onward``: who gets its gradients."""
+    """One autograd node under watch.
+
+    ``owner`` is whatever the caller of ``follow`` said when the node was first met. ``onward`` tells who gets its
+    gradients, in the order of its inputs: another node and which of its inputs that is, None where no gradient goes.
+    ``sequence`` is its creation number within its thread.
+    """
 
     __slots__ = ("name", "node", "onward", "owner", "sequence", "variable")
 
@@ -31,7 +40,9 @@ class Seen:
 class NodeWatch:
     """Calls ``ran(seen, incoming, outgoing)`` after each watched node; its gradients are looked at, never changed.
 
-    Holds the nodes, and with them what they saved, until ``close``.
+    ``incoming`` are the gradients that arrived at the node, one for each output of its operation, ``outgoing`` those
+    that it hands on; either may hold None. Called on the thread that runs the backward pass, each time that the node
+    runs. Holds the nodes, and with them what they saved, until ``close``.
     """
 
     def __init__(self, ran: Callable[[Seen, Gradients, Gradients], None]) -> None:
@@ -47,7 +58,10 @@ class NodeWatch:
         return len(self._seen)
 
     def follow(self, tensors: Iterable[Tensor], owner: Any) -> None:
-        """Watch every node behind ``tensors`` that is not watched yet."""
+        """Watch every node behind ``tensors`` that is not watched yet, down to the leaves, as ``owner``'s.
+
+        Callers ask after each piece of the forward: the nodes that are new then are those that this piece made.
+        """
         waiting: list[Seen] = []
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.grad_fn not in self._seen:
@@ -66,7 +80,11 @@ class NodeWatch:
         return self._seen.get(tensor.grad_fn) if tensor.grad_fn is not None else None
 
     def owners_behind(self, tensor: Tensor, passing: Iterable[str]) -> Iterator[tuple[Any, tuple[Node, int]]]:
-        """Whose outputs what made ``tensor`` was given, and which: past nodes of the names ``passing``, if need be."""
+        """Whose outputs went into what made ``tensor``: for each the owner, and the node with the number of its output.
+
+        Nodes of the names in ``passing``, written without Backward, are passed over to what is behind them. Only
+        watched nodes are told.
+        """
         names = {f"{name}Backward" for name in passing}
         waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
         known = set(waiting)
@@ -81,6 +99,7 @@ class NodeWatch:
                     yield self._seen[node].owner, (node, number)
 
     def close(self) -> None:
+        """Remove the hooks, and let go of the nodes and of what they saved."""
         self.is_open = False
         for handle in self._handles:
             handle.remove()
@@ -94,7 +113,10 @@ class NodeWatch:
 
 
 def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
-    """Call ``keep`` with every gradient that arrives at ``tensor``, as long as its graph lives; returns the handle."""
+    """Call ``keep`` with every gradient that arrives at ``tensor`` while its graph lives; returns the handle.
+
+    ``tensor`` must require grad. The gradient itself is handed over, not a copy, and goes on unchanged.
+    """
 
     def arrived(gradient: Tensor | None) -> None:
         if gradient is not None:  # a custom Function hands None to what it does not need
@@ -104,5 +126,6 @@ def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
 
 
 def _after(watch: NodeWatch, seen: Seen, outgoing: Gradients, incoming: Gradients) -> None:
+    """The hook of a node; torch names what a node hands on first and what arrived at it second."""
     if watch.is_open:
         watch._ran(seen, incoming, outgoing)

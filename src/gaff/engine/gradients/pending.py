@@ -1,4 +1,11 @@
-"""Tensor hooks that wait for a gradient: whose it will be, and what could make it another one."""
+"""Tensor hooks that wait for a gradient: whose it will be, and what could make it another one.
+
+A hook is set in a forward and fires in a backward pass, perhaps much later, more than once, or never. Until then it
+must be known which run and call it belongs to (``Armed``), and it must be found again to be removed when the session
+closes (``Gradients``). Four kinds of tensors need different care: an ordinary one; a view, of which torch may tell
+only a part (``ArmedView``); the view that a module was given to find its share (``ArmedShare``); a leaf, which serves
+many runs (``ArmedLeaf``).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +33,12 @@ BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): it
 
 
 class Armed:
-    """One tensor hook that waits. ``is_plain``: what arrives is the gradient, without further questions."""
+    """One tensor hook that waits for the gradient of one call, on an ordinary tensor inside an autograd graph.
+
+    Made by ``Gradients.arm`` in a forward, called by the hook in each backward pass that comes by, removed when the
+    session closes or forgotten when the autograd graph is gone. ``fired``: the stream has heard something of it.
+    ``is_plain``: what arrives is the gradient, without further questions.
+    """
 
     __slots__ = ("call", "fired", "handle", "run", "stream")
     is_plain = True
@@ -39,7 +51,10 @@ class Armed:
         self.handle: Any = None
 
     def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
-        """Called in place of delivering, by kinds that are not plain."""
+        """Take a gradient that has arrived, and return what ``deliver`` does; called for kinds that are not plain.
+
+        Here is the place to find that it is not the gradient that was asked for, and to refuse it.
+        """
         return self.deliver(gradient)
 
     def deliver(self, gradient: Tensor) -> Any:
@@ -48,14 +63,16 @@ class Armed:
         return self.stream.add(gradient, self.run, self.call)
 
     def refuse(self, reason: str) -> None:
+        """Tell the stream that its gradient cannot be told exactly; an edit raises ExactnessError then."""
         self.fired = True
         self.stream.refuse(self.run, self.call, reason)
 
     def is_dead(self) -> bool:
-        """Whether the graph that the hook sits on is gone."""
+        """Whether the autograd graph that the hook sits on is gone."""
         return self.handle is None or self.handle.hooks_dict_ref() is None
 
     def remove(self) -> None:
+        """Take the hook from the tensor, if it is there."""
         if self.handle is not None:
             self.handle.remove()
 
@@ -67,7 +84,9 @@ class Armed:
 class ArmedView(Armed):
     """On a view. Once it or its base has been changed in place, torch tells only a part of its gradient, or nothing.
 
-    ``follow_base`` helps where nothing else can see the base: its gradient, in the shape of the view, is the whole.
+    In-place writes give a view a new autograd node, while the hook stays on the old one. They are noticed by the
+    version counter, of which a probe without memory is kept. ``follow_base`` helps where nothing else can see the
+    base: its gradient, in the shape of the view, is the whole.
     """
 
     __slots__ = ("_base_handle", "_probe", "_shape", "_version")
@@ -81,6 +100,7 @@ class ArmedView(Armed):
         self._base_handle: Any = None
 
     def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
+        """Deliver the gradient if nobody wrote to the view since; else wait for the base's, or refuse."""
         if not self._is_stale():
             return self.deliver(gradient)
         if self._base_handle is None:
@@ -88,9 +108,13 @@ class ArmedView(Armed):
         return None
 
     def follow_base(self, base: Tensor, gradients: Gradients) -> None:
-        """``base``: all of it is this view, and whoever made it let nobody else see it."""
+        """Take the gradient from the node of ``base`` where the view is stale; an edit changes it there.
+
+        ``base``: all of it is this view, and whoever made it let nobody else see it.
+        """
 
         def arrived(given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+            """Before the node of the base runs: its gradient, where the view's own hook did not see it."""
             if gradients.is_open and self._is_stale() and given[0] is not None:
                 gradients.seen(self.run)
                 changed = self.deliver(given[0].reshape(self._shape))
@@ -102,35 +126,48 @@ class ArmedView(Armed):
             self._base_handle = base.grad_fn.register_prehook(arrived)
 
     def remove(self) -> None:
+        """Take both hooks away, that of the view and that of its base."""
         super().remove()
         if self._base_handle is not None:
             self._base_handle.remove()
 
     def why_refused(self) -> str:
+        """Why a missing gradient is not None: torch tells none of a view that was changed in place."""
         if self._base_handle is None and self._is_stale():
             return "no gradient arrived, and it is a view that was changed in place later: torch then tells none"
         return ""
 
     def _is_stale(self) -> bool:
+        """Whether the memory of the view was written to in place since the hook was set."""
         return self._probe._version != self._version
 
 
 class ArmedShare(ArmedView):
-    """On the view of its input that a module was given, so that its own share can be edited."""
+    """On the view of its input that a module was given, so that its own share can be edited.
+
+    If the module wrote into that view, a hook on the autograd node before the input brings the share instead
+    (``follow``).
+    """
 
     __slots__ = ()
 
     def follow(self, handle: Any) -> None:
-        """The module wrote into its input: what arrives at this hook of a graph node is its share."""
+        """Keep the handle of the node's hook: the module wrote into its input, and its share arrives there."""
         self._base_handle = handle
 
     def receive_share(self, gradients: Gradients, gradient: Tensor) -> Any:
+        """Deliver a share that arrived at the node; returns what the edit puts in its place, else None."""
         gradients.seen(self.run)
         return self.deliver(gradient)
 
 
 class ArmedLeaf(Armed):
-    """On a leaf, which outlives the graph: the gradient belongs to the run whose backward pass brings it."""
+    """On a leaf, which outlives the graph: the gradient belongs to the run whose backward pass brings it.
+
+    Each run that met the leaf has a hook of its own on it, and all of them fire. Which run's pass it is, is known by
+    then: gradients of tensors inside its graph have come by before (``Gradients.seen``). One pass over several runs
+    sums their gradients before the leaf hears of them; the total is told with the run that came last.
+    """
 
     __slots__ = ("_told_with",)
     is_plain = False
@@ -144,6 +181,7 @@ class ArmedLeaf(Armed):
         return self.run.life is not None and self.run.life() is None
 
     def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
+        """Deliver the gradient if this pass is the run's own; note the run with which it is told otherwise."""
         runs = gradients.runs_of(autograd.backward_task())
         owner = runs[-1] if runs else gradients.latest_leaf
         if owner is self.run:
@@ -153,13 +191,19 @@ class ArmedLeaf(Armed):
         return None
 
     def why_refused(self) -> str:
+        """Why a missing gradient is not None: it was summed with another run's, and told there."""
         if self._told_with is None:
             return ""
         return f"one backward pass served several runs with this tensor: its total is told with run {self._told_with}"
 
 
 class Gradients:
-    """All gradient hooks of one session; what they are waiting for, and their removal."""
+    """All gradient hooks of one session; what they are waiting for, and their removal.
+
+    The session makes it, arms set hooks through it, hooks call it from the threads of backward passes. It holds
+    streams and hooks, no tensors of the user's. ``passes`` counts how often a gradient came by an output of a run,
+    ``has_backward`` tells that there was a backward pass: without any, a gradient that is missing is no finding.
+    """
 
     def __init__(self, *, has_edits: bool = False) -> None:
         self.is_open = True
@@ -175,7 +219,11 @@ class Gradients:
         self._later: list[tuple[weakref.ref[Tensor], Stream, Run, int]] = []
 
     def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
-        """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad."""
+        """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad.
+
+        Sets one hook, or with edits joins the chain of the tensor. A stand-in for a view of compiled code is refused
+        at once.
+        """
         armed: Armed
         if getattr(tensor, "stands_for_view", False):  # inside compiled code
             armed = ArmedView(stream, run, call, tensor)
@@ -194,14 +242,21 @@ class Gradients:
         return armed
 
     def arm_share(self, alias: Tensor, share: ArmedShare) -> None:
-        """Edit what arrives at the view that a module was given as its input."""
+        """Edit what arrives at ``alias``, the view that a module was given as its input.
+
+        Not part of a chain: nobody else holds that view when its hook is set.
+        """
         share.handle = alias.register_hook(partial(_arrived, self, share))
         self.add(share)
 
     def share_arrived(
         self, share: ArmedShare, position: int, handed: tuple[Tensor | None, ...], _given: Any
     ) -> tuple[Tensor | None, ...] | None:
-        """The hook of a graph node that hands a share on, for modules that write into their input."""
+        """The hook of a graph node that hands a share on, for modules that write into their input.
+
+        ``handed`` is all that the node hands on, ``position`` the place of the share in it. Returns all of it with the
+        edited share, or None for no change.
+        """
         gradient = handed[position]
         if not self.is_open or gradient is None:
             return None
@@ -211,7 +266,12 @@ class Gradients:
         return None if changed is None else (*handed[:position], changed, *handed[position + 1 :])
 
     def _hook(self, tensor: Tensor, armed: Armed, has_edits: bool) -> None:
-        """Edits at one tensor act as backward meets their calls, the last call first; within a call as given."""
+        """Set the hook of ``armed``; with edits one hook for each tensor, which calls a chain.
+
+        Edits at one tensor act as backward meets their calls, the last call first; within a call in the order given.
+        torch would call separate hooks in the order in which they were set, the first call's first. A tensor that was
+        written to in place has another gradient, so the chain is found by the tensor and its version.
+        """
         self.add(armed)
         if not has_edits:
             armed.handle = tensor.register_hook(partial(_arrived, self, armed))
@@ -235,7 +295,10 @@ class Gradients:
         armed.handle = tensor.register_hook(partial(_arrived_chain, self, chain))
 
     def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
-        """``tensor`` does not require grad now; somebody may still make it, until the run ends."""
+        """Arm a tensor that does not require grad now: somebody may still make it, until the run ends.
+
+        It is held weakly. At the end of the run its hook is set, or the stream is told that there is no gradient.
+        """
         self._later.append((weakref.ref(tensor), stream, run, call))
 
     def add(self, armed: Armed) -> None:
@@ -245,11 +308,14 @@ class Gradients:
             self._prune()
 
     def runs_of(self, task: int) -> list[Run]:
-        """The runs whose gradients have come by in the backward pass ``task``, in order."""
+        """The runs whose gradients have come by in the backward pass ``task``, in order of their first one."""
         return self._tasks.get(task, [])
 
     def seen(self, run: Run) -> None:
-        """A gradient of ``run`` has come by in the current backward pass."""
+        """Note that a gradient of ``run`` has come by in the current backward pass.
+
+        Whose pass it is, is kept only where a leaf or an edit asks for it.
+        """
         run.has_backward = self.has_backward = True
         if self.has_leaves:
             if len(self._tasks) > 64:
@@ -259,7 +325,11 @@ class Gradients:
                 runs.append(run)
 
     def end_run(self, run: Run, output: Any) -> None:
-        """Arm what came to require grad, and note when a backward pass comes by what the run returned."""
+        """Arm what came to require grad, and note when a backward pass comes by what the run returned.
+
+        Called at the end of each run, on its thread. The mark on the outputs makes a pass known that reaches none of
+        the hooks, so that None can be told apart from a backward that never ran.
+        """
         self._settle_later()
         if torch.is_grad_enabled():
             outputs = [tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None]
@@ -270,7 +340,10 @@ class Gradients:
                     self._hook(tensor, Armed(_Mark(self), run, 0), False)
 
     def began(self, run: Run) -> None:
-        """A backward pass comes by what ``run`` returned: an edit that torch will not call must not go unnoticed."""
+        """A backward pass comes by what ``run`` returned: an edit that torch will not call must not go unnoticed.
+
+        Edits on views that were changed in place since are refused now, which raises: their hooks may never fire.
+        """
         self.passes += 1
         if self.has_edits:
             for armed in self._armed:
@@ -278,7 +351,10 @@ class Gradients:
                     armed.refuse(refused)
 
     def close(self) -> None:
-        """Remove every hook; what a backward pass left out is told to the streams as None."""
+        """Remove every hook; what a backward pass left out is told to the streams as None.
+
+        Runs without any backward pass are not told of. No hook that still fires, on another thread, is listened to.
+        """
         self._settle_later()
         self.is_open = False
         for armed in self._armed:
@@ -289,6 +365,7 @@ class Gradients:
         self._chains.clear()
 
     def _settle_later(self) -> None:
+        """Set the hooks of tensors that have come to require grad; tell the streams of the others."""
         later, self._later = self._later, []
         for reference, stream, run, call in later:
             tensor = reference()
@@ -298,6 +375,10 @@ class Gradients:
                 stream.absent(run, call, NEEDS_NONE)
 
     def _prune(self) -> None:
+        """Forget hooks whose autograd graph is gone, and tell their streams what never came.
+
+        Called when their number has doubled since the last time, so that a long session costs the same for each hook.
+        """
         kept = []
         for armed in self._armed:
             if armed.is_dead():
@@ -321,6 +402,10 @@ class _Mark(Stream):
 
 
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:
+    """The tensor hook: a gradient for ``armed``; returns what an edit puts in its place, else None.
+
+    Wrappers of a batched backward pass are refused: they mean nothing outside of it.
+    """
     if not gradients.is_open or gradient is None:  # a custom Function hands None to what it does not need
         return None
     armed.run.has_backward = True
@@ -337,6 +422,7 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any
 
 
 def _arrived_chain(gradients: Gradients, chain: list[tuple[object, list[Armed]]], gradient: Tensor) -> Tensor | None:
+    """The tensor hook where edits are: each gets what the one before it returned; None if nobody changed anything."""
     changed: Tensor | None = None
     for _, group in chain:
         for armed in group:
@@ -346,6 +432,10 @@ def _arrived_chain(gradients: Gradients, chain: list[tuple[object, list[Armed]]]
 
 
 def _settle(armed: Armed) -> None:
+    """Tell the stream of a hook that never fired why: no gradient came, or none that can be told.
+
+    A run without a backward pass leaves nothing to tell.
+    """
     if armed.fired or not armed.run.has_backward:
         return
     refused = armed.why_refused()

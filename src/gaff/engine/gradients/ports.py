@@ -1,4 +1,8 @@
-"""Where gradient hooks are set: at outputs and inputs of modules. Module backward hooks are never used."""
+"""Where gradient hooks are set: at outputs and inputs of modules. Module backward hooks are never used.
+
+torch's module backward hooks put nodes of their own around a module, which changes the autograd graph, and refuse
+in-place writes. Here forward hooks find the tensor that an address means and set a plain tensor hook on it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,10 @@ RETURNED_INPUT = "the module returned its input itself"
 
 
 class GradientArm:
-    """Sets the gradient hooks of one site. ``is_exact``: the user named this very site, so a miss is an error."""
+    """Sets the gradient hooks of one site, at the entry or the exit of a module; hung on its ``Node``.
+
+    ``is_exact``: the user named this very site, so a miss is an error; else the stream is told of a skipped event.
+    """
 
     def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
         self._gradients = gradients
@@ -31,16 +38,18 @@ class GradientArm:
         self._is_plain = site.call is None and not site.key
 
     def give_up(self, run: Run, call: int) -> None:
+        """Tell the stream that this call had no autograd graph, if the site is about this call."""
         if self._wants(call):
             self._stream.absent(run, call, NO_GRAD_MODE)
 
     def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
-        """A call without grad mode, which a reentrant checkpoint may run again with a graph."""
+        """A call without grad mode, which a reentrant checkpoint may run again with a graph: nothing to do."""
 
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
 
     def _arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
+        """Hook ``tensor`` now, or at the end of the run if it requires grad by then."""
         if tensor.requires_grad:
             self._gradients.arm(tensor, stream, run, call)
         else:
@@ -48,7 +57,10 @@ class GradientArm:
 
 
 class OutputGradient(GradientArm):
-    """The gradient at a module's output."""
+    """The gradient at a module's output: at the tensor that its caller gets, all its uses together.
+
+    An address may mean several tensors of the output where a pattern found it; each then has a stream of its own.
+    """
 
     def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
         if type(output) is Tensor and self._is_plain:
@@ -74,6 +86,11 @@ class OutputGradient(GradientArm):
             self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, run, call)
 
     def _arm_output(self, tensor: Tensor, stream: Stream, given: tuple[Any, Any], run: Run, call: int) -> None:
+        """Hook one tensor of the output, and remark on what makes its gradient another one than expected.
+
+        A linear layer over more than two dimensions returns a view of a matrix product; writing into that in place
+        would hide the gradient, so the product, which nobody else can see, is followed, too.
+        """
         if not tensor.requires_grad:
             self._gradients.arm_later(tensor, stream, run, call)
         else:
@@ -96,7 +113,11 @@ def _is_flattened(tensor: Tensor, base: Tensor | None) -> bool:
 
 
 class InputGradient(GradientArm):
-    """The total gradient of a tensor that came in: all its uses together."""
+    """The total gradient of a tensor that came in: all its uses together, in this module and elsewhere.
+
+    In a reentrant checkpoint the tensor is hooked in the first pass, since the recomputation works on another tensor
+    and sees only the uses inside the checkpoint.
+    """
 
     def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
         super().__init__(gradients, node, stream, site, is_exact)
@@ -111,7 +132,11 @@ class InputGradient(GradientArm):
                 self._arm(tensor, self._stream, run, call)
 
     def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
-        """What comes into a reentrant checkpoint is the whole tensor now; the recomputation sees a part of its uses."""
+        """Hook, in a reentrant checkpoint's first pass, what comes in from outside of it.
+
+        What comes into such a checkpoint is the whole tensor now; the recomputation sees a part of its uses. What is
+        made inside has no autograd graph yet and is left to the recomputation.
+        """
         if self._wants(call):
             tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
             is_made_inside = tensor is not None and tensor._is_view() and tensor.grad_fn is None  # a view without grad
@@ -120,6 +145,7 @@ class InputGradient(GradientArm):
                 self._gradients.arm(tensor, self._stream, run, call)
 
     def give_up(self, run: Run, call: int) -> None:
+        """Tell the stream that there was no autograd graph, unless the tensor was hooked in the first pass."""
         if (run, call) not in self._armed_before:
             super().give_up(run, call)
         self._armed_before.discard((run, call))
@@ -128,7 +154,11 @@ class InputGradient(GradientArm):
 def find_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, stream: Stream, is_exact: bool
 ) -> Tensor | None:
-    """The tensor that an input address means; None, and the stream is told why, where there is none."""
+    """The tensor that an input address means; None, and the stream is told why, where there is none.
+
+    Without a key it is the first tensor, positional arguments before keywords. Raises SiteError for an exact address
+    that leads nowhere or to several tensors.
+    """
     if not site.key:
         first = first_tensor(args, kwargs)
         if first is None:
@@ -150,13 +180,13 @@ def find_input(
 
 
 def report_missing(site: Site, stream: Stream, is_exact: bool, error: KeyError) -> None:
-    """A key that was not there: an error for an exact address, a skipped event for a pattern."""
+    """Report a key that was not there: raises SiteError for an exact address, and is a skipped event of a pattern."""
     if is_exact:
         raise SiteError(f"{site}: {error.args[0]}") from None
     stream.skip(str(error.args[0]))
 
 
 def ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteError:
-    """The error of an address that means one tensor and names several."""
+    """The error of an address that means one tensor and names several, for the caller to raise; lists eight."""
     names = ", ".join(f"{replace(site, call=None, key=(*key, *inner))}" for inner, _ in found[:8])
     return SiteError(f"{site}: its value holds {len(found)} tensors, a gradient belongs to one; say which: {names}")

@@ -1,4 +1,9 @@
-"""Parameters that FSDP2 shards: their gradients come by another way than through autograd, and their values pass."""
+"""Parameters that FSDP2 shards: their gradients come by another way than through autograd, and their values pass.
+
+FSDP2 keeps a shard of each parameter, gathers the whole for the forward and backward of its unit, and frees it again.
+Gradients arrive at the whole, are reduced over processes, and are written to ``grad`` of the shard by FSDP2 itself.
+See docs/decisions/0015. Its private names are in ``compat.distributed``, except for the few that are read here.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,25 @@ _BY_PARAMETER: WeakKeyDictionary[Any, ShardedGradient] = WeakKeyDictionary()
 
 
 class ShardListener(Protocol):
-    """``coming``: backward has reached the parameter. ``reduced``: its gradient; returns another one, or None."""
+    """Hears of the gradient of one sharded parameter; a ``LeafGradient`` is one.
 
-    def coming(self) -> None: ...
-    def reduced(self, gradient: Tensor) -> Tensor | None: ...
+    Called on the thread that runs the backward pass.
+    """
+
+    def coming(self) -> None:
+        """Backward has reached the gathered parameter: its gradient will be reduced."""
+    def reduced(self, gradient: Tensor) -> Tensor | None:
+        """The gradient after the reduction, before it is added to ``grad``; returns another one, or None."""
 
 
 class ShardedGradient:
     """What one backward pass adds to one sharded parameter, reduced over processes, before it is added.
 
     FSDP2 writes ``grad`` of its sharded parameter itself: no tensor hook fires there. It tells when it has, but then
-    the sum is there. So what ``grad`` holds is put aside when the gathered parameter gets its gradient, which is before
-    the reduction, and the new is added to it afterwards, as FSDP2 would have done.
+    the sum is there. So what ``grad`` holds is put aside before the reduction, and the new is added to it afterwards,
+    as FSDP2 would have done. Taking the difference of two sums instead would round.
+
+    One for each parameter in the process, whichever sessions listen; it goes with the last listener.
     """
 
     def __init__(self, record: Any) -> None:
@@ -42,13 +54,17 @@ class ShardedGradient:
 
     @classmethod
     def of(cls, record: Any) -> ShardedGradient:
+        """That of FSDP2's record of a parameter, made when first asked for."""
         found = _BY_PARAMETER.get(record)
         if found is None:
             found = _BY_PARAMETER[record] = cls(record)
         return found
 
     def follow(self) -> None:
-        """FSDP2 may replace its tensors, and makes the gathered one in the first forward."""
+        """Hook the shard and the gathered parameter that are there now, if they are other tensors than before.
+
+        FSDP2 may replace its tensors, and makes the gathered one in the first forward.
+        """
         _Reduction.of(self._record).followed.add(self)
         part, whole = self._record.sharded_param, getattr(self._record, "_unsharded_param", None)
         if part is not self._part and part.requires_grad:
@@ -62,6 +78,7 @@ class ShardedGradient:
             self._whole, self._whole_handle = whole, whole.register_hook(self._coming)
 
     def leave(self, listener: ShardListener) -> None:
+        """Let a listener go; with the last one all hooks are removed."""
         if listener in self.listeners:
             self.listeners.remove(listener)
         if not self.listeners:
@@ -77,11 +94,16 @@ class ShardedGradient:
             listener.coming()
 
     def put_aside(self) -> None:
+        """Take away what ``grad`` holds, so that FSDP2 writes the new gradient instead of adding it."""
         if self._part is not None and self._part.grad is not None:
             self._kept, self._part.grad = self._part.grad, None
 
     @torch.no_grad()
     def _reduced(self, part: Tensor) -> None:
+        """Tell the listeners the gradient that FSDP2 has written, and add it to what was put aside, in place.
+
+        Called by FSDP2 as the first hook after accumulation, so that hooks of others see the sum that they expect.
+        """
         gradient: Any = part.grad
         for listener in self.listeners:
             new = listener.reduced(gradient)
@@ -94,13 +116,18 @@ class ShardedGradient:
             part.grad = gradient
 
     def restore(self) -> None:
+        """Put ``grad`` back as it was, where the reduction brought no gradient or failed."""
         kept, self._kept = self._kept, None
         if kept is not None and self._part is not None:
             self._part.grad = kept
 
 
 class _Reduction:
-    """Puts ``grad`` of followed parameters aside while FSDP2 reduces their group, however that ends."""
+    """Puts ``grad`` of followed parameters aside while FSDP2 reduces their group, however that ends.
+
+    Stands as ``post_backward`` on the instance of FSDP2's group, in the place of the method of its class, as long as a
+    parameter of the group is followed.
+    """
 
     def __init__(self, group: Any) -> None:
         self.followed: set[ShardedGradient] = set()
@@ -108,6 +135,7 @@ class _Reduction:
 
     @classmethod
     def of(cls, record: Any) -> _Reduction:
+        """That of the group with which FSDP2 reduces a parameter, put in place when first asked for."""
         group = distributed.group_of(record)
         found = group.__dict__.get("post_backward")
         if found is None:
@@ -133,7 +161,11 @@ class _Reduction:
 
 
 class SwapUnit(EntryChange):
-    """At the entry of the module with which FSDP2 gathers the parameter."""
+    """At the entry of the module with which FSDP2 gathers the parameter: lets the edited value stand in.
+
+    FSDP2 puts the gathered parameter in place at each call of its unit, so an edit cannot stand in for a whole run. A
+    recomputation is left to ``SwapScope``.
+    """
 
     is_gradient = False
 
@@ -146,7 +178,10 @@ class SwapUnit(EntryChange):
 
 
 class SwapUnitEnd(ExitChange):
-    """At its exit, before FSDP2's own hook."""
+    """At the exit of the module with which FSDP2 gathers the parameter, before FSDP2's own hook: takes the value away.
+
+    FSDP2 would otherwise take what stands in for its own parameter.
+    """
 
     is_gradient = False
 
@@ -160,7 +195,7 @@ class SwapUnitEnd(ExitChange):
 
 
 class Shards:
-    """FSDP2's own records of a model's parameters, looked up when first asked for."""
+    """FSDP2's own records of a model's parameters, looked up when first asked for; one for each session."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,4 +1,8 @@
-"""A module's own share of the gradient at its input, found by walking the graph; nothing is inserted into it."""
+"""A module's own share of the gradient at its input, found by walking the graph; nothing is inserted into it.
+
+A tensor that goes into a module may also be used elsewhere, in a residual connection for instance; its gradient is
+then the sum of several parts, of which autograd keeps none. This is about the part that passes through the module.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,11 @@ from gaff.engine.streams import ExitArm, Stream
 class InputShare(GradientArm):
     """The module's own part of the gradient at its input, as a module backward hook would show it.
 
-    Finds the autograd nodes that were created inside the call and hand a gradient to the input, and adds up what
-    they hand over, in the order in which autograd does. Nothing is inserted: upstream gradients keep their bits.
+    Finds the autograd nodes that were created inside the call and hand a gradient to the input, and adds up what they
+    hand over, in the order in which autograd does. Nothing is inserted: upstream gradients keep their bits.
+
+    Begins at the entry, where the number of the next node is noted, and ends at the exit, by ``exit_arm``. What cannot
+    be told apart is refused: a tensor given twice, an input returned as it is, a view that was written to.
     """
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
@@ -44,6 +51,7 @@ class InputShare(GradientArm):
             self._frame(run).notes[self] = (tensor, edge, since, memory.version_of(tensor), call, (args, kwargs))
 
     def _leave(self, output: Any, run: Run) -> None:
+        """Find, when the module returned, the nodes that make up its share, and hook them."""
         noted = self._frame(run).notes.pop(self, None)
         if noted is None:
             return
@@ -61,6 +69,7 @@ class InputShare(GradientArm):
             self._follow(find_feeding(roots, edge, since), run, call)
 
     def _follow(self, feeding: list[tuple[GraphNode, int]], run: Run, call: int) -> None:
+        """Hook the nodes of a share, and let it be told when all of them have run."""
         if not feeding:
             self._stream.absent(run, call, "what the module returned does not depend on this input")
             return
@@ -74,12 +83,13 @@ class InputShare(GradientArm):
         return ShareExit(self._leave)
 
     def _frame(self, run: Run) -> Frame:
+        """The innermost call of the module that is in progress, in the run or in its recomputation."""
         frames = run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
         return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
 class ShareExit(ExitArm):
-    """The second half of an ``InputShare``; what never came is told by the first."""
+    """The second half of an ``InputShare``, at the exit of the module; what never came is told by the first."""
 
     def __init__(self, leave: Callable[[Any, Run], None]) -> None:
         self._leave = leave
@@ -105,7 +115,11 @@ class _ShareOfLate(Stream):
 
 
 class _Share(Armed):
-    """Sums the shares of one backward pass; hands over the sum when all have come, or the pass has ended."""
+    """Sums the shares of one backward pass; hands over the sum when all have come, or the pass has ended.
+
+    A pass may reach only some of the nodes, when a loss depends on a part of the output: then its end decides. A pass
+    that comes by again begins a new sum. ``expected`` is the number of nodes that hand something to the input.
+    """
 
     __slots__ = ("_come", "_expected", "_gradients", "_sum", "_task", "handles")
 
@@ -126,6 +140,7 @@ class _Share(Armed):
             handle.remove()
 
     def arrive(self, gradient: Tensor | None) -> None:
+        """A node has run and hands ``gradient`` to the input; None is counted, and adds nothing."""
         task = autograd.backward_task()
         if task != self._task:
             self._task, self._come, self._sum = task, 0, None
@@ -138,6 +153,7 @@ class _Share(Armed):
             self.finish(task)
 
     def finish(self, task: int) -> None:
+        """Deliver the sum of the backward pass ``task``, once: when all have come, else at the end of the pass."""
         if task != self._task or not self._gradients.is_open:
             return
         self._task = -1
@@ -148,6 +164,7 @@ class _Share(Armed):
 
 
 def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ...], _given: Any) -> None:
+    """The hook of a node that hands a part of the share to the input, as ``handed[position]``."""
     if not share._gradients.is_open:
         return
     gradient = handed[position]
@@ -159,12 +176,20 @@ def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ..
 
 
 def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
-    """Where the effect of a call leaves it: what it returned, arguments that it wrote to, attributes of the module."""
+    """Where the effect of a call leaves it: what it returned, arguments that it wrote to, attributes of the module.
+
+    ``given`` are the arguments. The tensors from which the walk over the autograd graph starts; some may need no grad.
+    """
     return [*iter_deep(given), *(tensor for _, tensor in iter_tensors(output)), *_kept_by(module)]
 
 
 def find_feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: int) -> list[tuple[GraphNode, int]]:
-    """Nodes made since ``since``, reachable from ``roots``, that hand a gradient to ``edge``, and at which position."""
+    """The nodes made since ``since`` that hand a gradient to ``edge``, each with the position at which it does.
+
+    ``roots`` are where the walk begins, ``edge`` is the node of the input and its output number, ``since`` the
+    sequence number of the first node of the call. The walk stops at older nodes, so it costs what the call itself
+    made.
+    """
     waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
     seen: set[GraphNode] = set()
     found = []

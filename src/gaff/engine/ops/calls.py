@@ -1,4 +1,8 @@
-"""What happens at one op that somebody asks for: before it runs and after, in a forward and in its recomputation."""
+"""What happens at one op that somebody asks for: before it runs and after, in a forward and in its recomputation.
+
+An op is counted by its name within one call of its module, and the nth has a ``Node`` of its own where it is asked
+for. From there on it goes the way of a module: the same taps, arms and changes, by the functions of ``modules``.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,11 @@ MOVED = "another line of the code ran as this op in a later call: which op has w
 
 
 class OpCall(NamedTuple):
-    """One op that runs, as listeners see it. ``place``: the frame of the user's code, while it runs."""
+    """One op that runs, as listeners see it. ``place``: the frame of the user's code, while it runs.
+
+    ``site`` tells its path, name, number and call, the last -1 in a recomputation; ``func`` is torch's function,
+    ``args`` and ``kwargs`` are its arguments as edits left them. The frame must not be kept.
+    """
 
     site: Site
     func: Any
@@ -43,7 +51,11 @@ class OpCall(NamedTuple):
 
 
 class CallShare:
-    """One session's share in one call of a module. ``counts``: ops so far, by row."""
+    """One session's share in one call of a module, or in the recomputation of a part of it.
+
+    ``counts``: ops so far, by the row of their name (``NamedOps``). ``known``: the checkpoints around the call itself,
+    which call the module again, and those inside it that have been told how to go on.
+    """
 
     __slots__ = ("call", "counts", "known", "run", "scope")
 
@@ -56,7 +68,11 @@ class CallShare:
 
 
 class OpEvent:
-    """One op, in one session."""
+    """One op, in one session; made when it is about to run, and over with ``close``.
+
+    The order is ``before``, the op itself, ``change``, ``after``; an op that fails or that returns no tensor goes from
+    ``before`` to ``close``. Only ``change`` counts the op. ``node`` is None where nobody asks for this one.
+    """
 
     __slots__ = ("_found", "_frames", "_place", "_versions", "index", "name", "node", "part", "row")
 
@@ -72,7 +88,10 @@ class OpEvent:
         self._versions: list[tuple[Tensor, int]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the op is called with."""
+        """What the op is called with: the arguments, edited. Tells the taps at its entry and sets gradient hooks there.
+
+        Versions of the arguments are noted if its value will be edited, to see whether the op writes into one of them.
+        """
         node, run = self.node, self.part.run
         if self.part.scope.repeats and (not is_grad_enabled() or has_saved_hooks()):
             self._follow_regions()
@@ -106,7 +125,10 @@ class OpEvent:
         return self.node is not None and any(not change.is_gradient for change in self.node.exit_changes)
 
     def change(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the op returns instead, by the edits of its value."""
+        """Count the op, and return what its caller gets instead, by the edits of its value.
+
+        Gradient edits come in ``after``: they hook the tensor that the model really goes on with.
+        """
         node = self.node
         self.part.counts[self.row] = self.index + 1
         if node is None or not node.exit_changes:
@@ -119,7 +141,11 @@ class OpEvent:
         return change_exit(node, value, (args, kwargs), passage, has_graph, is_again=is_again, changes=values)
 
     def is_rewritten(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """A copy for the edit of an op that wrote into the argument that it returned, though nothing says so."""
+        """A copy for the edit of an op that wrote into the argument that it returned; None for any other op.
+
+        Neither its name nor ``inplace=True`` may tell; the version counter of the argument does. The edited copy is
+        written back.
+        """
         if self._versions and isinstance(value, Tensor):
             for given, version in self._versions:
                 if given is value and version_of(given) != version:
@@ -127,7 +153,7 @@ class OpEvent:
         return None
 
     def after(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The op is done, and this is what the model goes on with."""
+        """Tell who looks at the output, and set gradient hooks: ``value`` is what the model goes on with."""
         node, run, given = self.node, self.part.run, (args, kwargs)
         if node is None:
             return
@@ -145,17 +171,17 @@ class OpEvent:
 
     @property
     def listeners(self) -> list[Any]:
-        """Who hears of this op."""
+        """Who hears of this op; in a recomputation, those who asked for that."""
         return [one for one in self.part.scope.listeners if one.is_again or self.part.run is not None]
 
     def heard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
-        """What listeners are told."""
+        """What listeners are told of the op, before it runs."""
         part: Any = self.part
         site = Site(part.scope.path, self.name, self.index, part.call)
         return OpCall(site, func, args, kwargs, find_place(self._place)[0], part.run)
 
     def close(self) -> None:
-        """The op is done, or has failed."""
+        """The op is done, or has failed: drop its frame, with those of calls inside it that failed."""
         if self._frames is not None:
             while self._frames and self._frames.pop().owner is not self.node:
                 pass
@@ -170,7 +196,10 @@ class OpEvent:
         return self._found
 
     def _follow_regions(self) -> None:
-        """A checkpoint that began inside the module's forward recomputes it without calling the module."""
+        """Let checkpoints that began inside the module's forward be seen again when they recompute.
+
+        Such a checkpoint calls no module again, only the function that it was given, so no hook of the module fires.
+        """
         part = self.part
         for region in _regions():
             if not any(region is known for known in part.known):
@@ -186,7 +215,9 @@ _RESHAPING = ("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdi
 class Written:
     """The argument into which an op writes: of ``add_``, of ``x[0] = y``, of ``relu(x, inplace=True)``.
 
-    An edited op works on a copy of it: backward may keep what the op itself made, and the edit must not write over it.
+    ``target`` is that tensor; None for an op that writes into none. An edited op works on a copy of it: backward may
+    keep what the op itself made, and the edit must not write over it. The edited value is copied into ``target`` at
+    the end.
     """
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,20 +229,24 @@ class Written:
         self.target = found if isinstance(found, Tensor) else None
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is now at its place among the arguments."""
+        """What is now in the place of the target among the arguments."""
         if isinstance(self.key, str):
             return kwargs.get(self.key)
         return args[0] if args else None
 
     def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with ``new`` in its place."""
+        """The arguments with ``new`` in the place of the target; the given ones stay as they are."""
         if isinstance(self.key, str):
             return args, {**kwargs, self.key: new}
         return (new, *args[1:]), kwargs
 
 
 def is_at(place: tuple[int, Any, int] | None, frame: FrameType, own: FrameType) -> bool:
-    """Whether an op is called from ``place`` again, in the very function that the call ``own`` runs."""
+    """Whether an op is called from ``place`` again, in the very function that the call ``own`` runs.
+
+    ``place`` is how many frames up the user's code is, its code object and the instruction in it. Then the op needs no
+    search of the stack: it is the call's own.
+    """
     if place is None:
         return False
     depth, code, at = place
@@ -223,7 +258,11 @@ def is_at(place: tuple[int, Any, int] | None, frame: FrameType, own: FrameType) 
 
 
 def check_place(node: Node, frame: FrameType) -> None:
-    """Tell who asked for an op that another line of code has become this op. ``frame``: where it was called."""
+    """Tell who asked for an op that another line of code has become this op. ``frame``: where it was called.
+
+    Ops are numbered in the order in which they run, so a branch taken in one call and not in another shifts the
+    numbers.
+    """
     place, depth = find_place(frame)
     known = node.place
     if known is None:
@@ -234,6 +273,7 @@ def check_place(node: Node, frame: FrameType) -> None:
 
 
 def _passage(replay: Any, run: Run, call: int) -> Passage:
+    """The call to which an op belongs, noted for recomputations if there may be any."""
     passage = Passage(run, call)
     if not is_grad_enabled() or has_saved_hooks():
         replay.remember(passage)
@@ -247,7 +287,10 @@ def _regions() -> list[Any]:
 
 
 def _follow(region: Any, part: CallShare) -> None:
-    """Let the recomputation of ``region`` go by the ops of this module, from the counts that it began with."""
+    """Let the recomputation of ``region`` go by the ops of this module, from the counts that it began with.
+
+    Raises PlanError for an edited op inside a custom Function, in which nothing tells what it will compute again.
+    """
     scope, counts = part.scope, dict(part.counts)
     follow: Callable[..., Any] = scope.follow(counts)
     if not checkpoints.wrap_recomputation(region, follow) and scope.is_edit:

@@ -1,8 +1,13 @@
 """Ops as sites: a function mode around the own forward of the modules that are asked, and of nothing else.
 
-One mode a thread, for all sessions; it is on torch's stack only while such a module runs. Which call an op belongs to
-is read from the Python stack: the nearest call of a module below it. So ops of modules inside, asked or not, and of
-anybody's hooks are not mistaken for its own.
+One mode a thread, for all sessions, so that edits act before anybody looks, whoever came first; it is on torch's stack
+only while such a module runs. Hooks on the module put it there (``_enter``) and take it away (``_leave``).
+
+Which call an op belongs to is read from the Python stack: the nearest call of a module below it. So ops of modules
+inside, asked or not, and of anybody's hooks are not mistaken for its own. See docs/decisions/0009.
+
+Every op of a watched forward comes by here, so there are two ways: a short one for ops that are met again at the place
+where they were last time and of which only outputs are asked for (or nothing), and a long one for all others.
 """
 
 from __future__ import annotations
@@ -41,7 +46,10 @@ _getframe = sys._getframe
 
 
 class Want(NamedTuple):
-    """An op site that somebody asked for. ``connect`` hangs its stream on the node of one op."""
+    """An op site that somebody asked for. ``connect`` hangs its stream on the node of one op.
+
+    The op of ``site`` may be a glob and its index None: then the stream is asked for one for each op that is met.
+    """
 
     site: Site  # the op may be a glob, its index None
     stream: Any
@@ -49,7 +57,10 @@ class Want(NamedTuple):
 
 
 class OpListener(NamedTuple):
-    """Hears of every op of a module, whatever its values are; of recomputed ones only where ``is_again``."""
+    """Hears of every op of a module, whatever its values are; of recomputed ones only where ``is_again``.
+
+    ``enter`` is called before the op, ``leave`` with the same ``OpCall`` and what the op returned after it.
+    """
 
     enter: Callable[[OpCall], Any]
     leave: Callable[[OpCall, Any], Any]
@@ -57,7 +68,12 @@ class OpListener(NamedTuple):
 
 
 class NamedOps:
-    """The ops of one name in one module, by their number within a call; ``wants`` may be empty."""
+    """The ops of one name in one module and session, by their number within a call; ``wants`` may be empty.
+
+    ``nodes`` grows as higher numbers are met, None where nobody asks for that one. ``looks``: for a name that nobody
+    asked for, how often it is still found out whether the module itself runs it, for the message about ops that never
+    came.
+    """
 
     __slots__ = ("has_left_out", "is_wanted", "looks", "name", "nodes", "scope", "wants")
 
@@ -71,7 +87,10 @@ class NamedOps:
         self.has_left_out = False
 
     def leave_out(self) -> None:
-        """An op inside a torch.func transform: its values are wrappers that mean nothing outside."""
+        """Leave out an op inside a torch.func transform, unnumbered: its values are wrappers that mean nothing outside.
+
+        Streams get a remark. Raises PlanError for an edit of all ops of this name, which would then miss some.
+        """
         for want in self.wants:
             if self.scope.is_edit and want.site.op_index is None:
                 raise PlanError(f"{want.site}: one of these ops runs inside a torch.func transform (vmap, grad ...), "
@@ -84,7 +103,12 @@ class NamedOps:
 
 
 class Scope:
-    """What is asked of the ops of one module, in one session."""
+    """What is asked of the ops of one module, in one session; hung on the module's node while the session prepares.
+
+    ``owner`` is that node, ``path`` the module's. It holds what was asked (``wants``, ``listeners``), and what was
+    found out: the rows of ops by name, and those for the short way by function (``plain``). ``known`` are the
+    identities of the model's modules; what another module runs, made on the fly, belongs to its caller.
+    """
 
     def __init__(self, owner: Node, path: str) -> None:
         self.owner = owner
@@ -104,18 +128,19 @@ class Scope:
         self.known: set[int] = set()  # modules of the model; what another runs, made on the fly, is its caller's
 
     def row(self, name: str) -> NamedOps:
-        """What is asked of the ops with this name."""
+        """The ops with this name, made when one is first met; patterns are matched once."""
         wants = [want for want in self.wants if fits_op(want.site.op or "", name)]
         return self.rows.setdefault(name, NamedOps(self, name, wants, is_wanted=bool(wants or self.listeners)))
 
     def node(self, row: NamedOps, index: int) -> Node | None:
-        """What is asked of the op with this number; made when it is first met."""
+        """What is asked of the op with this number, None for nothing; made when it is first met, under a lock."""
         with _making:  # of several threads
             while len(row.nodes) <= index:
                 row.nodes.append(self._make(row, len(row.nodes)))
         return row.nodes[index]
 
     def _make(self, row: NamedOps, index: int) -> Node | None:
+        """Make the node of one op and connect all streams that ask for it; equal sites share one stream."""
         self.ran.add(row.name)
         wants = [want for want in row.wants if want.site.op_index in (None, index)]
         if not wants:
@@ -136,13 +161,17 @@ class Scope:
         return node
 
     def install(self, handles: list[Any]) -> None:
-        """Put the two hooks on the module."""
+        """Put the two hooks on the module, after the other hooks at its entry and before them at its exit."""
         module = self.owner.module
         handles.append(module.register_forward_pre_hook(Hook(_enter, self), with_kwargs=True))
         handles.append(module.register_forward_hook(Hook(_leave, self), always_call=True))
 
     def follow(self, counts: dict[Any, int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """How a checkpoint recomputes that began in the middle of the module's forward, after ``counts`` ops."""
+        """How a checkpoint recomputes that began in the middle of the module's forward, after ``counts`` ops.
+
+        Returns a function that wraps what the checkpoint would call, so that its ops are seen and numbered on from
+        there. It does nothing once the session is closed, but for edits.
+        """
 
         def wrap(recompute: Callable[..., Any]) -> Callable[..., Any]:
             def again(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +185,7 @@ class Scope:
         return wrap
 
     def let_go(self) -> None:
-        """Of what knows its owner, which would otherwise wait for a collector."""
+        """Break the circle with its owner, which would otherwise wait for a collector, when the session is over."""
         self.owner.scope, self.owner.ops = None, ()
         self.rows.clear()
         self.plain.clear()
@@ -182,10 +211,11 @@ class Scope:
 
 
 class ScopedCall:
-    """One call of a module in progress, whose ops somebody asks for.
+    """One call of a module in progress, whose ops somebody asks for; they lie on each other as the calls do.
 
-    ``frame`` of torch's function that runs the forward, at its instruction ``position`` (None: at any); ``outer`` of
-    the function around it, which calls hooks after an exception.
+    ``frame`` is that of torch's function that runs the forward, at its instruction ``position`` (None: at any),
+    ``outer`` that of the function around it, which calls hooks after an exception. ``parts`` are the shares of the
+    sessions. ``is_over`` is found out by ``owns``.
     """
 
     __slots__ = ("above", "frame", "has_pushed", "is_over", "known", "outer", "parts", "plain", "position")
@@ -202,7 +232,12 @@ class ScopedCall:
         self.known: set[int] = set()
 
     def owns(self, frame: FrameType) -> bool:
-        """Whether what runs in ``frame`` belongs to this very call: to no module inside it, and to no hook."""
+        """Whether what runs in ``frame`` belongs to this very call: to no module inside it, and to no hook.
+
+        Goes up the Python stack to the nearest call of a known module. That function of torch runs hooks, too, so the
+        instruction at which it stands decides. Meeting the call above first means that this one is over: an exception
+        that somebody caught went past its hooks.
+        """
         codes, own = call_frames().codes, self.frame
         here: FrameType | None = frame
         while here is not None:
@@ -219,13 +254,21 @@ class ScopedCall:
 
 
 class OpMode(TorchFunctionMode):
-    """Calls back at the ops of the modules that were asked, on one thread."""
+    """Calls back at the ops of the modules that were asked, on one thread; made once for each.
+
+    ``top`` is the innermost call in progress that somebody asks about. torch takes the mode off its stack while it is
+    called, so that what it does itself is not seen; ops inside an opened composite are (``_open``).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.top: ScopedCall | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """An op is called, anywhere below a module that is asked: run it, on the short way if it is known.
+
+        Returns what the op returns, or what an edit puts in its place.
+        """
         call = self.top
         row = call.plain.get(func) if call is not None else None
         if row is None:
@@ -249,7 +292,7 @@ class OpMode(TorchFunctionMode):
         return self._look(call, row, frame, func, args, kwargs or {})
 
     def _look(self, call: ScopedCall, row: NamedOps, frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
-        """The same for an op that comes for the first time, from another line, or from another module."""
+        """Look at an op of the short way that comes for the first time, from another line, or from another module."""
         is_own = call.owns(frame)
         if not is_own and call.is_over:
             return self._look_up(call, func, args, kwargs, frame)
@@ -269,6 +312,11 @@ class OpMode(TorchFunctionMode):
         return output
 
     def _look_up(self, call: ScopedCall | None, func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        """The long way: find out the op's name, who asks for it and whether the innermost call runs it, and handle it.
+
+        Drops calls that turn out to be over. Where nobody can ask for more than has been seen, the short way is taken
+        from the next time on.
+        """
         name = NAMES.get(func)
         if name is None:
             name = name_of(func)
@@ -294,7 +342,10 @@ class OpMode(TorchFunctionMode):
         return self._run(events, func, args, kwargs)
 
     def enter(self, part: CallShare, frame: FrameType, position: int | None) -> None:
-        """A module begins its forward."""
+        """A module begins its forward. ``part``: one session's share; the second session finds the call of the first.
+
+        ``frame`` and ``position`` are as in ``ScopedCall``.
+        """
         call = self.top
         if call is None or call.frame is not frame:
             call = self._push(ScopedCall(frame, position, call))
@@ -303,7 +354,11 @@ class OpMode(TorchFunctionMode):
         call.plain = part.scope.plain if len(call.parts) == 1 and part.run is not None else {}
 
     def leave(self, scope: Scope, caller: FrameType) -> bool:
-        """A module is done: whether it returned (``caller`` is what ran it), or raised (what is around that)."""
+        """A module is done: whether it returned (``caller`` is what ran it), or raised (what is around that).
+
+        Takes away the share of ``scope``, with the last one the call, and calls inside it that were left by an
+        exception. Returns whether the module returned.
+        """
         call = self.top
         while call is not None and call.frame is not caller and call.outer is not caller:
             call = call.above
@@ -324,7 +379,7 @@ class OpMode(TorchFunctionMode):
             self._pop(self.top)
 
     def drop(self, scopes: list[Scope]) -> None:
-        """The same, for the calls in progress on this thread."""
+        """Leave out the shares of ``scopes`` in the calls in progress on this thread: their session closes."""
         call = self.top
         while call is not None:
             call.parts = [part for part in call.parts if not any(part.scope is scope for scope in scopes)]
@@ -335,7 +390,11 @@ class OpMode(TorchFunctionMode):
 
     @contextmanager
     def region(self, part: CallShare, frame: FrameType) -> Iterator[None]:
-        """A checkpoint recomputes a part of a forward, in ``frame``, without calling the module again."""
+        """Look at what a checkpoint recomputes of a forward, in ``frame``, without calling the module again.
+
+        Several sessions wrap the same recomputation one in the other; the inner one takes the shares of the outer with
+        it.
+        """
         above = self.top
         call = ScopedCall(frame, None, above)
         call.parts.append(part)
@@ -353,6 +412,7 @@ class OpMode(TorchFunctionMode):
             self._pop(call)
 
     def _push(self, call: ScopedCall) -> ScopedCall:
+        """Make ``call`` the innermost, and put the mode on torch's stack if it is not there."""
         self.top = call
         if not modes.has_mode(self):
             modes.push_mode(self)
@@ -365,7 +425,7 @@ class OpMode(TorchFunctionMode):
             modes.remove_mode(self)
 
     def _pass(self, call: ScopedCall, rows: list[NamedOps], frame: FrameType, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op of a name that nobody asked for."""
+        """Run an op of a name that nobody asked for; a composite of the call's own is opened, to see the ops inside."""
         inside = opened(func) if rows[0].name in COMPOSITES else None
         if inside is not None and call.owns(frame):
             return self._open(inside, args, kwargs)
@@ -380,7 +440,7 @@ class OpMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note_slow_path(self, call: ScopedCall, frame: FrameType) -> None:
-        """Attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
+        """Note the attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
         here: FrameType | None = frame
         while here is not None and here.f_code not in call_frames().codes:
             here = here.f_back
@@ -390,7 +450,10 @@ class OpMode(TorchFunctionMode):
                 part.scope.notes.append(SLOW_PATH) if SLOW_PATH not in part.scope.notes else None
 
     def _run(self, events: list[OpEvent], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op that is asked for: edits act as if the module had done it, before anybody looks."""
+        """Run an op that is asked for: edits act as if the module had done it, before anybody looks.
+
+        ``events`` holds one for each session that asks. Raises PlanError for an edited op that writes with ``out=``.
+        """
         name = events[0].name
         if len(events) > 1:
             events.sort(key=lambda event: not event.part.scope.is_edit)
@@ -415,7 +478,10 @@ class OpMode(TorchFunctionMode):
                 event.close()
 
     def _enter_op(self, events: list[OpEvent], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
-        """Edits of what comes in first, then listeners, then whoever looks."""
+        """Let edits change what comes in, then tell listeners, then whoever looks.
+
+        Returns the arguments for the op, and the listeners with what they were told.
+        """
         edits = [event for event in events if event.part.scope.is_edit]
         for event in edits:
             args, kwargs = event.before(args, kwargs)
@@ -453,6 +519,7 @@ class OpMode(TorchFunctionMode):
         return output
 
     def _open(self, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an opened composite with the mode on torch's stack again: the ops inside are the module's own."""
         modes.push_mode(self)
         try:
             return inside(*args, **kwargs)
@@ -471,18 +538,26 @@ _modes = _Modes()
 
 
 def drop(scopes: list[Scope]) -> None:
-    """Their session closes: leave them alone from now on, also where a forward is in progress."""
+    """Leave ``scopes`` alone from now on, also where a forward is in progress: their session closes."""
     if scopes:
         _modes.mode.drop(scopes)
 
 
 def forget(run: Run | None = None) -> None:
-    """Take the mode of this thread away where an exception such as Ctrl-C left it behind."""
+    """Take the mode of this thread away where an exception such as Ctrl-C left it behind.
+
+    Called when a run begins, and when a session closes.
+    """
     if _modes.mode.top is not None:
         _modes.mode.forget()
 
 
 def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    """The hook at the entry of a module whose ops are asked, after the one that began its run.
+
+    A run on a thread at which the session does not look has no ops. In a recomputation only edits, gradients and those
+    who asked for it see them.
+    """
     if backward_task() != -1:
         if scope.repeats and (scope.is_edit or not scope.owner.clock.closed):
             _modes.mode.enter(CallShare(scope, None, -1, {}), sys._getframe(1), call_frames().position)
@@ -495,6 +570,7 @@ def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _leave(scope: Scope, module: Any, args: Any, output: Any = None) -> None:
+    """The hook at the exit of a module whose ops are asked, also after an exception."""
     if _modes.mode.top is not None and _modes.mode.leave(scope, sys._getframe(1)):
         for ended in scope.at_end:
             ended()

@@ -36,7 +36,11 @@ NAMES: dict[Any, str] = {}  # by function: what ``name_of`` has found
 
 
 def name_of(func: Any) -> str:
-    """The name of an op as its user wrote it, ``add`` for ``+``; empty for what is none, such as ``x.shape``."""
+    """The name of an op as its user wrote it, ``add`` for ``+``; empty for what is none, such as ``x.shape``.
+
+    Operators have the names of the functions that they call, in-place ones an underscore more. Remembered in
+    ``NAMES``.
+    """
     found = NAMES[func] = _name(func)
     return found
 
@@ -55,6 +59,7 @@ def _name(func: Any) -> str:
 
 
 def _operator(name: str) -> str:
+    """The name of a Python operator, given without its underscores: ``radd`` is ``add``, ``iadd`` is ``add_``."""
     if name[:1] == "r" and name[1:] in _BINARY:
         name = name[1:]
     elif name[:1] == "i" and name[1:] in _BINARY:
@@ -67,9 +72,9 @@ _users: dict[int, tuple[CodeType, bool]] = {}  # by identity, since a code objec
 
 
 def find_place(frame: FrameType) -> tuple[FrameType, int]:
-    """The frame of the code that called a torch function, and how far down it is.
+    """The frame of the code that called a torch function, and how many frames up it is.
 
-    torch's own functions around an op, such as ``F.relu``, are passed over.
+    torch's own functions around an op, such as ``F.relu``, and those of ``mode`` are passed over.
     """
     depth = 0
     while True:

@@ -1,8 +1,13 @@
-"""Edited parameters: other values stand in for them during a run, and again in its recomputations."""
+"""Edited parameters: other values stand in for them during a run, and again in its recomputations.
+
+The parameter itself is never written to. What stands in is computed once a run, with an autograd graph that leads back
+to the parameter, so that gradients reach it through the edit. Hooks of modules, torch's own code and the forward read
+the tensor from the module's table, and find the one that stands there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +21,20 @@ from gaff.engine.parameters.substitutes import Standing
 from gaff.engine.parameters.values import OFFLOADED
 from gaff.engine.recomputation import Passage
 from gaff.engine.streams import EditStream, EntryChange
-from gaff.errors import ExactnessError, PlanError
+from gaff.errors import ExactnessError, GaffError, PlanError
 
 
 class Swap:
-    """One edit of one parameter, wherever the model holds it. Never writes into the parameter."""
+    """One edit of one parameter, wherever the model holds it. Never writes into the parameter.
+
+    The session makes it and has ``begin`` and ``end`` called for each run, and ``restore`` when it closes. One value
+    stands in at a time: a run on another thread is refused (``refuse_other_thread``). With ``is_sharded`` the value
+    stands in for each call of the parameter's FSDP2 unit instead (``begin_unit``, ``end_unit``), computed in the
+    first.
+
+    What a run decided is kept by its ``Passage`` until the run ends, and longer by the calls that a checkpoint may
+    repeat.
+    """
 
     def __init__(
         self, found: Found, stream: EditStream, owners: Sequence[nn.Module], *, is_sharded: bool = False
@@ -35,7 +49,10 @@ class Swap:
         self._passages: dict[Run, Passage] = {}
 
     def begin(self, run: Run) -> None:
-        """A run begins: compute the value with its graph, and let it stand in everywhere."""
+        """A run begins: compute the value with its autograd graph, and let it stand in everywhere.
+
+        Raises PlanError for a parameter that lies on the meta device, and what the edit raises.
+        """
         self.restore()
         passage = self._passages[run] = Passage(run, 0)
         passage.memo = {}  # the decision is kept, whether or not a checkpoint follows
@@ -43,7 +60,10 @@ class Swap:
             self._stand_in(passage)
 
     def begin_unit(self, run: Run) -> None:
-        """FSDP2 has gathered the parameter: until it gives it back, the value of this run stands in."""
+        """FSDP2 has gathered the parameter: until it gives it back, the value of this run stands in.
+
+        The value is made once a run, in the first call of the unit, and stands in for its later calls, too.
+        """
         self.restore()
         tensor = self._found.tensor
         new = self._made.get(run)
@@ -76,11 +96,16 @@ class Swap:
         return SwapScope(self, node)
 
     def passage(self, run: Run) -> Passage | None:
-        """What was decided when ``run`` began."""
+        """What was decided when ``run`` began; None once it is over, or where it was not seen."""
         return self._passages.get(run)
 
     def again(self, passage: Passage, frame: Frame) -> None:
-        """A recomputation enters a module: until it leaves it, the value of that run stands in again."""
+        """A recomputation enters a module: until it leaves it, the value of that run stands in again.
+
+        Done once for all modules around the parameter, by the outermost. Where the value of a run in progress stands
+        there, the parameter itself is put over it first, since an edit starts from that. ``frame`` is the call that is
+        recomputed; when it leaves, both are taken away, the last first.
+        """
         if self._again and self._again[-1] is passage:
             return  # in a module around this one
         tensor = self._found.tensor
@@ -96,12 +121,15 @@ class Swap:
         frame.at_leave[:0] = [lambda: standing.remove(key), self._again.pop]
 
     def restore(self) -> bool:
-        """The parameter is back in its place; False where somebody changed what stood in for it."""
+        """Put the parameter back in its place; False where somebody changed what stood in for it.
+
+        Does nothing if nothing stands in. Recomputations take theirs away themselves.
+        """
         standing, self._standing = self._standing, None
         return standing is None or standing.remove(self)
 
     def refuse_other_thread(self) -> None:
-        """A run of another thread must not meet a value that is meant for this one."""
+        """Raises PlanError while a value stands in: another thread's run must not meet what is meant for this one."""
         if self._standing is not None:
             raise PlanError(
                 f"{self._found.site}: the model runs on another thread while this parameter is edited for a run of its "
@@ -109,6 +137,7 @@ class Swap:
             )
 
     def _stand_in(self, passage: Passage) -> None:
+        """Compute the value and let it stand in; an edit that returns the parameter itself leaves it there."""
         tensor = self._found.tensor
         if tensor.is_meta:
             raise PlanError(f"{self._found.site}: {OFFLOADED}, so that nothing can stand in for it")
@@ -118,6 +147,7 @@ class Swap:
             self._standing.add(self, new)
 
     def _change(self, tensor: Tensor, passage: Passage, *, is_again: bool) -> Tensor:
+        """The edited value, with an autograd graph, in the parameter's precision, unseen by modes and checkpoints."""
         # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that;
         # precision and graph are the parameter's own, not those of the place at which the run began
         saved = torch.autograd.graph.saved_tensors_hooks(lambda held: held, lambda held: held)
@@ -125,8 +155,44 @@ class Swap:
             return self._stream.change(tensor, passage, is_again)
 
 
+class ParameterEdits(list[Swap]):
+    """All parameters that a session edits: substitutes stand in together, from the beginning of a run to its end."""
+
+    def begin(self, run: Run) -> None:
+        """A run begins. All or nothing: where one cannot stand in, none does."""
+        try:
+            for swap in self:
+                swap.begin(run)
+        except BaseException:
+            self.restore()
+            raise
+
+    def end(self, run: Run, output: Any) -> None:
+        """A run has ended with ``output``. Raises the first ExactnessError, when all parameters are back in place."""
+        problems: list[GaffError] = []
+        if isinstance(output, Iterator):
+            problems.append(
+                PlanError("an edited parameter stands in until the model returns, and it returned an iterator")
+            )
+        for swap in self:
+            try:
+                swap.end(run, output)
+            except ExactnessError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+
+    def restore(self) -> None:
+        """Every parameter is back in its place."""
+        for swap in self:
+            swap.restore()
+
+
 class SwapScope(EntryChange):
-    """At the entry of a module around the parameter: a recomputation of it needs the value of its run."""
+    """At the entry of a module around the parameter: a recomputation of it needs the value of its run.
+
+    The first pass notes the run's decision in the memo of the call, which the recomputation finds again.
+    """
 
     is_gradient = False
 
@@ -144,11 +210,14 @@ class SwapScope(EntryChange):
             self._swap.again(passage.memo[self], frame)
 
     def refuse_other_thread(self) -> None:
-        """A run that this session does not see enters the module."""
+        """Refuse a run that this session does not see when it enters the module."""
         self._swap.refuse_other_thread()
 
     def around(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward: what jumps over every hook, as Ctrl-C does, gives the parameter back here."""
+        """Stands as the module's forward: what jumps over every hook, as Ctrl-C does, gives the parameter back here.
+
+        An ordinary exception passes, since torch calls the last hooks after it.
+        """
         try:
             return original(*args, **kwargs)
         except Exception:

@@ -1,4 +1,8 @@
-"""Which tensors stand in for which parameters now, over all sessions."""
+"""Which tensors stand in for which parameters now, over all sessions.
+
+Several sessions may edit one parameter, and leave in any order; a recomputation may need another value than the run in
+progress. So what stands in is kept as a stack for each parameter, known by the parameter and by all that stands in.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ _BY_TENSOR: dict[int, Standing] = {}  # by identity of a parameter, or of what s
 
 
 class _Row(NamedTuple):
+    """One tensor on the stack of a parameter. ``task``: the backward pass whose recomputation it is for, else -1."""
+
     key: object  # who put it there
     tensor: Tensor
     version: int  # of the tensor, then
@@ -20,7 +26,11 @@ class _Row(NamedTuple):
 
 
 class Standing:
-    """One parameter and all that stands in for it; the one that came last is in its place."""
+    """One parameter and all that stands in for it; the one that came last is in its place.
+
+    ``owners`` are the modules that hold the parameter; each of its names there gets the new tensor, and so do lists in
+    their attributes. Found by ``of`` as long as something stands in, then it is gone.
+    """
 
     def __init__(self, original: Tensor, owners: Sequence[nn.Module]) -> None:
         self.original = original
@@ -29,7 +39,7 @@ class Standing:
 
     @classmethod
     def of(cls, tensor: Tensor, owners: Sequence[nn.Module]) -> Standing:
-        """That of the parameter which ``tensor`` is, or stands in for."""
+        """That of the parameter which ``tensor`` is, or stands in for; a new one if nothing stands in."""
         return _BY_TENSOR.get(id(tensor)) or cls(tensor, owners)
 
     def add(self, key: object, new: Tensor, task: int = -1) -> None:
@@ -43,7 +53,10 @@ class Standing:
         return not self._rows or self._rows[-1].task == task
 
     def remove(self, key: object) -> bool:
-        """Take away what ``key`` put there; False if it was written to, or is no longer where it was put."""
+        """Take away what ``key`` put there; False if it was written to, or is no longer where it was put.
+
+        What lies below comes back if this was on top; else the one on top stays in place.
+        """
         row = next(row for row in self._rows if row.key is key)
         was_there = all(any(value is self._now() for value in owner._parameters.values()) for owner in self._owners)
         before = self._now()
@@ -62,6 +75,7 @@ class Standing:
         return self._rows[-1].tensor if self._rows else self.original
 
     def _put(self, old: Tensor, new: Tensor) -> None:
+        """Put ``new`` wherever the owners hold ``old``, past the checks of ``nn.Module``: it may be no Parameter."""
         for owner in self._owners:
             for name in [name for name, value in owner._parameters.items() if value is old]:
                 owner._parameters[name] = new  # type: ignore[assignment]

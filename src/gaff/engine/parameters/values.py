@@ -1,4 +1,7 @@
-"""Parameters and buffers as sites: their values at the entry of their owner, and parameters' gradients."""
+"""Parameters and buffers as sites: their values at the entry of their owner.
+
+Their gradients are in ``gradients.leaves``, their edits in ``edits``.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ NOT_CALLED = "its module was not called itself; read at the end of the run"
 
 
 class StateValue:
-    """Fires once a run: when the first module that owns the tensor is entered, else at the end of the run.
+    """Tells the value of a parameter or buffer once a run: when its first owner is entered, else at the end.
 
-    ``around``: the hooked module around the owner; it tells whether the run came near an owner that is not called.
-    ``is_lent``: FSDP2 gathers the parameter for the call, and frees its memory afterwards: a copy is told.
+    Hung as a tap on every owner. ``around``: the hooked module around the owner; it tells whether the run came near an
+    owner that is not called. ``is_lent``: FSDP2 gathers the parameter for the call, and frees its memory afterwards: a
+    copy is told. Of a parameter that accelerate keeps elsewhere the value there is told, or it is refused.
     """
 
     def __init__(self, found: Found, stream: Stream, around: Node | None, *, is_lent: bool = False) -> None:
@@ -41,13 +45,17 @@ class StateValue:
                 self._stream.add(tensor.clone() if self._is_lent else tensor, run, 0)
 
     def finish(self, run: Run, output: Any) -> None:
+        """Tell the value at the end of a run in which no owner was entered, though the module around one was.
+
+        The stream is told that, too.
+        """
         if self not in run.once and self._around is not None and run.entered[self._around.index]:
             self._stream.skip(NOT_CALLED)
             self((), {}, run, 0)
 
 
 def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:
-    """Every module that holds the parameter or buffer of ``found`` (tied weights have several)."""
+    """Every module that holds the parameter or buffer of ``found``, the found one first (tied weights have several)."""
     wanted = found.tensor
     owners = [found.module]
     for module in model.modules():

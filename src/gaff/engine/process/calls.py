@@ -2,8 +2,9 @@
 
 Nothing here sits on a module or a tensor of the user's, so nothing of it is copied, pickled, exported or scripted.
 While no module hook is asked for, only the calls of known outermost modules cost anything: their class's ``__call__``
-is wrapped, for a hook on the module would switch fused paths off and travel with its pickle. Each place is wrapped
-once in a process, whoever asks, and is as it was when the last one has gone; traced and compiled code sees nothing.
+is wrapped, for a hook on the module would switch fused paths off and travel with its pickle. Each place is wrapped once
+in a process, whoever asks, and is as it was when the last one has gone; code that is being compiled or exported sees
+nothing. Where somebody else has wrapped the same place meanwhile, theirs stays, with ours inside and idle.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ Surround = Callable[[nn.Module, Any, Any, Callable[..., Any]], Any]
 
 
 def is_hidden() -> bool:
-    """Whether this code is being compiled, exported or traced: what is done now would become part of the result."""
+    """Whether this code is being compiled, exported or scripted: what is done here would become part of the result."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 class _Call:
-    """In place of a class's ``__call__``. A class that is pickled by value with it gets ``nn.Module``'s own."""
+    """Stands in place of a class's ``__call__`` and hands each call to those who asked for it.
+
+    There is one for each class, shared by all who follow that class; the first in ``arounds`` is the outermost. It is a
+    descriptor, as a function is, so that ``module(...)`` finds it bound. A class that is pickled by value with it gets
+    ``nn.Module``'s own ``__call__``: the other process has nothing of ours.
+    """
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -53,7 +59,10 @@ class _Call:
         return getattr, (nn.Module, "__call__")
 
     def _inherited(self) -> Callable[..., Any]:
-        """Looked up anew each time: others replace ``nn.Module.__call__`` for a while."""
+        """The ``__call__`` that the class would have without ours.
+
+        It is looked up anew each time, since others replace ``nn.Module.__call__`` for a while.
+        """
         for base in self.kind.__mro__[1:]:
             if "__call__" in base.__dict__:
                 return base.__dict__["__call__"]  # type: ignore[no-any-return]
@@ -61,13 +70,16 @@ class _Call:
 
 
 def _bind(around: Surround, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` with ``around`` about it, as one function of the module and its arguments."""
     return lambda module, *args, **kwargs: around(module, args, kwargs, call)
 
 
 class ClassCalls:
     """Calls ``around(module, args, kwargs, call)`` instead of each call of a module of the classes that it follows.
 
-    ``around`` makes the call itself, with ``call(module, *args, **kwargs)``.
+    ``around`` makes the call itself, with ``call(module, *args, **kwargs)``, and returns what that returned. It runs on
+    the thread that calls the module, whatever thread that is, and is asked of every module of such a class: which of
+    them are meant, it must tell itself. Nothing is wrapped before ``follow``, and nothing stays after ``close``.
     """
 
     def __init__(self, around: Surround) -> None:
@@ -75,7 +87,10 @@ class ClassCalls:
         self._followed: list[_Call] = []
 
     def follow(self, kind: type) -> None:
-        """Also modules of this class."""
+        """Stand around the modules of this class, too; nothing happens for one that is followed already.
+
+        Subclasses inherit the stand-in, unless they have a ``__call__`` of their own.
+        """
         known = kind.__dict__.get("__call__")
         if not isinstance(known, _Call):
             known = _Call(kind)
@@ -85,6 +100,7 @@ class ClassCalls:
             self._followed.append(known)
 
     def close(self) -> None:
+        """Follow no class any more; a class that nobody else follows gets its ``__call__`` back."""
         for one in self._followed:
             one.arounds.remove(self._around)
             if not one.arounds and one.kind.__dict__.get("__call__") is one:  # else somebody has wrapped it since
@@ -98,7 +114,9 @@ class ClassCalls:
 class Outermost:
     """``begin(args, kwargs)`` before and ``end(output)`` after each outermost call of one of ``models``, while open.
 
-    On the thread that opens it; what is called inside compiled code is never outermost.
+    On the thread that opens it; what is called inside compiled code is never outermost. A call of one of the models
+    inside another, or inside itself, tells nothing. ``end`` is not called where the model raised; exceptions of both
+    pass through.
     """
 
     def __init__(
@@ -140,6 +158,8 @@ class ModuleHooks:
     """Global hooks, on and off: ``entered(module, args)`` before, ``left(module, args, output)`` after a forward.
 
     Global ones do not switch off the fused paths of torch's transformer layers; what runs inside those is not seen.
+    They cost every module call of the process while they are on, so whoever uses them has them on in sampled steps
+    only.
     """
 
     def __init__(self, entered: Callable[[nn.Module, Any], None], left: Callable[[nn.Module, Any, Any], None]) -> None:
@@ -157,13 +177,16 @@ class ModuleHooks:
 
     @property
     def is_on(self) -> bool:
+        """Whether the hooks are on torch's global tables just now."""
         return bool(self._handles)
 
     def switch_on(self) -> None:
+        """Put both hooks on torch's global tables, behind those of others; nothing happens where they are on."""
         if not self._handles:
             self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
 
     def switch_off(self) -> None:
+        """Take both hooks off; nothing happens where they are not on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -171,7 +194,10 @@ class ModuleHooks:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What to call as a training run goes on; see ``Outer``."""
+    """What to call as a training run goes on, on the thread where it happens; see ``Outer``.
+
+    Each is called from inside torch's own functions: an exception of one would end the user's run.
+    """
 
     backward_begins: Callable[[Any], None]  # with the tensors it begins from
     step_begins: Callable[[Any, bool], None]  # with the optimizer, and whether it was given a closure
@@ -190,13 +216,16 @@ _FINISHED = [0]  # steps; to see that a GradScaler has made none
 class Outer:
     """Tells ``told`` of every backward pass, optimizer step and scaled loss of the process, on any thread.
 
-    Nested ones (a reentrant checkpoint's backward, ``super().step()``) are not told.
+    Nested ones (a reentrant checkpoint's backward, ``super().step()``) are not told. ``torch.autograd.backward``,
+    ``GradScaler`` and ``torch.compile`` are wrapped when the first of all ``Outer`` opens, and are torch's own again
+    when the last one closes; steps are told by torch's global hooks of optimizers.
     """
 
     def __init__(self, told: Told) -> None:
         self._told = told
 
     def open(self) -> None:
+        """Begin to tell; the first in the process installs what all share."""
         if not _OPEN:
             _UNDO.append(register_optimizer_step_pre_hook(_step_begins).remove)
             _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
@@ -207,7 +236,10 @@ class Outer:
         _OPEN.append(self._told)
 
     def close(self) -> None:
-        """Not to be called from inside what is told: torch is going through its own table of hooks then."""
+        """Stop telling; the last one takes away what all share. May be called twice.
+
+        Not to be called from inside what is told: torch is going through its own table of hooks then.
+        """
         if self._told in _OPEN:
             _OPEN.remove(self._told)
             while _UNDO and not _OPEN:
@@ -215,6 +247,11 @@ class Outer:
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put ``make(original)`` in place of an attribute, with the original's name and text, until ``_UNDO`` is emptied.
+
+    Where somebody else has wrapped ours since, undoing leaves theirs, which goes on to call ours: ours then tells
+    nobody.
+    """
     original = owner.__dict__[name]
     ours = make(original)
     ours.__doc__, ours.__name__, ours.__qualname__ = original.__doc__, name, original.__qualname__
@@ -239,6 +276,8 @@ def _backward(original: Any) -> Any:
 
 
 def _scale(original: Any) -> Any:
+    """``GradScaler.scale``, which tells the loss and what has become of it, unless scaling is off."""
+
     def scale(scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
         if isinstance(outputs, torch.Tensor) and scaled is not outputs:
@@ -250,6 +289,8 @@ def _scale(original: Any) -> Any:
 
 
 def _scaler_step(original: Any) -> Any:
+    """``GradScaler.step``, which tells when it has made no step: none has finished while it ran."""
+
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = _FINISHED[0]
         result = original(scaler, optimizer, *args, **kwargs)
@@ -273,6 +314,7 @@ def _compile(original: Any) -> Any:
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """A step begins; not told for a step inside another step of the same optimizer."""
     if id(optimizer) in _STEPPING and is_nested_step(optimizer):
         return
     _STEPPING.add(id(optimizer))
@@ -282,6 +324,10 @@ def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """A step has ended, or was skipped inside the optimizer, where a fused one reads ``found_inf`` itself.
+
+    Waits for the device where there is such a flag.
+    """
     if id(optimizer) in _STEPPING and is_nested_step(optimizer):
         return
     _STEPPING.discard(id(optimizer))
@@ -293,7 +339,11 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this module, or of one inside it, run compiled code."""
+    """Whether calls of this module, or of one inside it, run compiled code.
+
+    ``torch.compile`` leaves one of three marks: a module of its own around the model, an attribute on the module
+    (``module.compile()``), or a compiled ``forward`` on the instance.
+    """
     return any(
         type(one).__name__ == "OptimizedModule"
         or getattr(one, "_compiled_call_impl", None) is not None

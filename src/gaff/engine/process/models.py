@@ -1,4 +1,7 @@
-"""Models of a script that nobody names: whatever module is called first, from outside any other module."""
+"""Models of a script that nobody names: whatever module is called first, from outside any other module.
+
+``gaff nan SCRIPT`` uses it to guard the models of a script that knows nothing of gaff.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ class RootWatch:
     """Calls ``found(module)`` before the first call of every outermost module, on the thread that opened it.
 
     Global hooks would come too late: torch looks up a module's own hooks before it calls them. So the one method
-    through which all modules are called is wrapped while this is open. For the command line, which owns its process.
+    through which all modules are called is wrapped while this is open. For the command line, which owns its process. A
+    module inside one that was found is not found again, when it is called alone. Found modules are held until this
+    ends, so that no other gets the identity by which they are known.
     """
 
     def __init__(self, found: Callable[[nn.Module], None]) -> None:
@@ -47,6 +52,7 @@ class RootWatch:
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
     def _note(self, module: nn.Module) -> None:
+        """Remember a module and all inside it, then tell of it; what ``found`` raises passes through to the caller."""
         self._held.append(module)
         self._known.update(id(inner) for inner in module.modules())
         self._found(module)

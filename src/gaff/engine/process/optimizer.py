@@ -1,4 +1,12 @@
-"""The optimizer's step: what is done to the gradients before it, and how it is kept from happening."""
+"""The optimizer's step: what is done to the gradients before it, and how it is kept from happening.
+
+torch calls hooks before and after ``step``, of one optimizer or of all in the process; they cannot say that the step
+shall not happen. ``StepGuard`` therefore lets the optimizer's own code run on nothing. The other classes only look:
+``StepWatch`` before steps, ``StepCount`` after them, ``BackwardGuard`` and ``AccumulationWatch`` at the gradients while
+they come.
+
+A step that calls ``super().step()`` runs the hooks once more inside: all of this passes over the inner ones.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +32,19 @@ Before = Callable[[], "bool | Tensor"]  # whether the step shall be skipped; a t
 
 
 def is_skipped(optimizer: Any) -> bool:
-    """Whether a guard kept the step that has just run from changing anything, as far as the host knows."""
+    """Whether a guard kept the step that has just run from changing anything, as far as the host knows.
+
+    A skip that the optimizer was told of on the device is not known here: asking would mean waiting for it.
+    """
     return any(guard.has_skipped for guard in _GUARDS.get(optimizer, ()))
 
 
 def is_nested_step(optimizer: Any) -> bool:
-    """Whether the step whose hook asks runs inside another step of the same optimizer, as ``super().step()`` does."""
+    """Whether the step whose hook asks runs inside another step of the same optimizer, as ``super().step()`` does.
+
+    Read from the Python stack: torch wraps each ``step`` in a function named ``wrapper``, so its code appears twice
+    with the same ``self``. To be called from inside a step hook.
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "wrapper":
         frame = frame.f_back  # type: ignore[assignment]
@@ -43,7 +58,7 @@ def is_nested_step(optimizer: Any) -> bool:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer inside a wrapper such as accelerate's."""
+    """The torch optimizer inside a wrapper such as accelerate's, or what was given where it wraps none."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -55,6 +70,10 @@ class StepGuard:
     With a closure it is called after each evaluation of it. Where ``before`` says so the step changes neither
     parameters nor state: it runs without gradients on an empty stand-in of the optimizer, or, where the optimizer reads
     ``found_inf`` (fused ones), is told on the device, without waiting for it. ``began`` comes first, ``after`` last.
+
+    All are called on the thread that steps. What is taken away for a skipped step (gradients, the optimizer's own flag)
+    is put back after it, or, where the step raised, when the next one begins or the guard closes. What ``before``
+    raises goes to whoever called ``step``, and nothing has been stepped.
     """
 
     def __init__(
@@ -80,13 +99,15 @@ class StepGuard:
         self._handles.callback(self._optimizer.register_step_post_hook(self._post).remove)
 
     def close(self) -> None:
+        """Remove the hooks and put back whatever a step left undone. May be called twice."""
         self._handles.close()
         _GUARDS.get(self._optimizer, WeakSet()).discard(self)
 
     def can_tell(self) -> bool:
         """Whether the next step can be skipped by a flag on the device: it is read, and there is no state to be made.
 
-        A fused optimizer makes its state also in a skipped step, of SGD's momentum without ever writing to it.
+        A fused optimizer makes its state also in a skipped step, of SGD's momentum without ever writing to it. So its
+        first step is skipped by way of the host.
         """
         if not getattr(self._optimizer, "_step_supports_amp_scaling", False) or torch.compiler.is_compiling():
             return False
@@ -105,6 +126,11 @@ class StepGuard:
         return found is not None and self._optimizer not in _TELLS and bool(found.item())
 
     def _pre(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the step: put back what the last one left, then ask ``before``, at once or after each closure.
+
+        Returns what the step is called with instead: a wrapped closure, or the stand-in in place of the optimizer; None
+        leaves its arguments alone.
+        """
         if is_nested_step(optimizer):
             return None
         self._restore()
@@ -126,11 +152,13 @@ class StepGuard:
         return None
 
     def _post(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After the step: put back what was taken away, then tell ``after``."""
         if not is_nested_step(optimizer):
             self._restore()
             self._after()
 
     def _restore(self) -> None:
+        """Put the optimizer's own ``found_inf`` and the gradients of a skipped step back where they were."""
         if self._found is not None:
             [known] = self._found
             self._found = None
@@ -145,6 +173,8 @@ class StepGuard:
         self._dropped.clear()
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure with ``before`` after each evaluation; a step that is to be skipped finds no gradients."""
+
         def evaluate() -> Any:
             loss = closure()
             if self._before():
@@ -162,7 +192,11 @@ class StepGuard:
                 one.grad = None
 
     def _unscale(self) -> None:
-        """GradScaler leaves unscaling to fused optimizers: done here instead, so that limits mean what they say."""
+        """Unscale the gradients in place where GradScaler has left that to a fused optimizer.
+
+        Limits would otherwise be of scaled gradients. The optimizer's ``grad_scale`` is taken away, or it would divide
+        again.
+        """
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None:
             gradients = [one.grad for one in self.parameters() if one.grad is not None]
@@ -179,7 +213,12 @@ class StepGuard:
 
 
 class BackwardGuard:
-    """Calls ``change(parameter, gradient)`` for each gradient as backward brings it; its result goes on."""
+    """Calls ``change(parameter, gradient)`` for each gradient as backward brings it; its result goes on.
+
+    It is called inside backward, once for each contribution that autograd adds up first, before ``parameter.grad`` is
+    written. Parameters are held weakly, and known by identity: a tensor cannot be compared by ``==``. FSDP2's come by
+    another way, after they were reduced over processes.
+    """
 
     def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._change = change
@@ -205,10 +244,11 @@ class BackwardGuard:
                 self._handles[id(parameter)] = weak, handle
 
     def _arrived(self, parameter: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:
-        """A custom Function hands None to what it does not need."""
+        """Hand a gradient on to ``change``; a custom Function hands None to what it does not need."""
         return None if gradient is None else self._change(parameter(), gradient)  # type: ignore[arg-type]
 
     def close(self) -> None:
+        """Remove all hooks; gradients come as autograd brings them."""
         for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -218,7 +258,7 @@ class BackwardGuard:
 
 
 class _Listener:
-    """Clips one parameter of FSDP2 when its gradient has been reduced."""
+    """Changes the gradient of one parameter of FSDP2 when it has been reduced; see ``ShardedGradient``."""
 
     def __init__(
         self, gradient: ShardedGradient, change: Callable[[Tensor, Tensor], Tensor], parameter: Tensor
@@ -231,12 +271,13 @@ class _Listener:
         """Nothing is asked before the reduction."""
 
     def reduced(self, gradient: Tensor) -> Tensor | None:
+        """The gradient to go on with; None, for no change, where the parameter is gone."""
         parameter = self._parameter()
         return None if parameter is None else self._change(parameter, gradient)
 
 
 class AccumulationWatch:
-    """Calls ``seen(parameter)`` each time that a gradient has been added to ``parameter.grad``."""
+    """Calls ``seen(parameter)`` each time that a gradient has been added to ``parameter.grad``, inside backward."""
 
     def __init__(self, parameters: Iterable[Tensor], seen: Callable[[Tensor], None]) -> None:
         self._parameters = list(parameters)
@@ -244,15 +285,21 @@ class AccumulationWatch:
         self._handles = ExitStack()
 
     def open(self) -> None:
+        """Hang a hook on each parameter; one that does not require grad is an error of torch's."""
         for parameter in self._parameters:
             self._handles.callback(parameter.register_post_accumulate_grad_hook(self._seen).remove)
 
     def close(self) -> None:
+        """Remove the hooks."""
         self._handles.close()
 
 
 def _stand_in(optimizer: Any) -> Any:
-    """An optimizer of the same kind without parameters and state: its step changes nothing of the real one."""
+    """An optimizer of the same kind without parameters and state: its step changes nothing of the real one.
+
+    It shares all other attributes, so that its code runs as it would; it is made without ``__init__``, which would ask
+    for parameters.
+    """
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
     stand_in.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
@@ -261,13 +308,14 @@ def _stand_in(optimizer: Any) -> Any:
 
 
 class Ownership:
-    """Which optimizers own some of ``parameters()``."""
+    """Tells which optimizers own some of ``parameters()``; remembers the answer for each as long as that lives."""
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._parameters = parameters
         self._known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def has(self, optimizer: Any) -> bool:
+        """Whether the optimizer owns any of the parameters; looked up at the first time only."""
         known = self._known.get(optimizer)
         if known is None:
             mine = {id(parameter) for parameter in self._parameters()}
@@ -277,7 +325,11 @@ class Ownership:
 
 
 class StepCount:
-    """Calls ``completed()`` after each step that changed something, of optimizers that own some of ``parameters()``."""
+    """Calls ``completed()`` after each step that changed something, of optimizers that own some of ``parameters()``.
+
+    A global hook of torch's, on the thread that steps. Steps that a guard skipped through the host, and inner ones, do
+    not count.
+    """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]], completed: Callable[[], None]) -> None:
         self._owned = Ownership(parameters)
@@ -298,7 +350,9 @@ class StepCount:
 class StepWatch:
     """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any).
 
-    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing.
+    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing. With a closure ``before``
+    comes after each evaluation of it, since the gradients come from there. What it raises goes to whoever called
+    ``step``.
     """
 
     def __init__(
@@ -319,6 +373,10 @@ class StepWatch:
         self._handle.remove()
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Ask about the flag of a GradScaler, then call ``before``, or hand the step a closure that does.
+
+        Waits for the device where there is such a flag.
+        """
         found = getattr(optimizer, "found_inf", None)
         is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
         if is_overflow:

@@ -1,4 +1,7 @@
-"""``gaff.diff``: two of a kind, from disk or from memory."""
+"""``gaff.diff``: two of a kind, from disk or from memory.
+
+What compares traces needs no numpy and what compares runs does, so each is imported when it is wanted.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,10 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
 
 
 def _read(value: Any) -> tuple[Any, str]:
+    """What was given as a ``Trace`` or a ``Record``, and a name for it.
+
+    A path to a file is read as a trace, any other as the folder of a run. Raises PlanError for what is none of these.
+    """
     if isinstance(value, Trace):
         return value, f"trace of {value.model}"
     if isinstance(value, Record):

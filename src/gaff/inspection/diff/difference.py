@@ -1,4 +1,8 @@
-"""What ``gaff.diff`` found: rows in the order in which things happened; as text, JSON and a page."""
+"""What ``gaff.diff`` found: rows in the order in which things happened; as text, JSON and a page.
+
+``gaff.inspection.diff.traces`` and ``runs`` make it. That order is what makes the first row that parted the place to
+look at: what comes later is given other values already.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ _ROWS = 30  # of the text
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One site of both. ``phase``: input, forward, backward, parameter, batch, loss or
-    evaluation; ``step``: of a run, None of a trace.
+    """One site of both. ``site`` is its address in A, ``other`` in B.
 
-    ``state``: ``same`` numbers to the last bit, ``close``: within ``tolerance``, ``parted``. ``delta``: the
-    difference relative to the larger of both; of runs, of the logarithms of their rms. ``number``: what differs most,
-    ``a`` and ``b`` its values; ``how``: what the sites were matched by.
+    ``phase``: input, forward, backward, parameter, batch, loss or evaluation; ``step``: of a run, None of a trace.
+    ``state``: ``same`` numbers to the last bit, ``close``: within ``tolerance``, ``parted``. ``delta``: the difference
+    relative to the larger of both; of runs, of the logarithms of their rms. ``number``: what differs most, ``a`` and
+    ``b`` its values; ``how``: what the sites were matched by.
     """
 
     site: str
@@ -45,7 +49,11 @@ class DiffRow:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """True where the two part. ``rows``: in the order in which things happen; ``first``: the first that parted."""
+    """What two runs, or two traces, differ in; True where they part.
+
+    ``a``, ``b``: names of both. ``rows``: in the order in which things happen; ``first``: the first that parted.
+    ``only_a``, ``only_b``: sites that have no partner. Holds texts and numbers alone.
+    """
 
     a: str
     b: str
@@ -59,11 +67,12 @@ class Difference:
 
     @property
     def first(self) -> DiffRow | None:
+        """The first row that parted; None where none did."""
         return next((row for row in self.rows if row.state == "parted"), None)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """What came out, in one sentence: whether they part, and where first, by how much."""
         first = self.first
         if first is None:
             if not self.rows:
@@ -107,6 +116,7 @@ class Difference:
         return list(self.rows[max(0, at - 3) : at - 3 + _ROWS if at > 3 else _ROWS])
 
     def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values; differences may be infinite, which JSON does not take: see ``to_json``."""
         return {
             "a": self.a,
             "b": self.b,
@@ -120,11 +130,11 @@ class Difference:
         }
 
     def to_json(self) -> str:
-        """Infinite differences are written as null."""
+        """Everything as JSON, in which infinite and missing numbers are written as null."""
         return json.dumps(_finite(self.to_dict()), indent=1)
 
     def to_html(self) -> str:
-        """A page. Raises PlanError without numpy."""
+        """A page that shows all rows. Raises PlanError without numpy."""
         if find_spec("numpy") is None:
             raise PlanError("a page needs numpy, which is not installed: pip install 'gaff[page]'")
         from gaff.views.page.diff import document
@@ -132,7 +142,7 @@ class Difference:
         return document(self.to_dict()).to_html()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """A page where the name ends in ``.html``, else JSON."""
+        """Write a page where the name ends in ``.html``, else JSON. Raises OSError where that cannot be."""
         is_page = Path(path).suffix.lower() in (".html", ".htm")
         Path(path).write_text(self.to_html() if is_page else self.to_json() + "\n", encoding="utf-8", errors="replace")
 
@@ -141,7 +151,7 @@ class Difference:
 
 
 def _table(rows: Sequence[DiffRow]) -> str:
-    """Without the columns in which nothing is."""
+    """Rows as a text table, without the columns in which nothing is."""
     head = ("phase", "step", "site of A", "site of B", "state", "difference", "tolerance", "number", "A", "B")
     cells = [
         (row.phase, "" if row.step is None else str(row.step), row.site, "" if row.other == row.site else row.other,
@@ -154,20 +164,24 @@ def _table(rows: Sequence[DiffRow]) -> str:
 
 
 def state_of(delta: float, tolerance: float) -> str:
+    """``same`` for no difference at all, ``close`` within the tolerance, else ``parted``."""
     if delta == 0:
         return "same"
     return "close" if delta <= tolerance else "parted"
 
 
 def shown(value: float | None) -> str:
+    """A number as tables show it; empty for None."""
     return "" if value is None else number(value)
 
 
 def _at(row: DiffRow) -> str:
+    """Where in time a row is, to follow a site in a sentence; empty of a trace, which has no steps."""
     return "" if row.step is None else f" at step {row.step}"
 
 
 def _finite(value: Any) -> Any:
+    """The value with NaN and infinities as None, at any depth: JSON has no word for them."""
     if isinstance(value, Mapping):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list):

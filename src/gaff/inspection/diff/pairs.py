@@ -1,4 +1,7 @@
-"""Which rows of two lists are the same thing: by address, then by order and shape."""
+"""Which rows of two lists are the same thing: by address, then by order and shape.
+
+A model that was written anew names its modules differently and keeps their order: the second way relies on that.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Two records: where two trainings first part. Needs numpy (``gaff[page]``)."""
+"""Two records: where two trainings first part. Needs numpy (``gaff[page]``).
+
+Two runs of the same code drift apart by rounding, and a site changes from look to look by itself, so a fixed tolerance
+says little. Each site is measured by its own noise (``_noise``). Only the first process of each run is compared.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,11 @@ _ORDER = ("batch", "forward", "loss", "backward", "parameter", "evaluation")
 
 
 class Line(NamedTuple):
-    """One site of one run over its looks, in one phase of the run."""
+    """One site of one run over its looks, in one phase of the run.
+
+    ``elements``: how many were finite at the first look. ``steps``: the looks that have it, ascending; ``values``: by
+    name of a number, float64, one for each of ``steps``.
+    """
 
     name: str
     port: str
@@ -79,6 +87,7 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
 
 
 def _lines(record: Record) -> list[Line]:
+    """The lines of all sites of a record's first process, from its cubes; those without a single look are left out."""
     named = {key: name for name, key in record.names().items()}
     found = []
     for cube in read_cubes(record.part(record.ranks[0]), columns=_EVERY, marks=1):
@@ -89,6 +98,7 @@ def _lines(record: Record) -> list[Line]:
 
 
 def _line(cube: Cube, at: int, name: str, port: str) -> Line:
+    """One site of a cube as a line; looks at which it was not there are left out."""
     counts = cube.latest["count"][at]
     known = ~np.isnan(counts)
     values = {one: cube.latest[one][at][known].astype(np.float64) for one in _NUMBERS}
@@ -97,11 +107,16 @@ def _line(cube: Cube, at: int, name: str, port: str) -> Line:
 
 
 def _looked(record: Record) -> frozenset[int]:
+    """The training steps at which the first process of a run has looked."""
     return frozenset(step for step, one in record.events("look", record.ranks[0]) if one.get("phase") == "train")
 
 
 def _least(lines: list[Line]) -> dict[str, float]:
-    """For gradients and updates: an rms below which they are rounding of the others."""
+    """For gradients and updates, by port: an rms below which they are rounding of the others.
+
+    Some gradients are zero but for rounding, such as that of a bias before a norm layer, and would differ by any
+    factor. Chosen: a thousandth of the median rms of the port, in both runs.
+    """
     sizes: dict[str, list[float]] = {}
     for line in lines:
         if line.port in ("grad_output", "grad", "update") and len(line.steps):
@@ -127,6 +142,11 @@ def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> DiffRow
 
 
 def _site(one: Line, other: Line, how: str, tolerance: float | None, least: float) -> DiffRow | None:
+    """How one site differs, at the first look of both at which it does by more than is allowed.
+
+    Where it never does, the look with the largest difference is told. None where both were never looked at in the same
+    step. ``least``: see ``_least``; ``how``: what they were matched by.
+    """
     steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
     if not len(steps):
         return None
@@ -145,7 +165,12 @@ def _site(one: Line, other: Line, how: str, tolerance: float | None, least: floa
 
 
 def _deltas(one: Line, other: Line, name: str, here: Any, there: Any, least: float) -> Any:
-    """Of the rms the difference of logarithms; of shares the difference; of others relative to the larger rms."""
+    """The differences of one number at the looks of both, [looks], to be held against a tolerance of a relative size.
+
+    Of the rms the difference of logarithms; of shares the difference; of others relative to the larger rms, for a mean
+    is near zero as a rule. Counts of non-finite elements are equal, or infinitely different. ``here``, ``there``: the
+    places of the common looks in both lines. Both NaN, or both the same infinity, is no difference.
+    """
     a, b = one.values[name][here], other.values[name][there]
     with np.errstate(divide="ignore", invalid="ignore"):
         if name == "nonfinite":
@@ -162,7 +187,11 @@ def _deltas(one: Line, other: Line, name: str, here: Any, there: Any, least: flo
 
 
 def _noise(a: Any, b: Any) -> float:
-    """How much a number changes from look to look, as a bound: chosen, four deviations of a normal one."""
+    """How much a number changes from look to look by itself, as a bound on the difference of its logarithms.
+
+    The smaller of both runs' median change, turned into a standard deviation as of a normal distribution (whose median
+    magnitude is 0.6745 of it), times four, which is chosen; never less than rounding makes in a few steps.
+    """
     found = []
     for values in (a, b):
         known = np.log(values[values > 0])
@@ -173,7 +202,7 @@ def _noise(a: Any, b: Any) -> float:
 
 
 def _first_bit(pairs: list[tuple[Line, Line]]) -> str:
-    """Where any number first differs at all."""
+    """A note on the earliest number that differs at all, however little: where the runs cease to be bitwise equal."""
     best: tuple[int, str, str] | None = None
     for one, other in pairs:
         steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
@@ -188,6 +217,7 @@ def _first_bit(pairs: list[tuple[Line, Line]]) -> str:
 
 
 def _batches(a: Record, b: Record) -> list[DiffRow]:
+    """Whether both were given the same batches, by the checksums of looks: one row, or none without checksums."""
     prints = [
         {step: one["fingerprint"] for step, one in record.events("look", record.ranks[0])
          if one.get("phase") == "train" and isinstance(one.get("fingerprint"), str)}
@@ -204,6 +234,7 @@ def _batches(a: Record, b: Record) -> list[DiffRow]:
 
 
 def _losses(a: Record, b: Record, tolerance: float | None) -> list[DiffRow]:
+    """A row for each loss that both have noted, at the first step at which it differs by more than is allowed."""
     rows = []
     for name in a.scalars:
         if not name.startswith("loss:") or name not in b.scalars:

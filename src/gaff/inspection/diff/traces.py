@@ -1,4 +1,9 @@
-"""Two traces: one run of each of two models, or of one model in two ways."""
+"""Two traces: one run of each of two models, or of one model in two ways.
+
+A pair of calls with equal digests is the same to the last bit. Others are compared by their sketches, which tell the
+norm of the difference, or where there are none by their moments. What rounding explains grows with the ops before
+(``_allowed``).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,11 @@ _NUMBERS = ("mean", "std", "min", "max")
 
 
 def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | None) -> Difference:
-    """Forward in the order in which values were made, then backward from the end, then the gradients of parameters."""
+    """The difference of two traces, under these names; ``tolerance`` None: what rounding explains.
+
+    Rows come in the order in which values were made: the input, forward, backward from the end, then the gradients of
+    parameters. Gradients are compared where both traces have a backward pass.
+    """
     pairs, left_a, left_b = pair_up(
         a.rows,
         b.rows,
@@ -64,7 +73,10 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
 
 
 def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
-    """What is worth knowing where nothing has parted yet: the first bits that differ, a type among others."""
+    """What is worth knowing where nothing has parted yet: the first bits that differ, a type among others.
+
+    A type is told only where not all calls differ in it: else the two were meant to.
+    """
     notes = []
     first = next((row for row in rows if row.state != "same"), None)
     if first is not None and first.state == "close":
@@ -77,7 +89,10 @@ def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow])
 
 
 def _made(trace: Trace) -> list[int]:
-    """When the output of each row was there: a module's after those of the modules inside it."""
+    """When the output of each row was there, as a number: a module's after those of the modules inside it.
+
+    Rows are in the order of entry, in which a module comes before what spoils its output.
+    """
     order: list[int] = []
     inside: list[int] = []
     for at, row in enumerate(trace.rows):
@@ -90,7 +105,7 @@ def _made(trace: Trace) -> list[int]:
 
 
 def _middle(gradients: Sequence[Gradient | None]) -> float:
-    """The median norm."""
+    """The median norm of those gradients that have a finite one; 0 where none has."""
     norms = sorted(
         one.norm for one in gradients if one is not None and one.norm is not None and math.isfinite(one.norm)
     )
@@ -98,7 +113,11 @@ def _middle(gradients: Sequence[Gradient | None]) -> float:
 
 
 def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow) -> float:
-    """What rounding explains: it grows with the root of the number of ops before (Higham & Mary, 2019)."""
+    """The relative difference that rounding explains after ``order`` calls; ``tolerance`` itself where it is given.
+
+    Errors of rounding that are independent add up as a random walk, with the root of their number (Higham & Mary,
+    2019). The unit roundoff is that of the coarser type of the rows; eight roundings a call are chosen.
+    """
     if tolerance is not None:
         return tolerance
     coarsest = max((_ROUNDOFF.get(row.dtype, 2.0**-24) for row in rows), default=2.0**-24)
@@ -106,7 +125,11 @@ def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow)
 
 
 def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
-    """Nothing where one has no numbers."""
+    """The row of a pair of calls, in a list; empty where one has neither numbers nor a sketch.
+
+    Digests decide first, then sketches; where the shapes differ, only moments can be compared. A pair that is not the
+    same to the last bit, but shows no difference, gets the smallest one, so that it does not count as the same.
+    """
     if one.digest and one.digest == other.digest and one.dtype == other.dtype and one.output == other.output:
         return [DiffRow(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
     if one.statistics is None or other.statistics is None:
@@ -131,7 +154,7 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
 
 
 def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
-    """Of what has no moments, such as complex numbers; nothing where there is not even a sketch."""
+    """The row of calls that have no moments, such as of complex numbers; empty where there is not even a sketch."""
     if not one.sketch or not other.sketch:
         return []
     delta = max(_sketched(one.sketch, other.sketch), _LITTLE)
@@ -139,7 +162,7 @@ def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> li
 
 
 def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
-    """The number that differs most, and by how much, relative to the larger rms; infinite where one is not finite."""
+    """The moment that differs most, and by how much, relative to the larger rms; infinite where one is not finite."""
     a, b = one.statistics, other.statistics
     assert a is not None
     assert b is not None
@@ -155,7 +178,10 @@ def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
 
 
 def _sketched(a: Sequence[float], b: Sequence[float], least: float = 0.0) -> float:
-    """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third."""
+    """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third.
+
+    ``least``: a norm below which neither counts as the larger one, see ``_backward``.
+    """
     difference = math.hypot(*(one - other for one, other in zip(a, b, strict=True)))
     size = max(least, *(math.hypot(*values) for values in (a, b)))
     return difference / size if size else float(difference > 0)
@@ -169,7 +195,11 @@ def _backward(
     tolerance: float,
     least: float,
 ) -> list[DiffRow]:
-    """``least``: a norm below which a gradient counts as rounding of the others, such as that of a key's bias."""
+    """The row of two gradients, in a list; empty where there is nothing to compare.
+
+    A gradient that one of them does not have parts at once. ``least``: a norm below which a gradient counts as
+    rounding of the others, such as that of a key's bias in attention.
+    """
     one, other = gradients
     if one is None or other is None or (one.norm is None and other.norm is None):
         return []
@@ -193,10 +223,15 @@ def _backward(
 
 
 def _told(gradient: Gradient) -> str:
+    """The norm of a gradient as a table shows it, or why there is none."""
     return f"None: {gradient.reason}" if gradient.norm is None else shown(gradient.norm)
 
 
 def _parameters(a: Trace, b: Trace, tolerance: float | None, order: int) -> list[DiffRow]:
+    """Rows for the gradients of parameters, matched by address, then by shape in order.
+
+    ``order``: how many calls came before, both ways, for the tolerance.
+    """
     by_shape: Callable[[ParameterRow], Any] = lambda row: row.shape  # noqa: E731
     pairs, _, _ = pair_up(a.parameters, b.parameters, lambda row: row.site, [("shape", by_shape)])
     rows: list[DiffRow] = []

@@ -1,4 +1,9 @@
-"""From hits to findings: what holds long enough, at which places, and what merely follows from something else."""
+"""From hits to findings: what holds long enough, at which places, and what merely follows from something else.
+
+A hit is one rule at one place in one look. The judge counts hits in a ``Track`` for each rule and place, makes one
+``Finding`` of all places of a rule in a model when they have come often enough, leaves out what another finding
+explains, and raises the alarm once for what has stood for some looks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,12 @@ _PATIENCE = 3  # looks that a finding must stand before anybody is alarmed: what
 
 @dataclass(slots=True)
 class Track:
-    """One rule at one place. ``began``: looks before the first hit."""
+    """The hits of one rule at one place, from the first on.
+
+    ``hits``: how many looks had one; ``began``: looks of the rule's phase before the first; ``since``, ``last``: the
+    steps of the first and the latest hit; ``last_look``: number of the look of the latest; ``evidence``, ``message``:
+    of the latest.
+    """
 
     hits: int
     began: int
@@ -33,13 +43,23 @@ class Track:
 class Judge:
     """Asks the rules about each look. ``alarm`` is called once for every rule and model that comes to hold.
 
-    Not thread-safe: one thread looks. After something non-finite only that rule is asked: the rest would follow.
+    Made for one run. Not thread-safe: looks come from the one thread that writes the record, and whoever asks for
+    findings waits until that has nothing left to do. After something non-finite only the rule for that is asked, since
+    all others would follow from it, and looks are not counted any more, so that shares of what held before stay what
+    they were.
     """
 
-    def __init__(self, rules: Iterable[Rule], alarm: Callable[[Finding], None] = lambda finding: None) -> None:
+    def __init__(
+        self,
+        rules: Iterable[Rule],
+        alarm: Callable[[Finding], None] = lambda finding: None,
+        ask: Callable[[Rule, Sample, Past], list[Hit] | str] = lambda rule, sample, past: list(rule(sample, past)),
+    ) -> None:
+        """``ask``: what gets a rule's hits; a text, where it raised instead: such a rule is not asked again."""
         self.past = Past()
         self._rules = sorted(rules, key=lambda one: one.rank)
         self._alarm = alarm
+        self._ask = ask
         self._tracks: dict[tuple[str, Key], Track] = {}
         self._direct: list[Finding] = []  # found by other means than a rule
         self._told: set[tuple[str, str]] = set()
@@ -50,17 +70,19 @@ class Judge:
         self._is_nonfinite = False
 
     def look(self, sample: Sample) -> None:
-        """Judge one sampled step."""
+        """Judge one sampled step: remember what later looks compare with, ask the rules of its phase, tell what holds.
+
+        Calls ``alarm`` from inside. A rule that raised before is passed over.
+        """
         self._remember(sample)
         if not self._is_nonfinite:  # what held when that came holds still
             self._looks[sample.phase] += 1
         for one in self._rules:
             if one.phase != sample.phase or one.name in self.broken or (self._is_nonfinite and one.name != "nonfinite"):
                 continue
-            try:
-                hits = list(one(sample, self.past))
-            except Exception as error:  # noqa: BLE001  # one rule of the user's must not end the others
-                self.broken[one.name] = f"{type(error).__name__}: {error}"
+            hits = self._ask(one, sample, self.past)
+            if isinstance(hits, str):
+                self.broken[one.name] = hits
                 continue
             for hit in hits:
                 self._note(one, hit, sample)
@@ -69,7 +91,11 @@ class Judge:
         self._tell()
 
     def add(self, finding: Finding) -> None:
-        """What was found without a rule: an origin, a spike."""
+        """Take in a finding that no rule has made: the origin of a NaN, a spike of the loss.
+
+        It takes the place of an earlier one of the same rule and site, and of whatever a rule of its name finds. It is
+        certain at once: ``alarm`` need not wait for further looks.
+        """
         self._is_nonfinite |= finding.rule == "nonfinite"
         self._direct = [one for one in self._direct if (one.rule, one.site) != (finding.rule, finding.site)]
         self._direct.append(finding)
@@ -77,7 +103,11 @@ class Judge:
 
     @property
     def findings(self) -> list[Finding]:
-        """What holds now or has held for long; worst first, what follows from others left out."""
+        """What holds or has held for long; worst first, with those that are over at the end.
+
+        Made anew from all tracks each time. What a finding that is not over explains (``hides`` of its rule) is left
+        out, in the same model or, where one of the two is of the run as a whole, in any.
+        """
         found = [*self._direct, *self._grouped()]
         direct = {one.rule for one in self._direct}
         found = [one for at, one in enumerate(found) if at < len(self._direct) or one.rule not in direct]
@@ -87,9 +117,11 @@ class Judge:
         return sorted(kept, key=lambda one: (one.is_over, SEVERITIES.index(one.severity), one.since))
 
     def _hides(self, name: str) -> tuple[str, ...]:
+        """The names of the rules whose findings follow from one of this name."""
         return next((one.hides for one in self._rules if one.name == name), ())
 
     def _note(self, one: Rule, hit: Hit, sample: Sample) -> None:
+        """Count one hit in the track of its rule and place."""
         looks = self._looks[one.phase]
         track = self._tracks.get((one.name, hit.key))
         self._is_nonfinite |= one.name == "nonfinite"
@@ -103,6 +135,11 @@ class Judge:
         track.evidence, track.message = hit.evidence, hit.message
 
     def _grouped(self) -> list[Finding]:
+        """The findings of rules: of each rule and model the places whose hits are enough, in number and share.
+
+        The share is of the looks since the first hit at that place: a symptom that begins late in a long run is found
+        as soon as one that was there from the beginning.
+        """
         found: dict[tuple[str, str], list[tuple[Key, Track]]] = {}
         for (name, key), track in self._tracks.items():
             one = next(one for one in self._rules if one.name == name)
@@ -112,6 +149,12 @@ class Judge:
         return [self._finding(name, places) for (name, _), places in found.items()]
 
     def _finding(self, name: str, places: list[tuple[Key, Track]]) -> Finding:
+        """One finding of all places of a rule in a model; its site is where it began, the others stand in ``also``.
+
+        A place is live that was hit in the last quarter of the looks, or in the last three. A live one is preferred as
+        the site; of those that began at one step the one comes first whose module was called first. Without any live
+        place the finding is over; one of a rule that asks for no share (a single hit is enough) never is.
+        """
         one = next(one for one in self._rules if one.name == name)
         looks = self._looks[one.phase]
         places = sorted(places, key=lambda place: (place[1].since, self._order.get(place[0], 0)))
@@ -135,6 +178,11 @@ class Judge:
         )
 
     def _tell(self) -> None:
+        """Raise the alarm for findings that have come to hold, once for each rule and model.
+
+        What a rule has found must stand three times in a row that this is asked, since what explains it may come a look
+        later; what was added by other means is told at once. Facts (``info``) never alarm.
+        """
         standing = [one for one in self.findings if not one.is_over and one.severity != "info"]
         self._standing = Counter({(one.rule, one.model): self._standing[one.rule, one.model] + 1 for one in standing})
         for finding in standing:
@@ -145,6 +193,11 @@ class Judge:
                 self._alarm(finding)
 
     def _remember(self, sample: Sample) -> None:
+        """Take into ``past`` what rules compare later looks with; of evaluation only in which order places were seen.
+
+        Happens before the rules are asked, so ``past`` holds the look that they are asked about, but for the rms of its
+        outputs: these are compared with evaluations, and are taken in afterwards.
+        """
         past = self.past
         for key in (*sample.rows, *sample.parameters):
             self._order.setdefault(key, len(self._order))
@@ -163,7 +216,10 @@ class Judge:
             past.recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
 
     def about(self, finding: Finding, path: str) -> Finding:
-        """With the line of Python that looks closer, into the record at ``path``."""
+        """The finding with the line of Python that looks closer, into the record at ``path``.
+
+        Without a path there is no record, and the finding stays as it is.
+        """
         if not path:
             return finding
         is_known = (finding.model, finding.site) in self._order

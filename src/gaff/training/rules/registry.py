@@ -11,7 +11,9 @@
             if row.zeros > 0.99:
                 yield Hit(key, zeros=row.zeros)
 
-A hit alone alarms nobody: it must come in at least ``least`` looks and in a ``share`` of all of them.
+A hit alone alarms nobody: it must come in at least ``least`` looks and in a ``share`` of all of them. Rules are asked
+on the thread that writes the record, after the step that was looked at: they see numbers, and cannot disturb the
+training.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from gaff.record.sample import Key, Sample
 
 
 class Hit:
-    """That a rule applies at one place; ``evidence``: the numbers that say so."""
+    """Says that a rule applies at one place; made by the rule's function, read by the judge.
+
+    ``key``: the model's name and the address in it, ("", "") for the run as a whole; ``message``: a sentence with the
+    values of this case, empty for the rule's ``means``; ``evidence``: the numbers that say so, by name, as JSON holds
+    them.
+    """
 
     __slots__ = ("evidence", "key", "message")
 
@@ -39,7 +46,11 @@ class Hit:
 
 @dataclass(slots=True)
 class Activity:
-    """Which units of a stream were active lately: in this period and in the one before it."""
+    """Which units of a stream were active lately: in this period and in the one before it.
+
+    Two periods, because a unit that dies must be noticed: what was active long ago is forgotten when a period ends, and
+    still there are always enough inputs to tell a dead unit from one that is seldom needed.
+    """
 
     now: int = 0
     before: int = 0
@@ -48,6 +59,10 @@ class Activity:
     looks: int = 0
 
     def add(self, active: int, inputs: int) -> None:
+        """Take in one look: the units that it saw active, a bit each, on so many inputs.
+
+        A new period begins when this one has six looks and 1,024 inputs.
+        """
         if self.looks >= 6 and self.inputs >= 1024:
             self.before, self.inputs_before = self.now, self.inputs
             self.now = self.inputs = self.looks = 0
@@ -57,10 +72,12 @@ class Activity:
 
     @property
     def active(self) -> int:
+        """The units that were active in either period, a bit each as of ``gaff.record.sample.Units.active``."""
         return self.now | self.before
 
     @property
     def seen(self) -> int:
+        """The inputs on which no unit but those of ``active`` was active."""
         return self.inputs + self.inputs_before
 
 
@@ -81,7 +98,13 @@ Check = Callable[[Sample, Past], Iterable[Hit]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``means``: one sentence; ``least``, ``share``: when hits become a finding; ``hides``: what follows from it."""
+    """One rule, frozen: what it asks, what it means, and when its hits become a finding. Made by ``@rule``.
+
+    ``means``, ``cause``, ``remedy``: a line each, told with the finding; ``phase``: the looks that it is asked about;
+    ``least``, ``share``: hits that are needed at one place, in number and of the looks since the first; ``rank``: its
+    place in the order in which rules are asked; ``hides``: names of rules whose findings follow from one of this.
+    Calling it calls ``check``.
+    """
 
     name: str
     check: Check
@@ -116,7 +139,18 @@ def rule(  # noqa: PLR0913  # one keyword for each line of a finding
 ) -> Callable[[Check], Rule]:
     """Register a check; a later one of the same name takes its place. Returns the rule, to be given to ``gaff.watch``.
 
-    ``phase``: ``train`` or ``eval``, the looks that it is asked about. Raises PlanError for what cannot be.
+    ``check(sample, past)`` yields a ``Hit`` for each place where the symptom is; it must write into neither.
+
+    Args:
+        name: as a finding shows it, and ``rules_off`` names it.
+        severity: ``error``, ``warning``, or ``info``, which is reported and never alarms.
+        means, cause, remedy: what is the matter, where that usually comes from, what to do.
+        phase: ``train`` or ``eval``, the looks that it is asked about.
+        least: hits at one place before it is a finding.
+        share: and in which part of the looks since the first hit; 0 for what is certain when it was seen once.
+        hides: rules whose findings follow from this one, and are not told beside it.
+
+    Raises PlanError for a severity, phase, least or share that cannot be.
     """
     if severity not in SEVERITIES:
         raise PlanError(f"severity={severity!r}: expected one of {', '.join(SEVERITIES)}")
@@ -133,7 +167,10 @@ def rule(  # noqa: PLR0913  # one keyword for each line of a finding
 
 
 def select(off: Iterable[str]) -> list[Rule]:
-    """All rules but these. Raises PlanError for a name that is none."""
+    """All registered rules but those named, in the order in which they were registered.
+
+    Raises PlanError for a name that is none, with those that there are.
+    """
     left_out = set(off)
     unknown = left_out - set(RULES)
     if unknown:

@@ -1,4 +1,13 @@
-"""Rules about what an optimizer does with gradients: most are facts, not judgements."""
+"""Rules about what an optimizer does with gradients: most are facts, not judgements.
+
+Each check's docstring tells when it hits; ``docs/rules.md`` repeats it word for word. "Certain" says that there is no
+threshold: what is told has happened. Rows of the port ``update`` hold what a step added to a parameter, and
+``sample.parameters`` what was known of it at that step: its optimizer, learning rate, whether it had a gradient.
+
+Sources of thresholds: TheDeepChecker is Ben Braiek & Khomh, "Testing feedforward neural networks training programs",
+2023; SageMaker Debugger is Rauschmayr et al., "Amazon SageMaker Debugger: a system for real-time insights into machine
+learning model training", 2021. Where none is named the limit was chosen on healthy and faulty runs (``benchmarks/``).
+"""
 
 from __future__ import annotations
 
@@ -234,7 +243,11 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
-    """rms(update) / rms(weight), by model and parameter, of weights that got a gradient."""
+    """rms(update) / rms(weight), by model and parameter, of weights that got a gradient.
+
+    Left out are biases and embeddings, parameters without a learning rate, and those whose gradient is zero everywhere:
+    of none of them does a small ratio say that too little is learned.
+    """
     found: dict[str, dict[Key, float]] = {}
     for key, one in sample.parameters.items():
         weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
@@ -246,5 +259,6 @@ def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
 
 
 def _has_fallen(past: Past, name: str) -> bool:
+    """Whether a loss is a tenth below what it was at first, by the medians of the first and of the latest looks."""
     first, recent = past.losses[name], past.recent.get(name)
     return bool(recent) and len(first) >= 3 and statistics.median(recent or first) < 0.9 * statistics.median(first)

@@ -1,4 +1,14 @@
-"""Rules about activations, gradients by depth, inputs, outputs and losses."""
+"""Rules about activations, gradients by depth, inputs, outputs and losses.
+
+Each check's docstring tells when it hits; ``docs/rules.md`` repeats it word for word. Facts that a check reads
+(``sample.facts``: the classes of a loss, a doubled softmax, random numbers in evaluation) were found while the step
+ran, since numbers alone do not tell them; what is missing there was not found, and the check is silent.
+
+Sources of thresholds: AutoTrainer is Zhang et al., "AUTOTRAINER: an automatic DNN training problem detection and repair
+system", 2021; DeepFD is Cao et al., "DeepFD: automated fault diagnosis and localization for deep learning programs",
+2022; TheDeepChecker and SageMaker Debugger are told in ``steps``. Zhai et al. is "Stabilizing transformer training by
+preventing attention entropy collapse", 2023.
+"""
 
 from __future__ import annotations
 
@@ -373,16 +383,21 @@ def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def train_mode_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Forwards without gradients in training mode, of a model with dropout or BatchNorm: ten in a row, or the first
+    """Forwards without gradients in training mode, of a model with dropout or BatchNorm:
 
-    after five steps or more without any; those that come in every step (rollouts, teachers) are no evaluation.
+    ten in a row, or the first after five steps or more without any; those that come in every step (rollouts, teachers)
+    are no evaluation.
     """
     for model in sample.facts.get("train_mode", ()):
         yield Hit((model, ""))
 
 
 def _weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
-    """Gradients of the weights of each model in the order in which its modules were called; embeddings left out."""
+    """The gradients of the weights of each model, from the first layer that was called to the last.
+
+    Embeddings, biases and norms are left out: their gradients are of another size whatever the depth. A weight whose
+    module was not seen to be called comes last.
+    """
     order: dict[Key, int] = {}
     for at, (model, address) in enumerate(sample.port("output")):
         order.setdefault((model, path_of(address)), at)
@@ -396,7 +411,10 @@ def _weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
 
 
 def _zeros_of_input(sample: Sample, key: Key) -> float:
-    """The share of zeros in what the layer of a weight was given; 0 where that is not known."""
+    """The share of zeros in what the layer of a weight was given; 0 where that is not known.
+
+    Looked up are the layer's own input, the model's input, and else the output of the module that was called before it.
+    """
     module = path_of(key[1]).rpartition(".")[0]
     for address in (f"{module}:input", ":input"):
         row = sample.rows.get((key[0], address))

@@ -1,4 +1,9 @@
-"""Where the compiled kernel is and how it is built: ``python -m gaff.training.statistics.kernel``, for this machine."""
+"""Where the compiled kernel is and how it is built: ``python -m gaff.training.statistics.kernel``, for this machine.
+
+``kernel.cpp`` is built against torch's stable ABI, so one build serves every torch from 2.10 on. A build of this
+machine (in the user's cache) comes before the one in the wheel. ``GAFF_NO_KERNEL=1`` switches both off. torch is
+imported only when a library is loaded or built.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,11 @@ _OFF = "GAFF_NO_KERNEL"
 
 @lru_cache
 def load() -> Any:
-    """Something with ``observe_``, ``observe_many_``, ``observe_units_`` for CPU tensors; None where nothing is built.
+    """The kernel's ops for CPU tensors, ``observe_``, ``observe_many_``, ``observe_units_``; None without a build.
 
-    Loads the library into this process and registers its ops with torch's dispatcher.
+    Loads the library into this process and registers its ops with torch's dispatcher, once: the answer is kept. A build
+    in the cache that another user could have written is not loaded, and a library that does not fit this torch or
+    platform is passed over. The ops take the arguments of the functions of ``plain``.
     """
     if os.environ.get(_OFF):
         return None
@@ -45,7 +52,7 @@ def load() -> Any:
 
 @lru_cache
 def _op(name: str) -> Any:
-    """One of the loaded ops, known to tracing; which torch wants to hear once in a process."""
+    """One of the loaded ops, with the shape function that torch asks for before it lets compiled code call an op."""
     import torch
 
     torch.library.register_fake(f"gaff::{name}", lambda *arguments: None)
@@ -53,8 +60,9 @@ def _op(name: str) -> Any:
 
 
 def build() -> Path:
-    """Compile the kernel for this machine's processor, into the user's cache; about five seconds.
+    """Compile the kernel for this machine's processor, into the user's cache; takes about five seconds.
 
+    Returns the library's path; a later ``load`` finds it. ``CXX`` names another compiler than the first that is found.
     Raises GaffError where there is no compiler or it fails.
     """
     target = path_of_build()
@@ -68,7 +76,11 @@ def build() -> Path:
 
 
 def compile_to(target: Path, compiler: str, machine: str) -> None:
-    """Written beside and renamed: a second process that does the same harms nobody."""
+    """Compile the kernel to ``target`` with ``compiler``; ``machine``: its flag for the processor, or an empty text.
+
+    The library is written beside ``target`` and renamed, so that a second process which does the same, or loads it just
+    now, meets a whole file. Raises GaffError with the compiler's first error.
+    """
     import torch
 
     root = Path(torch.__file__).parent
@@ -84,25 +96,30 @@ def compile_to(target: Path, compiler: str, machine: str) -> None:
 
 
 def path_of_build() -> Path:
-    """Of this source on this processor."""
+    """Where the build of this source, for this processor, lies or would lie.
+
+    The name holds a checksum of source, flags and processor: a cache that several machines share has a build for each,
+    and a changed source is built anew. The folder is ``GAFF_CACHE``, else ``XDG_CACHE_HOME``, else ``~/.cache``.
+    """
     cache = os.environ.get("GAFF_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = "\n".join((SOURCE.read_text(), *_FLAGS, platform.machine(), _processor(), sys.platform))
     return Path(cache) / "gaff" / f"kernel-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
 def _native() -> str:
+    """The compiler's flag for all that this processor can do; it differs between x86 and others."""
     return "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether nobody else can have written it."""
+    """Whether nobody but this user, or root, can have written the file: what is loaded runs with the user's rights."""
     found = path.stat()
     return not hasattr(os, "getuid") or (found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022)
 
 
 @lru_cache
 def _processor() -> str:
-    """Its model and what it can do, as far as the system tells."""
+    """The processor's model and what it can do, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -112,6 +129,7 @@ def _processor() -> str:
 
 
 def _has_wide_registers() -> bool:
+    """Whether the library of the wheel can run here: its build for x86 needs AVX2."""
     return platform.machine().lower() not in ("x86_64", "amd64") or " avx2 " in _processor()
 
 

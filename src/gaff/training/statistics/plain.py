@@ -1,4 +1,9 @@
-"""The statistics in plain torch: the same numbers as the kernel, on every device, slower. Never synchronises."""
+"""The statistics in plain torch: the same numbers as the kernel, on every device, slower. Never synchronises.
+
+All of it is computed where the tensor is, and stays there: who wants the numbers reads rows of many tensors at once.
+More than ten passes over the memory take the place of the kernel's one, a million elements at a time, so that what is
+made on the way stays small.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,11 @@ _AT_ONCE = 1 << 20  # elements; what is made on the way is eight bytes each
 
 
 def observe_(x: Tensor, row: Tensor, histogram: bool) -> None:
-    """Add the elements of ``x`` (float16, bfloat16, float32, float64) to ``row``: [74], float64, on the same device."""
+    """Add the elements of ``x`` to ``row``: [74], float64, on the same device, written in place.
+
+    ``x``: float16, bfloat16, float32 or float64, any shape and strides, not written to. ``histogram``: whether powers
+    of two are counted too; above 16,384 elements on a sample of them, each counted as often as it stands for others.
+    """
     flat = in_memory_order(x.detach())
     elements = flat.numel()
     for begin in range(0, elements, _AT_ONCE):
@@ -25,15 +34,17 @@ def observe_(x: Tensor, row: Tensor, histogram: bool) -> None:
 
 
 def observe_many_(tensors: Sequence[Tensor], rows: Tensor, histogram: bool) -> None:
-    """The same of several: ``rows`` is [n, 74]."""
+    """Add the elements of each tensor to its own row: ``rows`` is [n, 74], float64, on the device of all of them."""
     for tensor, row in zip(tensors, rows.unbind(0), strict=True):
         observe_(tensor, row, histogram)
 
 
 def observe_units_(x: Tensor, row: Tensor, units: Tensor, inner: int, histogram: bool) -> None:
-    """Also ``units``, [3, n], float64: the largest and smallest value and the sum of magnitudes of each unit so far.
+    """Add the elements of ``x`` to ``row`` as ``observe_`` does, and to ``units`` what each unit did.
 
-    The elements of a unit are ``inner`` neighbours in memory; ``x`` is dense.
+    ``units``, [3, n], float64, is written in place: the largest and smallest value and the sum of magnitudes of each
+    unit so far. The elements of a unit are ``inner`` neighbours in memory, those of all ``n`` units follow each other;
+    ``x`` is dense.
     """
     observe_(x, row, histogram)
     table = in_memory_order(x.detach()).view(-1, units.shape[1], inner)
@@ -51,6 +62,11 @@ def in_memory_order(x: Tensor) -> Tensor:
 
 
 def _add(x: Tensor, row: Tensor) -> None:
+    """Merge the moments, extremes and counts of one stretch into a row: Chan, Golub & LeVeque, 1979.
+
+    Everything is in float64. What is not finite is counted and left out of the rest; a stretch without anything finite
+    leaves the mean as it was.
+    """
     wide = x.double()
     is_finite = wide.isfinite()
     count = is_finite.sum().double()
@@ -78,6 +94,11 @@ def _add(x: Tensor, row: Tensor) -> None:
 
 
 def _count_powers(x: Tensor, row: Tensor, stride: int) -> None:
+    """Count the exponents of elements by bucket; ``stride``: how many elements each of them stands for.
+
+    Exponents are read from the bits, and not computed by a logarithm, whose rounding would put numbers just below a
+    power of two into the next bucket. Those of float64 that float32 does not reach count at its ends.
+    """
     if x.dtype == torch.float64:
         biased = ((x.contiguous().view(torch.int64) >> 52) & 0x7FF) - 1023 + 127
         biased = torch.where(biased == 0x7FF - 1023 + 127, 255, biased.clamp(0, 254))
@@ -92,6 +113,9 @@ def _count_powers(x: Tensor, row: Tensor, stride: int) -> None:
 
 @lru_cache
 def _places(device: torch.device) -> Tensor:
-    """From a biased exponent of float32 to its bucket; 256, zeros, to 64; 255, NaN and inf, to 65."""
+    """The bucket of every biased exponent of float32, as a table to look up; 256 stands for zeros, 255 for NaN and inf.
+
+    Zeros go to place 64, which is not kept as a bucket, and NaN and inf to 65, which is not counted at all.
+    """
     places = [0, *(bucket_of(biased - 127) for biased in range(1, 255)), BUCKETS + 1, BUCKETS]
     return torch.tensor(places, device=device)

@@ -22,7 +22,7 @@ from gaff.record.flight import ENDING, ROWS, Flight, RingWriter
 from gaff.sessions.receipt import CHANGING
 from gaff.training.clipping import Clipping
 from gaff.training.watch import step_facts
-from gaff.training.watch.losses import Losses
+from gaff.training.watch.losses import StepNumbers
 from gaff.training.watch.models import Model
 from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.saved_batches import BatchSaver
@@ -70,13 +70,13 @@ class FlightRecorder:
             self._first = step_facts.fingerprint(batch.args, batch.kwargs, _CHECKED), random
             self._spent_s += time.perf_counter() - began
 
-    def ended(self, step: int, seconds: float, losses: Losses, samples: int) -> None:
+    def ended(self, step: int, seconds: float, numbers: StepNumbers, samples: int) -> None:
         """A step has ended, or the run in the middle of one."""
         (batch, random), self._first = self._first, ("", b"")
         if self._ring is not None:
             began = time.perf_counter()
-            known = {name: _here(value) for name, value in losses.values().items()}
-            flight = Flight(step, time.time(), seconds, losses.lr, _here(losses.scale), samples, batch, known, random)
+            known = {name: _here(value) for name, value in numbers.losses.items()}
+            flight = Flight(step, time.time(), seconds, numbers.lr, _here(numbers.scale), samples, batch, known, random)
             self._ring.write(flight)
             self.recent.append(flight)
             self._spent_s += time.perf_counter() - began

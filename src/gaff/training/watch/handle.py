@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -15,12 +14,8 @@ from gaff.address.resolve import need_module
 from gaff.engine.process.optimizer import unwrap_optimizer
 from gaff.errors import PlanError
 from gaff.record.finding import Finding
-from gaff.training.rules import registry as health_rules
-from gaff.training.rules import steps, values
-from gaff.training.rules.registry import Rule
-from gaff.training.watch.watcher import Settings, Watcher
-
-RULE_FILES = (steps, values)  # importing them registers what they hold
+from gaff.training.watch.settings import Settings
+from gaff.training.watch.watcher import Watcher
 
 
 class Watch:
@@ -45,12 +40,12 @@ class Watch:
     @property
     def findings(self) -> list[Finding]:
         """What has been found so far, worst first. Waits until the looks taken so far are judged."""
-        return self._watcher.desk.findings
+        return self._watcher.reporter.findings
 
     @property
     def step(self) -> int:
         """Optimizer steps completed."""
-        return self._watcher.step + (self._watcher.ended_at is not None)
+        return self._watcher.steps_made
 
     @property
     def overhead(self) -> float:
@@ -60,33 +55,21 @@ class Watch:
     @property
     def failure(self) -> str | None:
         """Why watching has stopped by itself; None: it has not."""
-        return self._watcher.desk.failure
+        return self._watcher.reporter.failure
 
     def __repr__(self) -> str:
         return f"<gaff watch: {self.step} steps, {len(self.findings)} findings, overhead {self.overhead:.1%}>"
 
 
-def make_watch(
-    model: nn.Module | Mapping[str, nn.Module] | None,
-    optimizer: Any,
-    *,
-    settings: Mapping[str, Any],
-    rules_off: Iterable[str],
-) -> Watch:
-    """Check everything, then open."""
+def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any, settings: Settings) -> Watch:
+    """Check everything, then open. Raises PlanError, SiteError or RecordError before anything is installed."""
     models = _named(model)
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     optimizers = [unwrap_optimizer(one) for one in given]
     for one in optimizers:
         if not hasattr(one, "param_groups"):
             raise PlanError(f"optimizer={type(one).__name__}: expected a torch.optim.Optimizer, or a list of them")
-    every, budget = settings["every"], settings["budget"]
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise PlanError(f"every={every!r}: expected a number of steps, 1 or more")
-    if not 0 < budget < 1:
-        raise PlanError(f"budget={budget!r}: expected a share of the time between 0 and 1, such as 0.01")
-    rules: tuple[Rule, ...] = tuple(health_rules.select(rules_off))
-    return Watch(Watcher(Settings(rules=rules, **settings), models, optimizers))
+    return Watch(Watcher(settings, models, optimizers))
 
 
 def rank_of_process() -> int:
@@ -96,22 +79,6 @@ def rank_of_process() -> int:
         return distributed.get_rank()
     told = os.environ.get("RANK", "")
     return int(told) if told.isdigit() else 0
-
-
-def settings_of(
-    out: str | os.PathLike[str] | None,
-    only: Iterable[str],
-    skip: Iterable[str],
-    every: int | None,
-    budget: float,
-    tell: Callable[[str], None] | None,
-) -> dict[str, Any]:
-    """As ``Settings`` takes them. Raises PlanError for a text in place of a list."""
-    for name, value in (("only", only), ("skip", skip)):
-        if isinstance(value, str):
-            raise PlanError(f"{name}={value!r}: expected a list of patterns, such as [{value!r}]")
-    return {"out": Path(out) if out is not None else None, "only": tuple(only), "skip": tuple(skip), "every": every,
-            "budget": budget, "tell": tell, "rank": rank_of_process()}  # fmt: skip
 
 
 def _named(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Module] | None:

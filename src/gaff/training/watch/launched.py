@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-VARIABLE = "GAFF_WATCH"  # the settings, as JSON; children inherit it
+from gaff.training.watch.settings import VARIABLE
 
 
 def start() -> None:
@@ -20,27 +19,13 @@ def start() -> None:
         sys.stderr.write(f"gaff: this process is not watched: {type(error).__name__}: {error}\n")
 
 
-def _watch(settings: dict[str, Any]) -> None:
-    from gaff.training.rules import registry, steps, values  # noqa: F401  # the last two register theirs
-    from gaff.training.watch.watcher import Settings, Watcher
+def _watch(told: dict[str, Any]) -> None:
+    from gaff.training.watch.settings import Settings
+    from gaff.training.watch.watcher import Watcher
 
-    tell = None if settings["quiet"] or os.environ.get("RANK", "0") != "0" else _Told(settings["plain"])
-    watcher = Watcher(
-        Settings(
-            out=Path(settings["out"]),
-            only=tuple(settings["only"]),
-            skip=tuple(settings["skip"]),
-            every=settings["every"],
-            budget=settings["budget"],
-            rules=tuple(registry.select(settings["rules_off"])),
-            tell=tell,
-            interval_s=settings["interval_s"],
-            keep_batch=settings["keep_batch"],
-            rank=int(os.environ.get("RANK", "0")),
-            is_lazy=True,
-        )
-    )
-    watcher.open()
+    rank = os.environ.get("RANK", "0")
+    tell = None if told["quiet"] or rank != "0" else _Told(told["plain"])
+    Watcher(Settings.from_json(told, tell=tell, rank=int(rank), is_lazy=True)).open()
 
 
 class _Told:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
@@ -29,6 +28,23 @@ class Spike:
     deviation: float
 
 
+class Noted(NamedTuple):
+    """What was noted of one loss. ``scale``: by which its gradients are too large; a tensor where it is on a device."""
+
+    name: str
+    is_nonfinite: bool
+    scale: Any
+    spike: Spike | None
+
+
+class StepNumbers(NamedTuple):
+    """What the losses of a step tell, at one moment; values and scale may be tensors on a device."""
+
+    lr: float
+    losses: dict[str, Any]
+    scale: Any
+
+
 class Losses:
     """Of the current step. Values on the CPU are read at once; others are copied and read later, by another thread."""
 
@@ -37,8 +53,6 @@ class Losses:
         self.lr = math.nan
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
-        self.latest = ""
-        self.is_nonfinite = False
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
         self._past: dict[str, PastLosses] = {}
         self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
@@ -48,38 +62,43 @@ class Losses:
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
-    def note(self, tensor: Tensor, window: SampledStep | None, at: int = 0) -> Spike | None:
+    def note(self, tensor: Tensor, at: int = 0, *, is_sampled: bool = False) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
 
-        ``at``: its place, where backward runs from several.
+        ``at``: its place, where backward runs from several. ``is_sampled``: what the autograd graph behind it tells
+        is of interest, see ``facts``.
         """
         known = next((one for one in self._scaled if one[0]() is tensor), None)
         named = tensor if known is None else known[1]()
-        self.is_nonfinite = False
         place = caller(), at
         if place not in self.names:
             self.names[place] = self._new_name(name_of_loss(named) if named is not None else "loss")
-        name = self.latest = self.names[place]
+        name = self.names[place]
         if known is not None:
             self.scale = _scale_of(known[3])
-        if window is not None:
-            window.scale = 1.0 if known is None else self.scale
+        scale = 1.0 if known is None else self.scale
+        if is_sampled:
             self.facts.update(facts_of_graph(tensor if named is None else named, name))
         value = tensor.detach() if known is None else known[2]
         total, count = self._now.get(name, (0.0, 0))
         if value.device.type != "cpu":
             self._now[name] = total + value.double(), count + 1
-            return None
+            return Noted(name, False, scale, None)
         number = float(value)
         self._now[name] = total + number, count + 1
-        self.is_nonfinite = not math.isfinite(number)
-        return None if self.is_nonfinite else self._spike(name, number)
+        is_finite = math.isfinite(number)
+        return Noted(name, not is_finite, scale, self._spike(name, number) if is_finite else None)
 
     def values(self) -> dict[str, Any]:
         """The mean of each loss over the backward passes of this step; tensors where they are on a device."""
         return {name: total / count for name, (total, count) in self._now.items()}
 
+    def numbers(self) -> StepNumbers:
+        """What there is of this step by now."""
+        return StepNumbers(self.lr, self.values(), self.scale)
+
     def forget(self) -> None:
+        """The step is over."""
         self._now = {}
 
     def _new_name(self, name: str) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 _SERIES: tuple[int, ...] = tuple(digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
 _DENSE = 25  # with time in hand, a run of n steps is looked at about n/25 steps apart
@@ -83,17 +81,13 @@ class Alone:
         self._since = math.nan
         self._forward = self._backward = math.nan
 
-    def before(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """``then``, with a note that a forward begins."""
-
-        def begins(batch: Any) -> None:
-            if math.isnan(self._forward):
-                self._forward = perf_counter()
-            then(batch)
-
-        return begins
+    def forward_begins(self) -> None:
+        """A model runs in training mode."""
+        if math.isnan(self._forward):
+            self._forward = perf_counter()
 
     def backward_begins(self) -> None:
+        """A backward pass begins."""
         if math.isnan(self._backward):
             self._backward = perf_counter()
 

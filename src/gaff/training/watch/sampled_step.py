@@ -34,11 +34,11 @@ class SampledStep:
     def __init__(self, step: int, phase: str, models: Models) -> None:
         self.step = step
         self.phase = phase
-        self.bank = Accumulator()
+        self.numbers = Accumulator()
         self.cost_s = 0.0
         self.runs = 0
         self.calls: dict[Key, int] = {}
-        self.extras: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
+        self.shares: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
         self.notes: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.modules_called: set[Key] = set()
@@ -58,12 +58,12 @@ class SampledStep:
         self.is_open = False
         for key, known in self._aliases.items():
             if known is not None and self.calls.get(key) == self.calls.get(known):
-                self.bank.alias(key, known)
-                self.bank.alias(self._gradient_keys[key], self._gradient_keys[known])
+                self.numbers.alias(key, known)
+                self.numbers.alias(self._gradient_keys[key], self._gradient_keys[known])
 
     def nonfinite_gradient(self) -> Key | None:
         """A parameter's gradient that holds NaN or inf. Only of those on the CPU: never waits for a device."""
-        pairs = [(key, row) for key, row in self.bank.rows(":grad") if row.device.type == "cpu"]
+        pairs = [(key, row) for key, row in self.numbers.rows(":grad") if row.device.type == "cpu"]
         if not pairs:
             return None
         bad = torch.stack([row for _, row in pairs])[:, NAN : NEGATIVE + 1].any(1)
@@ -89,7 +89,7 @@ class SampledStep:
             value = readable(tensor) if tensor.is_floating_point() else None
             if value is not None and at < _MOST_INPUTS:
                 place = () if key == (0, 0) else key[1:]
-                self.bank.observe((model, str(Site(port="input", key=place))), value)
+                self.numbers.observe((model, str(Site(port="input", key=place))), value)
                 self._remember(tensor, None)
         self.cost_s += perf_counter() - began
 
@@ -190,14 +190,14 @@ class SampledStep:
         began = perf_counter()
         value = readable(gradient)
         if value is not None:
-            self.bank.observe(key, value)
+            self.numbers.observe(key, value)
         self.cost_s += perf_counter() - began
 
     def _observe(self, key: Key, value: Tensor, channels_at: int | None) -> None:
-        self.bank.observe(key, value)
+        self.numbers.observe(key, value)
         units = units_of(value, channels_at) if channels_at is not None and self.phase == "train" else None
         if units is not None:
-            self.bank.observe_units(key, value, *units)
+            self.numbers.observe_units(key, value, *units)
 
     def _count_saturated(self, key: Key, value: Tensor, kind: str) -> None:
         """Tanh beyond 0.97 in magnitude; sigmoid nearer to 0 or 1 than 0.015, which has the same slope of 6 %."""
@@ -234,8 +234,8 @@ class SampledStep:
         self._add("entropy", key, mean.sum() / largest.sum().clamp(min=1e-9), 1)
 
     def _add(self, name: str, key: Key, value: Tensor, count: int) -> None:
-        known, number = self.extras.get((name, key), (0.0, 0))
-        self.extras[name, key] = known + value.double(), number + count
+        known, number = self.shares.get((name, key), (0.0, 0))
+        self.shares[name, key] = known + value.double(), number + count
 
 
 def _are_probabilities(value: Tensor) -> bool:

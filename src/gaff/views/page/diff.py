@@ -1,4 +1,4 @@
-"""What the page of a difference carries."""
+"""What the page of a difference carries: the verdict and rows of two runs or traces that were compared."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from gaff.views.page.document import Document
 
 
 def document(difference: Mapping[str, Any]) -> Document:
-    """``difference``: as ``Difference.to_dict`` gives it."""
+    """The page of a difference between two runs or two traces.
+
+    ``difference``: as ``Difference.to_dict`` gives it. It goes into the head as it is; there are no arrays.
+    """
     title = f"{difference['a']} and {difference['b']}"
     return Document({"kind": "diff", "title": title, "gaff": __version__, "diff": difference}, Chunks())

@@ -1,4 +1,8 @@
-"""One page as one file: the head as JSON, the chunks in base64, style and script inside, nothing fetched."""
+"""One page as one file: the head as JSON, the chunks in base64, style and script inside, nothing fetched.
+
+A Content-Security-Policy inside the page names its script and its style by their SHA-256 and allows no other, so that
+no text of a record, whatever it holds, can run as code or reach the network.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,20 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """``head``: what the page's script reads first; ``chunks``: arrays, decoded when a view needs them."""
+    """What one page is made of: ``head``, which the page's script reads first, and ``chunks``, the arrays it points to.
+
+    The head holds ``title``, ``kind`` (which views there are) and what they show; an array in it is the number of a
+    chunk.
+    """
 
     head: Mapping[str, Any]
     chunks: Chunks
 
     def head_json(self) -> str:
-        """Numbers that JSON cannot hold are null."""
+        """The head as JSON, with the format of the page and the encodings of its chunks.
+
+        Numbers that JSON cannot hold (NaN, infinities) are null; a copy is made only where there are some.
+        """
         told = {"gaff_page": FORMAT, **self.head, "chunks": self.chunks.told}
         try:
             return json.dumps(told, separators=(",", ":"), allow_nan=False)
@@ -37,7 +48,7 @@ class Document:
             return json.dumps(_finite(told), separators=(",", ":"))
 
     def to_html(self) -> str:
-        """The page; a few hundred kilobytes and the data."""
+        """The page as one HTML text: a few hundred kilobytes, and the data in base64."""
         data = [
             f'<script type="text/plain" id="chunk-{at}">{base64.b64encode(one).decode()}</script>'
             for at, one in enumerate(self.chunks.packed)
@@ -45,7 +56,10 @@ class Document:
         return page(str(self.head["title"]), self.head_json(), "\n".join(data))
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the page, and return its bytes. Raises RecordError where it cannot be written."""
+        """Write the page, and return its size in bytes. Raises RecordError where it cannot be written.
+
+        Characters that UTF-8 cannot hold (lone surrogates in the name of a file) are written as ``?``.
+        """
         text = self.to_html().encode(errors="replace")
         try:
             Path(path).write_bytes(text)
@@ -55,7 +69,12 @@ class Document:
 
 
 def page(title: str, head: str, data: str, *, connect: str = "'none'") -> str:
-    """``head``: JSON; ``connect``: where the script may ask for more, see the directive connect-src of CSP level 3."""
+    """The HTML around a head and data, with style, script and licence in it, and a policy that allows only these.
+
+    ``title``: plain text, escaped here; ``head``: JSON; ``data``: elements with the chunks, empty where they are
+    served; ``connect``: where the script may ask for more, see the directive connect-src of CSP level 3. Of the head
+    ``<`` is escaped, since ``</script>`` in a text of it would end the element that holds it.
+    """
     style, script = asset("page.css"), asset("page.js")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data: blob:; "
@@ -76,15 +95,17 @@ def page(title: str, head: str, data: str, *, connect: str = "'none'") -> str:
 
 @lru_cache(maxsize=4)
 def asset(name: str) -> str:
-    """The page's style or script, as it was built into the package, or the licence of what is in it."""
+    """The page's style or script, as it was built into the package, or the licence of what is in it; read once."""
     return files("gaff.views.page").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:
+    """The source expression of CSP that allows exactly this text as an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _finite(value: Any) -> Any:
+    """A copy of JSON data in which NaN and infinite numbers are None."""
     if isinstance(value, Mapping):
         return {str(name): _finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

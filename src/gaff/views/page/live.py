@@ -1,7 +1,11 @@
 """The page of a run that goes on, served on this machine only, by a process of its own that reads the record.
 
-A token is part of the address; requests for another host, or from the page of another site, are refused. Served are
-the page and the numbers of the records that were asked for: there is no path into the file system.
+A token is part of the address; requests for another host, or from the page of another site, are refused. Served are the
+page and the numbers of the records that were asked for: there is no path into the file system.
+
+A ``Board`` holds what there is to see and counts its versions up; a ``Server`` answers viewers, one thread each, while
+the thread that called ``follow`` looks whether the record has grown. A page asks for ``/head``, then for the
+``/chunk/VERSION/NUMBER`` that its view needs, and keeps ``/events`` open, where each new version is told.
 """
 
 from __future__ import annotations
@@ -36,7 +40,13 @@ _KEPT = 8  # documents: of the latest versions, and of what was zoomed into
 
 
 class Board:
-    """What there is to see now. ``look`` reads on; viewers wait for the next version."""
+    """What there is to see now, of one or several records. ``look`` reads on; viewers wait for the next version.
+
+    A version is one document; the last eight stay, so that a page which has the head of an older one can still ask for
+    its chunks. One thread looks, any thread may call the other methods: ``_changed`` guards versions and documents,
+    ``_reading`` the records, since a look and a zoom both read them. What is wrong with a record is shown in its place
+    on the page, and the record is opened anew when its files have changed.
+    """
 
     def __init__(self, paths: Sequence[Path], rank: int = 0) -> None:
         self.paths = list(paths)
@@ -55,7 +65,11 @@ class Board:
         self.look()
 
     def look(self) -> bool:
-        """Read what has been written since; whether there was something."""
+        """Read what has been written since the last look; returns whether there was something.
+
+        The files' sizes and times tell, so a look at a run that stands still costs next to nothing. Where there was
+        something, a document is made, and waiting viewers hear of its version.
+        """
         sizes = {path: _sizes(path) for path in self.paths}
         if self.version and sizes == self._sizes:
             return False
@@ -69,7 +83,10 @@ class Board:
         return True
 
     def head(self, begin: int | None = None, end: int | None = None) -> str:
-        """JSON of the latest version, or of the steps from ``begin`` to ``end`` of it."""
+        """The head of the latest version as JSON, or that of a document of its steps ``begin`` to ``end`` only: a zoom.
+
+        A zoom is made when it is first asked for, on the asking thread, and kept while few others are.
+        """
         if begin is None or end is None:
             with self._changed:
                 return self._documents[str(self.version)][1]
@@ -84,18 +101,25 @@ class Board:
         return known[1]
 
     def chunk(self, version: str, number: int) -> bytes | None:
-        """None where it is not kept any more: the page asks for a newer head."""
+        """The packed bytes of one chunk of a version, or of a zoom, by the name that the head told.
+
+        None where that is not kept any more: the page then asks for a newer head.
+        """
         with self._changed:
             found = self._documents.get(version) or self._zooms.get(version)
             return found[0].chunks.packed[number] if found and 0 <= number < len(found[0].chunks.packed) else None
 
     def wait(self, known: int) -> int:
-        """The latest version, as soon as there is a later one than ``known``; after ten seconds in any case."""
+        """The latest version, as soon as there is a later one than ``known``; after ten seconds in any case.
+
+        Blocks the calling thread, which is that of one viewer.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.version > known or self.is_closed, _BEAT_S)
             return self.version
 
     def close(self) -> None:
+        """Let every waiting viewer go; the event streams end."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()
@@ -107,7 +131,10 @@ class Board:
     def _keep(
         self, where: OrderedDict[str, tuple[Document, str]], name: str, document: Document
     ) -> tuple[Document, str]:
-        """The latest few of a kind."""
+        """Put a document among the latest few of its kind; returns it with the JSON of its head.
+
+        The head told is the document's with the version and the token, which the page needs to ask for chunks.
+        """
         told = {**document.head, "live": {"version": name if "." in name else int(name), "token": self.token}}
         where[name] = document, Document(told, document.chunks).head_json()
         while len(where) > _KEPT:
@@ -115,6 +142,11 @@ class Board:
         return where[name]
 
     def _document(self, begin: int = 0, end: int | None = None, *, is_new: bool = True) -> Document:
+        """A document of all records, of the steps from ``begin`` to ``end``; reads on first if ``is_new``.
+
+        A record that is not there yet, or cannot be read, becomes a run without numbers whose verdict says why. Columns
+        that were made of the same tables before come from a cache, but for a zoom, whose columns are others.
+        """
         chunks = Chunks()
         runs = []
         for path in self.paths:
@@ -137,7 +169,10 @@ class Board:
         return Document({"kind": "training", "title": title, "gaff": __version__, "runs": runs}, chunks)
 
     def _read(self, path: Path) -> None:
-        """Open the record as soon as there is one, then read on."""
+        """Open the record as soon as there is one, then read on.
+
+        A log without a byte in it is no record yet: the training has only begun to make it.
+        """
         if path in self._records:
             self._records[path].refresh()
         elif any(size for name, size, *_ in self._sizes[path] if name.endswith(ENDING)):
@@ -145,7 +180,10 @@ class Board:
 
 
 class Server(ThreadingHTTPServer):
-    """One thread a viewer; they wait most of the time. ``board``: what is served."""
+    """Answers viewers on 127.0.0.1, one thread each; they wait most of the time. ``board``: what is served.
+
+    It listens from the moment it is made, and answers from ``follow`` on, which also closes it.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -157,15 +195,20 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """The address to open, with the token without which nothing is told."""
         return f"http://{HOST}:{self.server_address[1]}/?token={self.board.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A viewer that goes away is no error of ours; others are told by the base class."""
+        """Pass over a viewer that goes away in the middle of an answer; other errors are told by the base class."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError, socket.timeout)):
             super().handle_error(request, client_address)
 
     def follow(self, idle_s: float | None = None) -> None:
-        """Serve until interrupted; with ``idle_s`` until nothing was written and nobody has looked for so long."""
+        """Serve until interrupted; with ``idle_s`` until nothing was written and nobody has looked for so many seconds.
+
+        Blocks; requests are answered on other threads. The record is looked at once a second, and less often where
+        reading it takes more than 5 % of a core, since the training that it belongs to may need that core.
+        """
         thread = threading.Thread(target=self.serve_forever, name="gaff-page", daemon=True)
         thread.start()
         board = self.board
@@ -185,7 +228,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Answer(BaseHTTPRequestHandler):
-    """One request. Everything but GET is refused by the base class."""
+    """The answer to one request. Everything but GET is refused by the base class."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -194,6 +237,7 @@ class _Answer(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
+        """Check the host, the origin and the token, in this order, then answer by path; nothing is told before."""
         board = self.server.board
         try:
             parts = urlsplit(self.path)
@@ -217,18 +261,24 @@ class _Answer(BaseHTTPRequestHandler):
         return None
 
     def _is_local(self) -> bool:
-        """Against other sites that make a browser ask here, under their own name or ours."""
+        """Whether the request is for this machine's own address, and does not come from a page of another site.
+
+        A page elsewhere can make a browser send requests here, under its own name (``Origin``) or, with a name in DNS
+        that points here, under ours (``Host``): both are refused.
+        """
         port = self.server.server_address[1]
         hosts = [f"{HOST}:{port}", f"localhost:{port}"]
         origin = self.headers.get("Origin")
         return self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{one}" for one in hosts])
 
     def _has_token(self, asked: dict[str, list[str]]) -> bool:
+        """Whether the request carries the token, in a header or in its address; compared in constant time."""
         header = self.headers.get("Authorization", "").removeprefix("Bearer ")
         given = header or asked.get("token", [""])[0]
         return secrets.compare_digest(given.encode(errors="replace"), self.server.board.token.encode())
 
     def _head(self, asked: dict[str, list[str]]) -> None:
+        """Send the head, of all steps or of those from ``begin`` to ``end``."""
         try:
             begin, end = (int(asked[name][0]) if name in asked else None for name in ("begin", "end"))
         except ValueError:
@@ -236,6 +286,10 @@ class _Answer(BaseHTTPRequestHandler):
         return self._send(self.server.board.head(begin, end).encode(), "application/json")
 
     def _chunk(self, names: Sequence[str]) -> None:
+        """Send one chunk. ``names``: version and number, as the path has them.
+
+        The answer is 410, Gone, where the version is not kept, or the names are none of ours.
+        """
         is_number = len(names) == 2 and len(names[1]) < 10 and names[1].isascii() and names[1].isdigit()
         number = int(names[1]) if is_number else -1
         data = self.server.board.chunk(names[0] if names else "", number)
@@ -244,7 +298,11 @@ class _Answer(BaseHTTPRequestHandler):
         return self._send(data, "application/octet-stream")
 
     def _events(self) -> None:
-        """A line for each new version, and one now and then that says that we live."""
+        """Send a line for each new version, and one every ten seconds without any, as server-sent events.
+
+        Lasts until the board closes or the viewer goes. The lines in between are comments of the protocol: only by
+        writing does a server notice that a viewer has gone.
+        """
         board = self.server.board
         if board.viewers >= _MOST_VIEWERS:
             return self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"{_MOST_VIEWERS} pages are open already")
@@ -271,6 +329,7 @@ class _Answer(BaseHTTPRequestHandler):
         self._send(text.encode(), "text/plain; charset=utf-8", status)
 
     def _begin(self, kind: str, size: int | None, status: HTTPStatus = HTTPStatus.OK) -> None:
+        """Send the status line and headers; ``size`` None for an answer without an end that is known."""
         self.send_response(status)
         self.send_header("Content-Type", kind)
         if size is not None:
@@ -283,11 +342,14 @@ class _Answer(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal is the user's."""
+        """Say nothing: the terminal is the user's."""
 
 
 def _sizes(path: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Of each file its name, size, identity, and time of the last change."""
+    """Name, size, identity and time of the last change of each file in a folder; empty where there is no folder.
+
+    The identity (inode) tells a file that was replaced by one of the same name.
+    """
     try:
         known = [(one.name, one.stat()) for one in sorted(path.iterdir())]
     except OSError:  # no folder yet, or a file was removed just now
@@ -296,7 +358,7 @@ def _sizes(path: Path) -> tuple[tuple[str, int, int, int], ...]:
 
 
 def _waiting(path: Path, why: str) -> dict[str, Any]:
-    """A run of which nothing is known yet."""
+    """A run of which nothing is known yet, in the shape of ``run_of``; ``why`` stands where its verdict would be."""
     return {
         "name": path.name, "path": str(path), "verdict": why, "level": "info", "steps": 0, "complete": False,
         "error": "", "overhead": 0.0, "rank": 0, "ranks": [0], "looks": 0, "lastLook": -1, "command": "", "began": "",

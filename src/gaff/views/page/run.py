@@ -1,4 +1,10 @@
-"""What the page of a training carries: of one run or of several, from their records."""
+"""What the page of a training carries: of one run or of several, from their records.
+
+``run_of`` makes one entry of the head's ``runs``; its arrays go into ``Chunks``, and the entry holds their numbers.
+What is there, and under which name, is what ``types.ts`` of the page's script declares. How many columns a table may
+have follows from the number of sites, so that a page stays near 10 MB. A damaged record may hold anything in place of a
+text or a list: it is made one here, so that the script need not ask.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,10 @@ _KEPT = {one.name: one.ends for one in STATISTICS if one.ends}
 
 
 def document(records: Sequence[Record], *, rank: int = 0) -> Document:
-    """The page of one or several runs; tables are of one process, ``rank``, of each."""
+    """The page of one or several runs; tables are of one process, ``rank``, of each.
+
+    The room that a page has is divided evenly among the runs. Raises RecordError for tables that are damaged.
+    """
     chunks = Chunks()
     many = max(1, len(records))
     runs = [run_of(record, chunks, rank=rank, share=1 / many) for record in records]
@@ -49,7 +58,12 @@ def run_of(  # the range of steps and the width are what a zoom asks for
     end: int | None = None,
     cache: Cache | None = None,
 ) -> dict[str, Any]:
-    """Everything of one run; ``share``: of the room that a page has."""
+    """Everything of one run, as JSON holds it; its arrays are added to ``chunks``.
+
+    ``rank``: whose tables are shown, the first process's where there is none of this rank; ``share``: of the room that
+    a page has; ``begin``, ``end``: a range of steps, whose columns are then finer; ``cache``: columns of an earlier
+    call for the same record, which is read on instead of anew.
+    """
     rank = rank if rank in record.ranks else record.ranks[0]
     part = record.part(rank)
     known = {key: name for name, key in record.names().items()}
@@ -88,7 +102,10 @@ def _model(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _last_steps(record: Record, rank: int) -> list[dict[str, Any]]:
-    """From the ring; where it cannot be read, as they were when something was last found."""
+    """The last steps, looked at or not, from the flight recorder's ring.
+
+    Where the ring cannot be read they are those that the log holds, as they were when something was last found.
+    """
     try:
         return [one.to_dict() for one in record.flight(rank)]
     except RecordError:
@@ -110,10 +127,12 @@ def _flight(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _within(value: float, least: int, most: int) -> int:
+    """``value`` as a whole number, between ``least`` and ``most``."""
     return max(least, min(most, int(value)))
 
 
 def _facts(record: Record, rank: int) -> dict[str, Any]:
+    """What the head tells of a run apart from numbers over time: verdict, findings, notes, progress."""
     findings = record.findings
     lasting = [one for one in findings if not one.is_over and one.severity != "info"]
     begin, progress = record.describe("begin", rank), record.describe("progress", rank)
@@ -143,6 +162,13 @@ def _facts(record: Record, rank: int) -> dict[str, Any]:
 
 
 def _group(cube: Cube, number: Mapping[Key, int], chunks: Chunks) -> dict[str, Any]:
+    """One cube as the page has it: which sites and steps its rows and columns are of, and the chunks of its numbers.
+
+    ``number``: place of each site in the list of all sites. Where a column is of several looks, as many ends of a
+    statistic are carried as ``gaff.record.statistics`` declares for it; where each is of one look they are equal, and
+    one is carried. Magnitudes are dealt into chunks of 32 sites, for a view shows those of one site, while a map needs
+    all rows of a number.
+    """
     stats: dict[str, dict[str, int]] = {}
     for name, ends in _KEPT.items():
         if name not in cube.highest or np.isnan(cube.highest[name]).all():
@@ -168,7 +194,11 @@ def _group(cube: Cube, number: Mapping[Key, int], chunks: Chunks) -> dict[str, A
 
 
 def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
-    """Curves of every step: rows of ``chunk`` are the steps and then each name, of ``low`` the lowest values."""
+    """Curves of every step: rows of ``chunk`` are the steps and then each name, of ``low`` the lowest values.
+
+    More than 4,000 steps are joined: ``chunk`` then holds the highest value of each stretch. ``odd``: of losses that
+    are missing or not finite now and then, the first steps at which they were.
+    """
     series = record.part(rank).series
     names = [name for name in series if name != "step"]
     if not names or not len(series["step"]):
@@ -192,7 +222,10 @@ def _is_odd(without: Any, steps: Any) -> bool:
 
 
 def _gradients(record: Record, rank: int, cubes: Sequence[Cube]) -> list[dict[str, Any]]:
-    """What reached each parameter at the last look in which its optimizer made a step."""
+    """What reached each parameter at the last look in which its optimizer made a step.
+
+    Parameters are in the order of the model, then those that only the tables know, then those without any numbers.
+    """
     cube = next((one for one in cubes if one.group == "parameters" and one.phase == "train"), None)
     weights = {
         (str(model.get("name")), address_of(str(weight[0]), "param").removesuffix(":param")): weight
@@ -215,6 +248,12 @@ def _gradients(record: Record, rank: int, cubes: Sequence[Cube]) -> list[dict[st
 def _reached(
     cube: Cube, index: Mapping[Key, int], key: Key, weight: Sequence[Any] | None, middle: float
 ) -> dict[str, Any]:
+    """One parameter: its latest gradient and weight, and in ``state`` what to think of it.
+
+    ``none``, or ``frozen`` where it is not trained: no gradient is known, or its optimizer has made a step since
+    without one. ``tiny``: an rms below 1e-6 of ``middle``, the median over all gradients that are neither zero nor
+    infinite. Else ``zero``, ``not finite`` or ``fine``.
+    """
     model, path = key
     step, grad = _latest(cube, index.get((model, f"{path}:grad")))
     own_step, own = _latest(cube, index.get((model, f"{path}:param")))
@@ -252,10 +291,12 @@ def _latest(cube: Cube, row: int | None) -> tuple[int, dict[str, float]]:
 
 
 def _plain(told: Mapping[str, Any]) -> list[list[str]]:
+    """Names and texts of the facts that there are, without the kind of the event they come from."""
     return [[str(name), _text(value)] for name, value in told.items() if name != "kind" and value is not None]
 
 
 def _flat(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds, and memory in MiB, of an event of progress."""
     memory = told.get("memory")
     kept = {name: told[name] for name in ("seconds",) if name in told}
     sizes = memory if isinstance(memory, dict) else {}
@@ -273,10 +314,12 @@ def _date(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
+    """A value of the record as the page shows it: floats with four digits, None as nothing."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
 
 
 def _list(value: Any) -> list[Any]:
+    """The value if it is a list, else an empty one: a damaged record may hold anything."""
     return value if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""What the page of a traced run carries."""
+"""What the page of a traced run carries: its rows, the edges of who took what from whom, and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HIDDEN = ("digest", "sketch")  # for comparing traces, not for reading
 
 
 def document(trace: Traced) -> Document:
-    """The page of a trace; pictures where it has some."""
+    """The page of a trace: rows and notes go into the head as they are, pictures into chunks."""
     chunks = Chunks()
     told = {
         "model": trace.model,
@@ -37,6 +37,7 @@ def document(trace: Traced) -> Document:
 
 
 def _without_marks(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the digests and sketches in it, which serve to compare traces and are of no use to a reader."""
     return {
         name: _without_marks(value) if isinstance(value, dict) else value
         for name, value in row.items()
@@ -45,6 +46,10 @@ def _without_marks(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _picture(one: Picture, chunks: Chunks) -> dict[str, Any]:
+    """One picture as the page has it: its bytes in a chunk, and what they stand for.
+
+    ``signed``: whether the bytes go from minus the limit to plus the limit, with zero in the middle.
+    """
     table = np.frombuffer(one.data, np.uint8).reshape(one.size)
     return {
         "site": one.site,

@@ -1,0 +1,124 @@
+"""Which runs are looked at: those of a sampled step, and now and then one of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.training.watch import step_facts
+from gaff.training.watch.model_calls import ModelCalls
+from gaff.training.watch.models import Model, Models
+from gaff.training.watch.sampled_step import SampledStep
+
+_LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
+_MOST_RUNS = 256  # without any step
+
+
+class Looks:
+    """Holds the sampled step in progress, and hands it what hooks tell; closes a look at an evaluation with its run.
+
+    ``evaluated`` gets such a look; ``is_endless``: so many runs came without an optimizer's step that nobody can be
+    training with one.
+    """
+
+    def __init__(self, models: Models, calls: ModelCalls, evaluated: Callable[[SampledStep], None]) -> None:
+        self.sampled: SampledStep | None = None  # of the step in progress, if it is looked at
+        self.is_endless = False
+        self._models = models
+        self._calls = calls
+        self._evaluated = evaluated
+        self._target: SampledStep | None = None  # of what is called now
+        self._evals = 0  # runs without gradients since the last one with
+        self._latest_eval = 0  # step of the latest of them
+        self._looked_at_eval: int | None = None  # step of the latest one that was looked at
+        self._in_training_mode: dict[str, int] = {}  # how many of them, by model
+        self._random: Tensor | None = None  # state of the random numbers when an evaluation began
+
+    def begin(self, step: int) -> None:
+        """Look at the step that begins."""
+        self.sampled = self._target = SampledStep(step, "train", self._models)
+        self._calls.look(is_on=True)
+
+    def end(self) -> SampledStep | None:
+        """Look at nothing any more, no hook is left; what was seen so far."""
+        sampled, self.sampled, self._target = self.sampled, None, None
+        self._calls.look(is_on=False)
+        if sampled is not None:
+            sampled.close()
+        return sampled
+
+    def drop(self) -> None:
+        """Whatever still comes is seen by nobody."""
+        if self.sampled is not None:
+            self.sampled.is_open = False
+        self.sampled = self._target = None
+
+    def run_begins(self, step: int, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A run in training mode."""
+        self._evals = 0
+        self._in_training_mode.clear()
+        sampled = self._target = self.sampled
+        if sampled is not None and sampled.runs >= _MOST_RUNS and step == 0:
+            self.is_endless = True
+            return
+        if sampled is not None:
+            sampled.root_given(model.name, args, kwargs)
+            sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
+            sampled.facts.setdefault("precision", step_facts.precision(module))
+            sampled.facts.setdefault("fingerprint", step_facts.fingerprint(args, kwargs))
+
+    def evaluation_begins(
+        self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
+    ) -> None:
+        """The first run of each evaluation is looked at, and then ever fewer; ``distance``: steps between looks."""
+        self._evals += 1
+        since, self._latest_eval = step - self._latest_eval, step
+        if module.training and not torch.is_grad_enabled():
+            self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + 1
+        self._target = None
+        if self._evals in _LOOKED_AT and (self._evals > 1 or self._may_evaluate(step, distance)):
+            sampled = self._target = SampledStep(step, "eval", self._models)
+            sampled.facts["training"] = module.training
+            often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
+            if (often >= 10 or (often and since >= 5)) and step_facts.has_modes(module):
+                sampled.facts["train_mode"] = [model.name]
+            sampled.root_given(model.name, *given)
+            self._calls.switch(is_on=True)
+            self._random = torch.get_rng_state()
+
+    def follow(self, model: Model) -> None:
+        """The run that begins is of ``model``: hooks inside its compiled code are on where somebody looks."""
+        self._calls.look_inside(model, is_on=self._target is not None or self.sampled is not None)
+
+    def run_ends(self, step: int, model: Model, module: nn.Module) -> None:
+        """An outermost call has returned, or raised."""
+        target, self._target = self._target, self.sampled  # for what a checkpoint recomputes
+        if target is not None and target.phase == "eval":
+            random, self._random = self._random, None
+            if random is not None and not module.training and not torch.equal(random, torch.get_rng_state()):
+                target.facts["random_in_eval"] = [model.name]
+            target.close()
+            self._looked_at_eval = step
+            self._evaluated(target)
+            self._calls.look_inside(model, is_on=self.sampled is not None)
+        self._calls.switch(is_on=self.sampled is not None)
+
+    def pass_over(self) -> None:
+        """A run has begun for which it is too late: its hooks are past."""
+        self._target = None
+
+    def go_on(self) -> None:
+        """What comes belongs to the step in progress again."""
+        self._target = self.sampled
+
+    def left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None) -> None:
+        """A module has returned."""
+        if self._target is not None:
+            self._target.left(module, args, output, stands)
+
+    def _may_evaluate(self, step: int, distance: int) -> bool:
+        """Whether an evaluation may be looked at: a teacher that runs in every step is one, too."""
+        return self._looked_at_eval is None or step - self._looked_at_eval >= max(10, distance)

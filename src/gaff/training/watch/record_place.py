@@ -1,0 +1,66 @@
+"""Where the record of a watched process lies: its folder, its file, and what surrounds the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gaff.errors import RecordError
+from gaff.record.run import ENDING, HEAD, VERSION
+from gaff.training.watch.settings import Settings
+
+
+def prepare(settings: Settings) -> None:
+    """Make the folder of the record. Raises RecordError where it holds a run already, or cannot be written."""
+    folder = settings.out
+    if folder is None:
+        return
+    try:
+        if folder.exists() and (not folder.is_dir() or list(folder.glob(f"rank{settings.rank}*{ENDING}"))):
+            raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        head = folder / HEAD
+        if not head.exists():
+            head.write_text(json.dumps({"version": VERSION}))
+    except OSError as error:
+        raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+
+
+def log_path(settings: Settings) -> Path | None:
+    """A new file for this process, named by its rank, and by its number where there are several of one rank."""
+    if settings.out is None:
+        return None
+    distributed = torch.distributed
+    known = distributed.is_available() and distributed.is_initialized()
+    rank = distributed.get_rank() if known else settings.rank
+    path = settings.out / f"rank{rank}{ENDING}"
+    return settings.out / f"rank{rank}-{os.getpid()}{ENDING}" if path.exists() else path
+
+
+def surroundings(settings: Settings) -> dict[str, Any]:
+    """What a run began with: torch's version and threads, whether there is a GPU, rank, and how it is watched."""
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "cuda": torch.cuda.is_available(),
+            "rank": settings.rank, "budget": settings.budget, "every": settings.every}  # fmt: skip
+
+
+def memory() -> dict[str, int]:
+    """Peak memory in bytes: of the process, and of what torch has allocated on the GPU."""
+    told = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_initialized():
+        told["cuda"] = torch.cuda.max_memory_allocated()
+    return told
+
+
+def place_of(error: Exception) -> str:
+    """File and line at which an error was raised, for a message; empty where that is not known."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return f" (in {Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"

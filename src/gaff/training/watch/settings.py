@@ -1,0 +1,92 @@
+"""How to watch: the settings, declared once for ``gaff.watch``, for ``gaff watch`` and for the processes it starts.
+
+A new setting is a field of ``Settings``: with ``help`` in its metadata it is an option of the command, too, and with a
+line in ``WatchOptions`` a keyword of ``gaff.watch``. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from gaff.errors import PlanError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+VARIABLE = "GAFF_WATCH"  # of the environment: the settings of a watched command as JSON, which its children inherit
+
+
+def to_stderr(text: str) -> None:
+    """Write one line to the standard error of this process, at once."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+class WatchOptions(TypedDict, total=False):
+    """The keywords of ``gaff.watch``, which tells what each means; those left out are as ``Settings`` has them."""
+
+    out: str | os.PathLike[str] | None
+    only: Iterable[str]
+    skip: Iterable[str]
+    every: int | None
+    budget: float
+    rules_off: Iterable[str]
+    keep_batch: bool
+    tell: Callable[[str], None] | None
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    """A field that is an option of the command, too: ``more`` goes to argparse."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to watch one process. Raises PlanError where a value cannot be meant."""
+
+    out: Path | None = field(default=None)
+    only: tuple[str, ...] = _option((), "look at these modules only, such as 'layer4.*'", metavar="PATTERN")
+    skip: tuple[str, ...] = _option((), "do not look at these modules", metavar="PATTERN")
+    every: int | None = _option(None, "look at every Nth step, instead of as often as the budget allows", metavar="N")
+    budget: float = _option(0.01, "share of the time that looking may take (default: 0.01)", metavar="SHARE")
+    rules_off: tuple[str, ...] = _option((), "do not ask this health rule", metavar="RULE")
+    keep_batch: bool = _option(False, "keep the batch in which something goes wrong, for gaff replay")
+    interval_s: float = _option(10.0, "seconds between lines of progress (default: 10)", metavar="SECONDS")
+    is_lazy: bool = False  # make the record when the first model is found
+    rank: int = 0
+    tell: Callable[[str], None] | None = None  # alarms and progress, from another thread
+    complain: Callable[[str], None] = to_stderr  # of a failure of gaff's own, where there is no ``tell``
+
+    def __post_init__(self) -> None:
+        for name in ("only", "skip", "rules_off"):
+            value: Any = getattr(self, name)
+            if isinstance(value, str):
+                raise PlanError(f"{name}={value!r}: expected a list of patterns, such as [{value!r}]")
+            object.__setattr__(self, name, tuple(value))
+        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
+            raise PlanError(f"every={self.every!r}: expected a number of steps, 1 or more")
+        if not isinstance(self.budget, (int, float)) or not 0 < self.budget < 1:
+            raise PlanError(f"budget={self.budget!r}: expected a share of the time between 0 and 1, such as 0.01")
+        if self.out is not None:
+            object.__setattr__(self, "out", Path(self.out))
+
+    @classmethod
+    def of(cls, *, rank: int = 0, **options: Any) -> Self:
+        """As ``gaff.watch`` is given them: lists of patterns, and a folder as text or path."""
+        return cls(rank=rank, **options)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a process that is started is told: the options of the command, and where the record lies."""
+        told = {one.name: getattr(self, one.name) for one in fields(self) if "help" in one.metadata}
+        return {**told, "out": None if self.out is None else str(self.out)}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any], **more: Any) -> Self:
+        """Inverse of ``to_json``; ``more``: what no text can tell. Names that are not known are left out."""
+        known = {one.name for one in fields(cls) if "help" in one.metadata} | {"out"}
+        return cls(**{name: value for name, value in told.items() if name in known}, **more)

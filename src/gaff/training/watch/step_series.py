@@ -1,0 +1,77 @@
+"""What is kept of every step, looked at or not, until it is written as columns of a series."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gaff.training.watch import losses
+from gaff.training.watch.losses import StepNumbers
+
+
+class Pulse(NamedTuple):
+    """What is kept of one step; losses and scale may still be on a device."""
+
+    step: int
+    seconds: float
+    numbers: StepNumbers
+    skipped: int
+    samples: int
+    alone: tuple[float, float]  # seconds to the first forward and to the first backward pass
+
+
+class StepSeries:
+    """Pulses that wait to be written. ``latest``: of each number the last value that was.
+
+    ``add`` and ``take`` are called by the training thread, ``columns`` and ``note_norm`` by the one that writes.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[str, float] = {}
+        self._pulses: list[Pulse] = []
+        self._norms: dict[int, float] = {}  # of all gradients, by step
+        self._is_spread = False  # several processes train together, or did until now
+
+    def __len__(self) -> int:
+        return len(self._pulses)
+
+    def add(self, pulse: Pulse) -> None:
+        """A step has ended, or the run in the middle of one. Waits for no device."""
+        self._is_spread = self._is_spread or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if pulse.numbers.losses or pulse.seconds:
+            self._pulses.append(pulse)
+
+    def take(self) -> list[Pulse]:
+        """All that wait; they are forgotten here."""
+        pulses, self._pulses = self._pulses, []
+        return pulses
+
+    def note_norm(self, step: int, norm: float) -> None:
+        """The L2 norm of all gradients at a step that was looked at."""
+        self._norms[step] = self.latest["grad_norm"] = norm
+
+    def columns(self, pulses: Sequence[Pulse]) -> dict[str, list[float]]:
+        """Numbers of consecutive steps by name, NaN where there is none. Waits for devices."""
+        nothing = math.nan
+        names = dict.fromkeys(name for one in pulses for name in one.numbers.losses)
+        columns: dict[str, list[float]] = {
+            "step": [float(one.step) for one in pulses],
+            "seconds": [one.seconds or nothing for one in pulses],
+            "samples": [float(one.samples) for one in pulses],
+            "lr": [one.numbers.lr for one in pulses],
+            "grad_norm": [self._norms.pop(one.step, nothing) for one in pulses],
+        }
+        for name in names:
+            columns[f"loss:{name}"] = [losses.read(one.numbers.losses.get(name, nothing)) for one in pulses]
+        scales: list[Any] = [one.numbers.scale for one in pulses]
+        if any(one is not None for one in scales):
+            columns["scale"] = [nothing if one is None else losses.read(one) for one in scales]
+            columns["skipped"] = [float(one.skipped) for one in pulses]
+        if self._is_spread:
+            columns["to_forward"] = [one.alone[0] for one in pulses]
+            columns["to_backward"] = [one.alone[1] for one in pulses]
+        self.latest.update((name, values[-1]) for name, values in columns.items() if not math.isnan(values[-1]))
+        return columns

@@ -1,0 +1,87 @@
+"""The states of a training step, and what leads from one to the next: written down as a table.
+
+A step of the run begins where the one before ended, and ends with the leading optimizer's step. Other optimizers may
+follow at once and belong to the same step; only when something else begins is it over. What an optimizer runs inside a
+closure belongs to its step.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class State(Enum):
+    """Where a training loop is."""
+
+    IDLE = auto()  # between runs; nothing in progress
+    FORWARD = auto()  # a model runs in training mode
+    EVALUATING = auto()  # a model runs in another mode, or without gradients
+    BACKWARD = auto()  # a backward pass has begun, and nothing else since
+    STEPPING = auto()  # an optimizer makes a step
+    CLOSURE = auto()  # an optimizer makes a step, and runs the model and backward passes in it
+    ENDED = auto()  # the leading optimizer has made its step; others may follow
+
+
+class Event(Enum):
+    """What the hooks of a process tell."""
+
+    RUN_BEGINS = auto()
+    EVALUATION_BEGINS = auto()
+    RUN_ENDS = auto()
+    BACKWARD_BEGINS = auto()
+    STEP_BEGINS = auto()
+    CLOSURE_BEGINS = auto()  # a step with a closure
+    STEP_ENDS = auto()  # of the leading optimizer
+    OTHER_STEP_ENDS = auto()  # of another one
+    STEP_SKIPPED = auto()  # by a GradScaler
+
+
+_BEGINNINGS = {
+    Event.RUN_BEGINS: State.FORWARD,
+    Event.EVALUATION_BEGINS: State.EVALUATING,
+    Event.BACKWARD_BEGINS: State.BACKWARD,
+    Event.STEP_BEGINS: State.STEPPING,
+    Event.CLOSURE_BEGINS: State.CLOSURE,
+}
+_ENDINGS = {
+    Event.RUN_ENDS: State.IDLE,
+    Event.STEP_ENDS: State.ENDED,
+    Event.OTHER_STEP_ENDS: State.IDLE,
+    Event.STEP_SKIPPED: State.IDLE,
+}
+_INSIDE = (Event.RUN_BEGINS, Event.EVALUATION_BEGINS, Event.RUN_ENDS, Event.BACKWARD_BEGINS)  # of a closure
+_FOLLOWING = (Event.STEP_BEGINS, Event.CLOSURE_BEGINS, Event.RUN_ENDS, Event.OTHER_STEP_ENDS)  # of the same step
+
+# State and event -> the state that follows. An exception of the script's may leave out any ending: every beginning is
+# therefore possible in every state.
+TABLE: dict[tuple[State, Event], State] = {
+    **{(state, event): following for state in State for event, following in (_BEGINNINGS | _ENDINGS).items()},
+    **{(State.CLOSURE, event): State.CLOSURE for event in (*_INSIDE, Event.STEP_SKIPPED)},
+}
+
+
+class StepState:
+    """Where the loop is. ``ended_at``: when the leading optimizer made its step, until something else begins."""
+
+    def __init__(self) -> None:
+        self.state = State.IDLE
+        self.ended_at: float | None = None
+
+    def enter(self, event: Event) -> bool:
+        """Go on to what ``event`` leads to. Whether the step before is over: it is to be completed first."""
+        is_over = self.is_over_by(event)
+        following = TABLE[self.state, event]
+        self.state = State.ENDED if following is State.IDLE and self.ended_at is not None else following
+        return is_over
+
+    def is_over_by(self, event: Event) -> bool:
+        """Whether ``event`` tells that a step which has ended is over, steps of other optimizers included."""
+        return self.ended_at is not None and self.state is not State.CLOSURE and event not in _FOLLOWING
+
+    def complete(self) -> float:
+        """The step is over: when it ended, in seconds of ``time.perf_counter``."""
+        assert self.ended_at is not None
+        ended, self.ended_at = self.ended_at, None
+        if self.state is State.ENDED:
+            self.state = State.IDLE
+        return ended
