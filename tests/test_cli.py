@@ -1,11 +1,14 @@
 """The command line: exit codes, one-line errors, data, nothing unpickled, no torch for --help."""
 
+import importlib
 import json
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy
 import pytest
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gaff
-from gaff.cli import main
+from gaff.cli import COMMANDS, export, main, parser_of
 
 DIGITS = "examples/digits.py:model"
 IMAGE = "examples/digits.py:image"
@@ -113,6 +116,10 @@ def test_sites_as_tree_data_and_with_shapes(capsys):
         ),
         (("trace", "examples/digits.py:TEST_FROM"), "is a int: expected a torch module"),
         (("trace", "digits"), "gaff: 'digits' is no model: expected file.py:name"),
+        (("trace", "no_such.part:model"), "gaff: no module 'no_such': expected one of this folder or one that is inst"),
+        (("trace", "examples/digits:model"), "gaff: 'examples/digits' is no name of a module: expected package.module"),
+        (("trace", "torch.nn:Identiy"), "torch.nn has no 'Identiy': expected one of Identity"),
+        (("nan", DIGITS, IMAGE, "--json"), "'--json' comes too late: expected options before the model: gaff nan --js"),
         (("trace", DIGITS, "randn:1xa"), "gaff: input 'randn:1xa' has no shape: expected randn:1x3x224x224"),
         (("trace", DIGITS, "some words"), "gaff: input 'some words' is not understood"),
         (("trace", DIGITS, "no.npy"), "gaff: input 'no.npy' is no file"),
@@ -140,14 +147,162 @@ def test_errors_are_one_line(capsys, argv, message):
     assert re.search(message, err), err
 
 
-def test_debug_shows_the_traceback_and_usage_errors_exit_with_two(capsys):
+def test_debug_shows_the_traceback():
     with pytest.raises(RuntimeError, match="Given groups"):
         main(["trace", DIGITS, "randn:1x3x8x8", "--debug"])
-    with pytest.raises(SystemExit) as caught:
-        main(["trace"])
-    assert caught.value.code == 2
+
+
+def test_nothing_asked_for_shows_the_help_and_exits_with_two(capsys):
     assert main([]) == 2
     assert "usage: gaff" in capsys.readouterr().out
+
+
+def left(capsys, *argv):
+    """What a command that leaves by SystemExit does: its code and its output."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(argv))
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage", "message"),
+    [
+        ("tarce", "gaff [-h]", "'tarce' is no command: expected one of trace, take, .*; did you mean 'trace'?"),
+        ("TRACE m", "gaff [-h]", "'TRACE' is no command: expected one of trace, .*; did you mean 'trace'?"),
+        ("hlep", "gaff [-h]", "'hlep' is no command: expected one of trace, .*; did you mean 'help'?"),
+        ("help tarce", "gaff [-h]", "'tarce' is no command: expected one of trace, .*; did you mean 'trace'?"),
+        ("zzzz", "gaff [-h]", "'zzzz' is no command: expected one of trace, .*, replay; gaff --help tells more"),
+        ("--halp", "gaff [-h]", "'--halp' is no option of gaff: expected one of .*; did you mean '--help'?"),
+        (
+            "watch --evry 3 -- python train.py",
+            "gaff watch [options] -- COMMAND",
+            "'--evry' is no option of gaff watch: expected one of --help, --out, .*; did you mean '--every'?",
+        ),
+        (
+            "trace m --no-flosp",
+            "gaff trace [-h]",
+            "'--no-flosp' is no option of gaff trace: .*; did you mean '--no-flops'?",
+        ),
+        ("trace m --sav=x", None, None),  # the beginning of an option is enough
+        ("trace m --zzz=1", "gaff trace [-h]", "'--zzz' is no option of .*, --debug; gaff trace --help tells more"),
+        ("nan --agian x.py", "gaff nan [-h]", "'--agian' is no option of gaff nan: .*; did you mean '--again'?"),
+        ("replay r --modle x", "gaff replay [-h]", "'--modle' is no option of .*; did you mean '--model'?"),
+        (
+            "trace",
+            "gaff trace [-h]",
+            "nothing is given for MODEL: expected it as in the usage above; gaff trace --help tells more",
+        ),
+        ("nan", "gaff nan [-h]", "nothing is given for SCRIPT-OR-MODEL: expected it .*"),
+        ("export runs/a", "gaff export [-h]", "nothing is given for --to: expected it as in the usage above; .*"),
+        (
+            "export runs/a --to cvs",
+            "gaff export [-h]",
+            "--to 'cvs' is unknown: expected one of csv, jsonl, .*, trackio; did you mean 'csv'?",
+        ),
+        (
+            "watch --every x -- ls",
+            "gaff watch [options]",
+            "--every 'x' is no whole number: expected one such as 10; gaff watch --help tells more",
+        ),
+        (
+            "watch --interval soon -- ls",
+            "gaff watch [options]",
+            "--interval 'soon' is no number: expected one such as 0.5; gaff watch --help tells more",
+        ),
+        (
+            "watch --every",
+            "gaff watch [options]",
+            "--every has no value: expected one after it; gaff watch --help tells more",
+        ),
+        (
+            "trace m --json=3",
+            "gaff trace [-h]",
+            "--json takes no value: expected it alone, got '3'; gaff trace --help tells more",
+        ),
+        (
+            "trace m --h",
+            "gaff trace [-h]",
+            "--h is the beginning of several options: expected one of --help, --html; gaff trace --help tells more",
+        ),
+        (
+            "runs a b",
+            "gaff runs [-h]",
+            "'b' is one word too many: expected no more than in the usage above; gaff runs --help tells more",
+        ),
+    ],
+)
+def test_a_slip_shows_the_usage_of_its_command_and_what_was_meant(capsys, argv, usage, message):
+    if usage is None:
+        assert run(capsys, *argv.split())[0] == 1  # understood: the model is what is wrong
+        return
+    code, out, err = left(capsys, *argv.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"usage: {usage}")
+    assert re.fullmatch(f"gaff: {message}".replace("?", r"\?"), err.splitlines()[-1]), err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_has_an_example_that_is_understood(capsys, name):
+    code, out, err = left(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: gaff {name} ")
+    assert left(capsys, "help", name) == (0, out, "")
+    program, command, *words = shlex.split(parser_of(name).epilog.removeprefix("example: "))
+    assert (program, command) == ("gaff", name)
+    assert parser_of(name).read(words)
+
+
+def test_help_lists_every_file_that_is_a_command(capsys):
+    files = {path.stem for path in Path(gaff.cli.__file__).parent.glob("*.py") if "\ndef add_to(" in path.read_text()}
+    assert files == set(COMMANDS)
+    code, out, _ = left(capsys, "--help")
+    assert code == 0
+    assert left(capsys, "help") == left(capsys, "help", "help") == (0, out, "")
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.SUMMARY)}$", out, re.MULTILINE)
+
+
+def test_options_and_inputs_may_be_mixed(capsys):
+    code, out, _ = run(capsys, "trace", DIGITS, "--no-flops", "randn:2x1x8x8", "--plain")
+    assert code == 0
+    assert out.splitlines()[1].split("\t")[:3] == ["site", "class", "input"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "package", "message"),
+    [
+        (
+            ("trace", "timm:resnet18"),
+            "timm",
+            "gaff: model 'timm:resnet18' needs the package 'timm', which is not installed: pip install timm\n",
+        ),
+        (
+            ("trace", DIGITS, "x.npy"),
+            "numpy",
+            "gaff: input 'x.npy' needs the package 'numpy', which is not installed: pip install 'gaff[files]'\n",
+        ),
+        (
+            ("take", DIGITS, "features", "--input", "randn:1x1x8x8", "--out", "x.safetensors"),
+            "safetensors",
+            "gaff: --out needs the package 'safetensors', which is not installed: pip install 'gaff[files]'\n",
+        ),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_how_to_install_it(capsys, monkeypatch, argv, package, message):
+    def absent(name):
+        if name.partition(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        return importlib.import_module(name)
+
+    monkeypatch.setattr("gaff.compat.extras.import_module", absent)
+    assert run(capsys, *argv) == (1, "", message)
+
+
+@pytest.mark.parametrize(("name", "cls"), [("wandb", "Wandb"), ("mlflow", "MLflow"), ("trackio", "Trackio")])
+def test_each_tracker_gets_the_sender_of_its_own(monkeypatch, name, cls):
+    monkeypatch.setattr(f"gaff.integrations.{name}.{cls}", lambda **chosen: (name, chosen))
+    assert export.TRACKERS[name]({"sites": ["fc1"]}) == (name, {"sites": ["fc1"]})
 
 
 def test_inputs_of_every_kind(capsys, tmp_path):
@@ -214,9 +369,20 @@ def test_an_exported_program(capsys, tmp_path):
     assert [row["path"] for row in json.loads(out)["rows"]] == ["", "0", "1"]
 
 
-def test_help_and_import_do_not_load_torch():
-    code = "import sys, gaff, gaff.cli\ntry:\n    gaff.cli.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+NO_TORCH = """
+import sys
+from gaff.cli import COMMANDS, main
+for words in (["--help"], ["help"], ["tarce"], ["watch", "--evry", "3"], *([name, "--help"] for name in COMMANDS)):
+    try:
+        main(words)
+    except SystemExit:
+        pass
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
+
+
+def test_help_slips_and_import_load_neither_torch_nor_numpy():
+    subprocess.run([sys.executable, "-c", NO_TORCH], check=True, capture_output=True)
     code = "import sys; from gaff.inspection.trace import Trace; from gaff import Site, errors; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

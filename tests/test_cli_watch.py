@@ -2,11 +2,13 @@
 
 import json
 import sys
+from dataclasses import fields
 
 import pytest
 
-from gaff.cli import main
+from gaff.cli import main, parser_of
 from gaff.errors import RecordError
+from gaff.training.watch.settings import VARIABLE, Settings
 from gaff.views.run_text import box, sparkline, to_ascii
 
 
@@ -23,6 +25,7 @@ def refused(capsys, *arguments):
         (["--budget", "3", "--", sys.executable], "gaff: --budget 3.0: expected a share of the time"),
         (["--every", "0", "--", sys.executable], "gaff: --every 0: expected a number of steps, 1 or more"),
         (["--rules-off", "dead", "--", sys.executable], "gaff: no rule 'dead': expected one of nonfinite,"),
+        (["--rules-off", "dead_unit", "--", sys.executable], "; did you mean 'dead_units'?\n"),
         (["--only", "a..b", "--", sys.executable], "gaff: address 'a..b' has an empty name"),
     ],
 )
@@ -31,6 +34,45 @@ def test_slips_are_told_before_anything_runs(arguments, message, capsys, tmp_pat
     assert code == 1
     assert message in text
     assert not (tmp_path / "run").exists()
+
+
+def test_keeping_batches_says_what_to_install(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # as if it were not there
+    code, text = refused(capsys, "watch", "--out", str(tmp_path / "run"), "--keep-batch", "--", sys.executable)
+    assert code == 1
+    assert (
+        text
+        == "gaff: --keep-batch needs the package 'safetensors', which is not installed: pip install 'gaff[files]'\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_setting_reaches_the_command(capfd, tmp_path):
+    options = "--only a --only b.* --skip c --every 3 --budget 0.5 --rules-off dead_units --interval 7 --keep-batch"
+    code = f"import os; print(os.environ[{VARIABLE!r}])"
+    words = ["watch", "--out", str(tmp_path / "run"), *options.split(), "--quiet", "--", sys.executable, "-c", code]
+    assert main(words) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert Settings.from_json(told) == Settings(
+        out=tmp_path / "run",
+        only=("a", "b.*"),
+        skip=("c",),
+        every=3,
+        budget=0.5,
+        rules_off=("dead_units",),
+        interval_s=7.0,
+        keep_batch=True,
+    )
+    assert (told["quiet"], told["plain"]) == (True, False)
+
+
+def test_every_setting_is_an_option_with_the_default_and_the_help_of_its_declaration():
+    actions = {one.dest: one for one in parser_of("watch")._actions}
+    for one in fields(Settings):
+        if "help" in one.metadata:
+            assert actions[one.name].help.startswith(one.metadata["help"])
+    plain = vars(parser_of("watch").read([]))
+    assert Settings.from_json({**plain, "out": None}) == Settings()
 
 
 def test_a_folder_that_holds_a_run_is_not_written_to(capsys, tmp_path):

@@ -15,9 +15,10 @@ from torch import nn
 
 import gaff
 from gaff.cli import export
+from gaff.compat.extras import need
 from gaff.errors import PlanError, RecordError
 from gaff.integrations.mlflow import MLflow
-from gaff.integrations.partners import Findings, as_text, need, points, refuse_options, tag
+from gaff.integrations.partners import Findings, as_text, points, refuse_options, tag
 from gaff.integrations.rows import Cursor, Row, looks, numbers, scalars, site_filter
 from gaff.integrations.tables import findings_path, to_csv, to_jsonl, to_parquet
 from gaff.integrations.tensorboard import TensorBoard
@@ -275,7 +276,7 @@ def test_findings_are_told_when_they_change_and_hold_no_markup(tmp_path):
 
 
 def test_what_is_not_installed_is_told_with_what_to_install():
-    with pytest.raises(PlanError, match=r"'no_such' is not installed: expected pip install 'gaff\[them\]'"):
+    with pytest.raises(PlanError, match=r"'no_such' is needed, which is not installed: pip install 'gaff\[them\]'"):
         need("no_such.part", "them")
     with pytest.raises(ModuleNotFoundError, match="json.nothing"):
         need("json.nothing", "them")
@@ -302,7 +303,9 @@ def test_a_partner_that_is_missing_is_named_and_nothing_is_written(tmp_path, mon
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(PlanError, match=rf"'{package}' is not installed: expected pip install 'gaff\[{extra}\]'"):
+    with pytest.raises(
+        PlanError, match=rf"'{package}' is needed, which is not installed: pip install 'gaff\[{extra}\]'"
+    ):
         make_sender(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == (["run"] if package == "pyarrow" else [])
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import gaff
+from gaff.compat import extras
 from gaff.errors import PlanError, RecordError
 from gaff.views import figures
 from made_records import make
@@ -57,6 +58,10 @@ def test_what_is_not_there_is_told(tmp_path, monkeypatch):
     record = gaff.load(make(tmp_path / "run"))
     with pytest.raises(RecordError, match="no site has 'entropy' of 'output'"):
         figures.heat_map(record, stat="entropy")
-    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
+
+    monkeypatch.setattr(extras, "import_module", missing)
     with pytest.raises(PlanError, match="pip install 'gaff\\[figures\\]'"):
         figures.curves(record)

@@ -294,7 +294,6 @@ def watch(
     of others are not seen. Raises SiteError for a filter that names nothing, PlanError for what cannot be done,
     RecordError where ``out`` holds a run already.
     """
-    from gaff.training.watch.handle import make_watch, rank_of_process
-    from gaff.training.watch.settings import Settings
+    from gaff.training.watch.handle import make_watch
 
-    return make_watch(model, optimizer, Settings.of(rank=rank_of_process(), **options))
+    return make_watch(model, optimizer, options)

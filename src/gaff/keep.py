@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import libraries
+from gaff.compat import elements
 from gaff.errors import PlanError
 
 Index = int | slice | tuple[int, ...]
@@ -92,8 +92,8 @@ class Reduce:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         dim: Any = tuple(range(tensor.dim())) if self.dim is None else self.dim
-        tensor = libraries.dequantized(tensor)
-        if libraries.is_small_float(tensor):
+        tensor = elements.dequantized(tensor)
+        if elements.is_small_float(tensor):
             tensor = tensor.float()
         result: Tensor = _REDUCTIONS[self.name](tensor, dim=dim)
         return result
@@ -110,32 +110,32 @@ _KINDS: dict[str, Any] = {"part": Part, "heads": Heads, "reduce": Reduce}
 
 
 def rows(index: int | slice | Sequence[int], dim: int = 0) -> Part:
-    """Examples of a batch: ``rows(0)``, ``rows(slice(0, 4))``, ``rows([1, 5])``."""
+    """Keep some examples of a batch: ``rows(0)``, ``rows(slice(0, 4))``, ``rows([1, 5])``. One keeps its dimension."""
     return Part(_index(index), dim)
 
 
 def positions(index: int | slice | Sequence[int], dim: int = 1) -> Part:
-    """Positions of ``[batch, position, feature]``; other layouts say ``dim``."""
+    """Keep some positions of ``[batch, position, feature]``; other layouts say ``dim``."""
     return Part(_index(index), dim)
 
 
 def channels(index: int | slice | Sequence[int], dim: int = 1) -> Part:
-    """Channels of ``[batch, channel, ...]``; features of a transformer are ``dim=-1``."""
+    """Keep some channels of ``[batch, channel, ...]``; features of a transformer are ``dim=-1``."""
     return Part(_index(index), dim)
 
 
 def heads(index: int | Sequence[int], count: int) -> Heads:
-    """Heads of ``[..., count * width]``, returned as ``[..., len(index), width]``."""
+    """Keep some heads of ``[..., count * width]``, as ``[..., len(index), width]``; ``count``: how many there are."""
     return Heads((index,) if isinstance(index, int) else tuple(index), count)
 
 
 def mean(*dim: int) -> Reduce:
-    """Mean over ``dim``; over everything when none is given."""
+    """Keep the mean over ``dim``; over everything when none is given. Integers have no mean: torch raises for them."""
     return Reduce("mean", dim or None)
 
 
 def norm(*dim: int) -> Reduce:
-    """L2 norm over ``dim``; over everything when none is given."""
+    """Keep the L2 norm over ``dim``; over everything when none is given."""
     return Reduce("norm", dim or None)
 
 
@@ -161,7 +161,7 @@ def to_dict(keep: Any) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Any:
-    """Inverse of ``to_dict``. Raises PlanError when ``data`` is none of its results."""
+    """Make the value of which ``to_dict`` wrote ``data``. Raises PlanError when ``data`` is none of its results."""
     cls = _KINDS.get(str(data.get("kind")))
     try:
         if cls is None:

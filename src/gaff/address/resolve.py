@@ -197,7 +197,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def _has_values(module: nn.Module) -> bool:
-    """Whether a module is called; also one that an exported graph cannot tell, which the receipt then says."""
+    """Whether a pattern finds a module: it is called, or was, and an exported graph cannot tell it any more."""
     return not is_container(module) or bool(getattr(module, "why_untold", ""))
 
 
@@ -207,6 +207,18 @@ def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Mo
     Names are joined as ``named_modules(remove_duplicate=False)`` joins them, but for the wrappers' own.
     """
     yield from _walk(unwrap(model), "", ())
+
+
+def called_modules(model: nn.Module) -> Iterator[Found]:
+    """The output of every module that is called, root first, each module once, under the first of its names.
+
+    Containers such as ModuleList are left out: nothing calls them.
+    """
+    seen: set[int] = set()
+    for path, module, chain in iter_modules(model):
+        if id(module) not in seen and not is_container(module):
+            seen.add(id(module))
+            yield Found(Site(path), module, chain)
 
 
 def has_class(module: nn.Module, name: str | None) -> bool:

@@ -1,17 +1,38 @@
-"""``gaff anatomy MODEL INPUT [PATH]``: explain the backward pass of one module."""
+"""``gaff anatomy MODEL INPUT [PATH]``: explain the backward pass of one module.
+
+Every node of the autograd graph that the module's forward has made, with what it hands to which other node, and which
+of torch's hooks would see which of these gradients.
+"""
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from pathlib import Path
+import argparse
 
-from gaff.cli.inputs import load_inputs, need_input
-from gaff.cli.models import load_model
-from gaff.inspection.anatomy import explain, explain_inside
+from gaff.cli.options import INPUT_HELP, add_model, add_table
+
+SUMMARY = "explain the backward pass of a module: which gradient is whose"
 
 
-def run(options: Namespace) -> int:
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, one input, the module inside that is explained, and how."""
+    add_model(parser)
+    parser.add_argument("input", metavar="INPUT", help=INPUT_HELP)
+    parser.add_argument("path", nargs="?", default="", metavar="PATH", help="a module inside, such as layer1.0.conv1")
+    parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
+    parser.add_argument("--svg", metavar="FILE", help="also write the graph as a picture")
+    add_table(parser)
+    parser.epilog = "example: gaff anatomy net.py:model randn:1x3x224x224 layer1 --svg backward.svg"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the model forward, read its autograd graph, and print and draw it."""
+    from pathlib import Path
+
+    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.models import load_model
+    from gaff.cli.printing import print_cells, print_data
+    from gaff.inspection.anatomy import explain, explain_inside
+
     loaded = load_model(options.model)
     args, kwargs = load_inputs([options.input], loaded)
     try:
@@ -24,13 +45,13 @@ def run(options: Namespace) -> int:
     if options.svg:
         Path(options.svg).write_text(told.to_svg() + "\n", encoding="utf-8")
     if options.json:
-        print(json.dumps(told.to_dict(), indent=1))
+        print_data(told.to_dict())
     elif options.tree:
         print(told.tree())
     elif options.plain:
         for row in told.nodes:
             handed = "; ".join(f"{edge.shape} {edge.whose}" for edge in row.outgoing)
-            print("\t".join((str(row.number), row.name, row.site, row.place, handed)))
+            print_cells([(str(row.number), row.name, row.site, row.place, handed)])
     else:
         print(told)
     if options.svg:

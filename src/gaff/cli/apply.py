@@ -1,54 +1,58 @@
-"""``gaff apply PLAN MODEL [INPUT...]``: run a model under a saved plan of edits, and beside it as it is."""
+"""``gaff apply PLAN MODEL [INPUT...]``: run a model under a saved plan of edits, and beside it as it is.
+
+Both runs get the same inputs and start from the same random state, so what differs was changed by the plan. Neither
+leaves anything on the model.
+"""
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from contextlib import nullcontext
-from dataclasses import asdict
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from gaff.address.grammar import print_key
-from gaff.address.nested import iter_tensors
-from gaff.api import edit
-from gaff.cli.inputs import load_inputs, need_input
-from gaff.cli.models import load_model, load_name
-from gaff.cli.take import save_tensors
-from gaff.cli.trace import mean_of_first, terminal_width
+from gaff.cli.options import add_backward, add_inputs, add_model, add_table, add_tensor_file, check_tensor_file
 from gaff.errors import NeverFiredError, PlanError
-from gaff.inspection.call_log import shape_text
-from gaff.inspection.untouched import untouched
-from gaff.sessions.plan import Plan
-from gaff.sessions.receipt import Receipt
-from gaff.views.text import table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gaff.sessions.plan import Plan
+    from gaff.sessions.receipt import Receipt
+
+SUMMARY = "run a model under a saved plan of edits, and tell what it changed"
 
 
-def run(options: Namespace) -> int:
-    if options.out is not None and not options.out.endswith(".safetensors"):
-        raise PlanError(f"--out {options.out!r} has another ending: expected a file name ending in .safetensors")
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the plan, the model and its inputs, whether backward runs, and where the edited outputs go."""
+    parser.add_argument("plan", metavar="PLAN", help="a file that plan.save('plan.json') wrote")
+    add_model(parser)
+    add_inputs(parser)
+    add_backward(parser)
+    add_tensor_file(parser, "edited outputs")
+    add_table(parser)
+    parser.epilog = "example: gaff apply half.json net.py:model randn:1x3x224x224"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the model bare and under the plan, and print what differs and what each edit did."""
+    check_tensor_file(options.out)
+    from gaff.api import edit
+    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.models import load_model
+    from gaff.cli.tensors import loss_of, save_tensors
+    from gaff.inspection.call_log import shape_text
+    from gaff.sessions.plan import Plan
+
     plan = Plan.load(options.plan)
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded)
-    backward = load_name(options.loss)[1] if options.loss else mean_of_first if options.backward else None
-    tensors = [tensor for _, tensor in iter_tensors((args, kwargs))]
-
-    def output() -> Any:
-        with untouched(loaded.model, tensors), torch.no_grad() if backward is None else nullcontext():
-            found = loaded.model(*args, **kwargs)
-            if backward is not None:
-                backward(found).backward()
-            return found
-
+    backward = loss_of(options)
     try:
-        bare = _flat(output())
+        bare = _output(loaded.model, args, kwargs, backward)
     except TypeError as error:
         raise need_input(options.input, error) from error
     try:
         with edit(loaded.model, plan) as changed:
-            edited = _flat(output())
+            edited = _output(loaded.model, args, kwargs, backward)
     except NeverFiredError as error:
         if backward is None and any(":grad" in row.site for row in error.receipt.rows if not row.hits):
             raise PlanError(f"{error}; the plan edits gradients: add --backward or --loss") from error
@@ -56,21 +60,41 @@ def run(options: Namespace) -> int:
     if options.out is not None:
         save_tensors(edited, options.out, options.model)
     rows = [(name, shape_text(edited[name]), *_difference(edited[name], bare.get(name))) for name in edited]
-    _tell(options, plan, changed.receipt, rows)
+    _print(options, plan, changed.receipt, rows)
     return 0
 
 
-def _tell(options: Namespace, plan: Plan, receipt: Receipt, rows: list[tuple[str, str, str, str]]) -> None:
+def _output(model: Any, args: Any, kwargs: Any, backward: Any) -> dict[str, Tensor]:
+    """The tensors that one run returns, by their keys; the model and its arguments are left as they were."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from gaff.address.grammar import print_key
+    from gaff.address.nested import iter_tensors
+    from gaff.inspection.untouched import untouched
+
+    given = [tensor for _, tensor in iter_tensors((args, kwargs))]
+    with untouched(model, given), torch.no_grad() if backward is None else nullcontext():
+        found = model(*args, **kwargs)
+        if backward is not None:
+            backward(found).backward()
+    return {f":output{print_key(key)}": tensor.detach() for key, tensor in iter_tensors(found)}
+
+
+def _print(options: argparse.Namespace, plan: Plan, receipt: Receipt, rows: list[tuple[str, str, str, str]]) -> None:
+    """Tell what each edit has done, its receipt, and how each tensor of the output differs, a row each."""
+    from dataclasses import asdict
+
+    from gaff.cli.printing import print_cells, print_data, terminal_width
+    from gaff.views.text import table
+
     head = ("output", "shape", "changed", "delta")
     if options.json:
-        told = {
-            "digest": plan.digest,
-            "receipt": [asdict(row) for row in receipt.rows],
-            "outputs": [dict(zip(head, row, strict=True)) for row in rows],
-        }
-        print(json.dumps(told, indent=1))
+        outputs = [dict(zip(head, row, strict=True)) for row in rows]
+        print_data({"digest": plan.digest, "receipt": [asdict(row) for row in receipt.rows], "outputs": outputs})
     elif options.plain:
-        print("\n".join("\t".join(row) for row in rows))
+        print_cells(rows)
     else:
         print(f"plan {plan.digest[:12]}\n{receipt}\n")
         print(table(head, rows, width=terminal_width(), right=("changed", "delta")))
@@ -78,14 +102,12 @@ def _tell(options: Namespace, plan: Plan, receipt: Receipt, rows: list[tuple[str
             print(f"written to {options.out}")
 
 
-def _flat(output: Any) -> dict[str, Tensor]:
-    return {f":output{print_key(key)}": tensor.detach() for key, tensor in iter_tensors(output)}
-
-
 def _difference(edited: Tensor, bare: Tensor | None) -> tuple[str, str]:
     """How many elements differ from the bare run's, and the norm of the difference relative to the bare output's."""
+    from torch.linalg import vector_norm
+
     if bare is None or bare.shape != edited.shape:
         return "another shape", ""
     changed = int((edited != bare).sum())
-    difference = torch.linalg.vector_norm(edited.double() - bare.double())
-    return f"{changed}/{edited.numel()}", f"{float(difference / torch.linalg.vector_norm(bare.double())):.3g}"
+    difference = vector_norm(edited.double() - bare.double())
+    return f"{changed}/{edited.numel()}", f"{float(difference / vector_norm(bare.double())):.3g}"

@@ -1,16 +1,37 @@
-"""``gaff diff A B``: where two runs, or two traces, first part."""
+"""``gaff diff A B``: where two runs, or two traces, first part.
+
+Two trainings part at the first step and site at which they differ by more than noise, two traces at the first call.
+Neither needs torch: what is compared was written by ``gaff watch --out`` and ``gaff trace --save``.
+"""
 
 from __future__ import annotations
 
-from argparse import Namespace
+import argparse
 
-from gaff.cli.report import need_numpy
-from gaff.inspection.diff.compare import diff
-from gaff.views.text import printable
+from gaff.cli.options import add_debug, add_json
+from gaff.cli.parser import number
+
+SUMMARY = "tell where two runs, or two traces, first part"
 
 
-def run(options: Namespace) -> int:
-    """Exit code 3 where they part."""
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the two that are compared, and how much they may differ."""
+    parser.description = f"{SUMMARY}; exit code 3 where they do"
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help="a watched run, or a file of gaff trace --save")
+    parser.add_argument("--tolerance", type=number, metavar="SHARE", help="the relative difference that is allowed")
+    parser.add_argument("--html", metavar="FILE", help="also write a page")
+    add_json(parser)
+    add_debug(parser)
+    parser.epilog = "example: gaff diff runs/a runs/b --html diff.html"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, and print where they part; exit code 3 where they do."""
+    from gaff.cli.report import need_numpy
+    from gaff.inspection.diff.compare import diff
+    from gaff.views.text import printable
+
     if options.html:
         need_numpy("--html")
     found = diff(options.a, options.b, tolerance=options.tolerance)

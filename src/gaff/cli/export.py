@@ -1,21 +1,51 @@
-"""``gaff export RUN --to PARTNER``: a watched run as a table, as event files, or in a tracker."""
+"""``gaff export RUN --to PARTNER``: a watched run as a table, as event files, or in a tracker.
+
+Needs no torch, and works while the run goes on. CSV and JSON lines need no other package; every other partner needs
+its own, and the message says which where it is missing.
+"""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
+from gaff.cli.options import RUN_HELP, add_debug
+from gaff.cli.parser import one_of
 from gaff.errors import PlanError
-from gaff.integrations import rows, tables
-from gaff.record.run import Record, load
 
-WRITERS = {"csv": tables.to_csv, "jsonl": tables.to_jsonl, "parquet": tables.to_parquet}
-TRACKERS = {"wandb": "Wandb", "mlflow": "MLflow", "trackio": "Trackio"}
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gaff.integrations.partners import Sender
+    from gaff.record.run import Record
+
+SUMMARY = "write a watched run as a table or event files, or send it to a tracker"
+WRITERS = ("csv", "jsonl", "parquet")
 
 
-def run(options: Namespace) -> int:
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the run, the partner it goes to, and which numbers of it go there."""
+    partners = [*WRITERS, "tensorboard", *TRACKERS]
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument(
+        "--to",
+        required=True,
+        type=one_of(partners),
+        metavar="PARTNER",
+        help=f"one of {', '.join(partners)}; all but csv and jsonl need its package",
+    )
+    parser.add_argument("--out", metavar="PATH", help="the file or folder (default: beside the run)")
+    parser.add_argument("--site", action="append", default=[], metavar="PATTERN", help="sites, such as '**:grad'")
+    parser.add_argument("--stat", action="append", default=[], metavar="NAME", help="numbers of a site, such as rms")
+    add_debug(parser)
+    parser.epilog = "example: gaff export runs/a --to csv --site 'layer4**' --stat rms"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the run, check what is asked of it, and send it on."""
+    from gaff.integrations import rows
+    from gaff.record.run import load
+
     record = load(options.run)
     has_histograms = options.to == "tensorboard"
     rows.check(record, options.site, [one for one in options.stat if not has_histograms or one != rows.MAGNITUDES])
@@ -28,13 +58,20 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _to_file(record: Record, options: Namespace) -> None:
+def _to_file(record: Record, options: argparse.Namespace) -> None:
+    """Write a table, and its findings beside it; tells where they are."""
+    from pathlib import Path
+
+    from gaff.integrations import tables
+
+    write = {"csv": tables.to_csv, "jsonl": tables.to_jsonl, "parquet": tables.to_parquet}[options.to]
     path = Path(options.out or f"{_stem(record)}.{options.to}")
-    count = WRITERS[options.to](record, path, sites=options.site, stats=options.stat)
+    count = write(record, path, sites=options.site, stats=options.stat)
     print(f"wrote {count} rows to {path}, {len(record.findings)} findings to {tables.findings_path(path)}")
 
 
-def _to_folder(record: Record, options: Namespace) -> None:
+def _to_folder(record: Record, options: argparse.Namespace) -> None:
+    """Write event files of TensorBoard, histograms among them; tells how to look at them."""
     from gaff.integrations.tensorboard import TensorBoard
 
     folder = options.out or f"{_stem(record)}-tensorboard"
@@ -43,23 +80,47 @@ def _to_folder(record: Record, options: Namespace) -> None:
     print(f"wrote {count} numbers and histograms to {folder}; to look at them: tensorboard --logdir {folder}")
 
 
-def _to_tracker(record: Record, options: Namespace) -> None:
+def _to_tracker(record: Record, options: argparse.Namespace) -> None:
+    """Send numbers to a run of a tracker. Raises PlanError for ``--out``: each has its own way to say where."""
     if options.out is not None:
         raise PlanError(
             f"--out {options.out!r}: {options.to} keeps its runs where it is set up to: expected its own variables, "
             "such as WANDB_DIR, MLFLOW_TRACKING_URI or TRACKIO_DIR"
         )
-    name = TRACKERS[options.to]
-    with getattr(import_module(f"gaff.integrations.{options.to}"), name)(**_chosen(options)) as sender:
+    with TRACKERS[options.to](_chosen(options)) as sender:
         count = sender.send(record)
     print(f"sent {count} numbers to {options.to}")
 
 
-def _chosen(options: Namespace) -> dict[str, Any]:
-    """Without a choice of stats the sender's own."""
+def _wandb(chosen: dict[str, Any]) -> Sender:
+    """A sender to Weights & Biases of the sites and stats that were chosen."""
+    from gaff.integrations.wandb import Wandb
+
+    return Wandb(**chosen)
+
+
+def _mlflow(chosen: dict[str, Any]) -> Sender:
+    """A sender to MLflow of the sites and stats that were chosen."""
+    from gaff.integrations.mlflow import MLflow
+
+    return MLflow(**chosen)
+
+
+def _trackio(chosen: dict[str, Any]) -> Sender:
+    """A sender to trackio of the sites and stats that were chosen."""
+    from gaff.integrations.trackio import Trackio
+
+    return Trackio(**chosen)
+
+
+TRACKERS = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, Any]:
+    """Which sites and stats a sender is asked for; without a choice of stats it sends its own."""
     return {"sites": options.site, **({"stats": options.stat} if options.stat else {})}
 
 
 def _stem(record: Record) -> Path:
-    """Beside the run."""
+    """The name of the run's folder, to which an ending is added: what is written lies beside the run."""
     return record.path if record.path.name not in ("", "..") else record.path.resolve()

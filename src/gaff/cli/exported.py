@@ -19,7 +19,10 @@ from gaff.errors import PlanError
 
 
 def load_exported(path: str) -> nn.Module:
-    """The program with its module hierarchy back, so that its sites have the original paths."""
+    """The program in the file at ``path``, with its module hierarchy back, so that its sites have the original paths.
+
+    Raises PlanError for a file that is none of ``torch.export.save``, or that would have to be unpickled.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             _refuse_pickles(archive, path)
@@ -31,6 +34,7 @@ def load_exported(path: str) -> nn.Module:
 
 
 def _refuse_pickles(archive: zipfile.ZipFile, path: str) -> None:
+    """Raises PlanError where any member of the archive is pickled; ``path`` is for the message."""
     names = [name.partition("/")[2] for name in archive.namelist()]
     root = archive.namelist()[0].partition("/")[0] if names else ""
     if "archive_format" not in names:
@@ -41,6 +45,7 @@ def _refuse_pickles(archive: zipfile.ZipFile, path: str) -> None:
 
 
 def _is_pickled(archive: zipfile.ZipFile, member: str, name: str) -> bool:
+    """Whether torch would unpickle a member of the archive, whose name without the archive's own folder is ``name``."""
     folder, _, file = name.rpartition("/")
     if folder == "data/sample_inputs":
         try:  # torch's restricted reader; torch.export.load would fall back to the other one

@@ -1,8 +1,11 @@
-"""INPUT on the command line: what a model is called with."""
+"""INPUT on the command line: what a model is called with. Imports torch.
+
+A shape to be filled, an image, arrays in a file, a name in a Python file, or a text for a model that has a tokenizer.
+Nothing is unpickled, and nothing is downloaded.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from torch import Tensor
 from gaff.address.nested import map_tensors
 from gaff.cli.models import Loaded, load_name
 from gaff.compat import libraries
+from gaff.compat.extras import need
 from gaff.errors import PlanError
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
@@ -21,13 +25,16 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def need_input(specs: Sequence[str], error: TypeError) -> PlanError:
-    """What to say when a model could not be called: most often it was given nothing."""
+    """What to say when a model could not be called with ``specs``: most often it was given nothing."""
     hint = "" if specs else "; give an input, such as randn:1x3x224x224 or an image file"
     return PlanError(f"the model could not be called: {error}{hint}")
 
 
 def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
-    """Positional and keyword arguments for the model, on its device."""
+    """Positional and keyword arguments for the model, on its device, as each of ``specs`` describes a part of them.
+
+    Raises PlanError that says what was expected, or which package to install.
+    """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for spec in specs:
@@ -40,6 +47,7 @@ def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
 
 
 def _load(spec: str, loaded: Loaded) -> Call:
+    """One input by its form: the name of a maker, the ending of a file, a name in a file, else a text."""
     maker, _, rest = spec.partition(":")
     suffix = Path(spec).suffix.lower()
     if maker in _MAKERS:
@@ -61,6 +69,7 @@ def _load(spec: str, loaded: Loaded) -> Call:
 
 
 def _made(spec: str, maker: str, rest: str) -> Tensor:
+    """A tensor of the shape that was asked for; random ones are the same each time."""
     sizes, _, high = rest.partition(":")
     parts = sizes.split("x")
     if not all(part.isdigit() for part in parts) or (high and not high.isdigit()):
@@ -77,30 +86,34 @@ def _made(spec: str, maker: str, rest: str) -> Tensor:
 
 
 def _image(spec: str, loaded: Loaded) -> Call:
-    image = _need("PIL.Image", "images").open(_file(spec)).convert("RGB")
+    """An image as the model wants it: by its own preparation, its folder's, or plainly as numbers from 0 to 1."""
+    what = f"input {spec!r}"
+    image = need("PIL.Image", "images", for_=what).open(_file(spec)).convert("RGB")
     if loaded.image is not None:
         return (loaded.image(image),), {}
     if loaded.folder is not None:
-        processor = _need("transformers", "transformers").AutoImageProcessor.from_pretrained(
-            loaded.folder, local_files_only=True
-        )
+        processors = need("transformers", "transformers", for_=what).AutoImageProcessor
+        processor = processors.from_pretrained(loaded.folder, local_files_only=True)
         return (), dict(processor(images=image, return_tensors="pt"))
-    numpy = _need("numpy", "images")
+    numpy = need("numpy", "images", for_=what)
     pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1).float() / 255
     return (pixels.unsqueeze(0),), {}
 
 
 def _npy(spec: str) -> Tensor:
-    array = _need("numpy", "files").load(_file(spec), allow_pickle=False)
+    """The array of a file, as it is; an array of Python objects, which would be unpickled, is refused by numpy."""
+    array = need("numpy", "files", for_=f"input {spec!r}").load(_file(spec), allow_pickle=False)
     return torch.from_numpy(array)
 
 
 def _safetensors(spec: str) -> Call:
-    tensors = _need("safetensors.torch", "files").load_file(_file(spec))
+    """The only tensor of a file as a positional argument; several as keyword arguments, by their names."""
+    tensors = need("safetensors.torch", "files", for_=f"input {spec!r}").load_file(_file(spec))
     return (tuple(tensors.values()), {}) if len(tensors) == 1 else ((), dict(tensors))
 
 
 def _named(value: Any) -> Call:
+    """What ``file.py:name`` holds, or returns: a dict has keyword arguments, a tuple positional ones."""
     value = value() if callable(value) and not isinstance(value, Tensor) else value
     if isinstance(value, dict):
         return (), value
@@ -108,18 +121,14 @@ def _named(value: Any) -> Call:
 
 
 def _text(spec: str, folder: str) -> Call:
-    tokenizer = _need("transformers", "transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    """A text as the keyword arguments that the tokenizer in the folder of the model makes of it."""
+    tokenizers = need("transformers", "transformers", for_=f"input {spec!r}").AutoTokenizer
+    tokenizer = tokenizers.from_pretrained(folder, local_files_only=True)
     return (), dict(tokenizer(spec, return_tensors="pt"))
 
 
 def _file(spec: str) -> str:
+    """The path itself; raises PlanError where there is no file."""
     if not Path(spec).is_file():
-        raise PlanError(f"input {spec!r} is no file")
+        raise PlanError(f"input {spec!r} is no file: expected the path of one, from the folder that gaff is run in")
     return spec
-
-
-def _need(name: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise PlanError(f"{name} cannot be imported ({error}): install it, for example with gaff[{extra}]") from None

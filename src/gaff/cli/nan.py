@@ -1,39 +1,62 @@
-"""``gaff nan SCRIPT-OR-MODEL``: where the first NaN or inf of a model's step, or of a training script, began."""
+"""``gaff nan SCRIPT-OR-MODEL``: where the first NaN or inf of a model's step, or of a training script, began.
+
+Of a model one step is run, forward and backward, with every op looked at. A script is run as it is, with a guard on
+every model that it calls; a bad step stops it, and is looked at op by op.
+"""
 
 from __future__ import annotations
 
-import json
-import runpy
-import sys
-import traceback
-from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from gaff.cli.options import MODEL_HELP, add_table
+from gaff.errors import PlanError
 
-from gaff.api import find_nonfinite, guard
-from gaff.cli.inputs import load_inputs, need_input
-from gaff.cli.models import load_model, load_name
-from gaff.cli.trace import mean_of_first
-from gaff.engine.process.models import RootWatch
-from gaff.errors import NonFiniteError, PlanError
-from gaff.inspection.nonfinite.examination import Examination
-from gaff.inspection.nonfinite.provenance import STEP
-from gaff.inspection.nonfinite.report import Report
-from gaff.training.guard import Guard
-from gaff.views.text import counted
+if TYPE_CHECKING:
+    from gaff.inspection.nonfinite.report import Report
+
+SUMMARY = "find the op in which the first NaN or inf of a step or of a training script began"
 
 
-def run(options: Namespace) -> int:
-    """Exit code 3 where something was found."""
-    if options.model.endswith(".py"):
-        if options.loss:
-            raise PlanError("--loss goes with a model: a script has a loss of its own")
-        return _run_script(options)
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare a script with its arguments, or a model with its inputs, and what is allowed to be infinite."""
+    parser.description = f"{SUMMARY}; exit code 3 where there is one"
+    parser.add_argument("model", metavar="SCRIPT-OR-MODEL", help=f"a training script ending in .py; or {MODEL_HELP}")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="of a model its INPUT; of a script its arguments"
+    )
+    parser.add_argument("--loss", metavar="FILE:NAME", help="of a model: a function from the output to a scalar loss")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="SITE", help="an op whose infinite values are meant; repeatable"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="of a script: where it began outside its models, run it once more and look"
+    )
+    add_table(parser)
+    parser.epilog = "example: gaff nan --again train.py --epochs 3"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look at one step of the model, or at the whole script; exit code 3 where something was found."""
+    if not options.model.endswith(".py"):
+        return _print(_in_model(options), options)
+    if options.loss:
+        raise PlanError(f"--loss goes with a model: expected no {options.loss!r}, since a script has a loss of its own")
+    from gaff.cli.script import examine
+
+    return _print(examine(options.model, options.rest, allow=options.allow, again=options.again), options)
+
+
+def _in_model(options: argparse.Namespace) -> Report:
+    """What one step of a model shows: forward, the loss, backward."""
+    from gaff.api import find_nonfinite
+    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.models import load_model, load_name
+    from gaff.cli.tensors import mean_of_first
+
+    late = next((word for word in options.rest if word.startswith("--")), None)
+    if late is not None:
+        raise PlanError(f"{late!r} comes too late: expected options before the model: gaff nan {late} {options.model}")
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.rest, loaded)
     loss = load_name(options.loss)[1] if options.loss else mean_of_first
@@ -46,81 +69,19 @@ def run(options: Namespace) -> int:
         return output
 
     try:
-        return _tell(find_nonfinite(step, model=loaded.model, allow=options.allow), options)
+        return find_nonfinite(step, model=loaded.model, allow=options.allow)
     except TypeError as error:
         raise need_input(options.rest, error) from error
 
 
-def _run_script(options: Namespace) -> int:
-    """Run it as ``python SCRIPT`` would, with a guard on every model that it calls."""
-    script = Path(options.model)
-    if not script.is_file():
-        raise PlanError(f"{options.model!r} is no file: expected a training script, or a model as file.py:name")
-    guards: list[Guard] = []
-    code: Any = 0
-    try:
-        with (
-            _as_script(options),
-            ExitStack() as stack,
-            RootWatch(lambda module: guards.append(_open(stack, module, options))),
-        ):
-            runpy.run_path(options.model, run_name="__main__")
-    except NonFiniteError as error:
-        if error.report is None:
-            raise
-    except SystemExit as stop:
-        code = stop.code
-    except Exception:  # noqa: BLE001  # of the script itself, told as python would
-        traceback.print_exc()
-        code = 1
-    found = next((report for one in guards for report in one.reports), None)
-    if found is not None and found.site == STEP and not options.again:
-        hint = "gaff nan --again runs the script once more and looks at every op of that step, its loss included"
-        return _tell(replace(found, notes=(*found.notes, hint)), options)
-    if found is not None:
-        return _tell(_look_again(options, guards) or found if found.site == STEP else found, options)
-    if code not in (None, 0):
-        sys.exit(code)
-    if not guards:
-        raise PlanError(f"{options.model}: called no module of torch: there was nothing to look at")
-    steps = sum(one.steps for one in guards)
-    return _tell(
-        Report(False, notes=(f"looked at {counted(len(guards), 'model')}, {counted(steps, 'optimizer step')}",)),
-        options,
-    )
+def _print(report: Report, options: argparse.Namespace) -> int:
+    """Tell the report in the form that was asked for; returns the exit code, 3 where it has found something."""
+    from gaff.cli.printing import print_cells, print_data
 
-
-def _look_again(options: Namespace, guards: list[Guard]) -> Report | None:
-    """Run the script a second time, with every op outside its models looked at in the step that was bad."""
-    examination = Examination(None, (), from_step=max(one.steps for one in guards))
-    try:
-        with _as_script(options):
-            examination.run(lambda: runpy.run_path(options.model, run_name="__main__"))
-    except NonFiniteError as error:
-        return error.report  # type: ignore[no-any-return]
-    return None
-
-
-@contextmanager
-def _as_script(options: Namespace) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as ``python SCRIPT`` has them."""
-    argv, path = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [options.model, *options.rest], str(Path(options.model).resolve().parent)
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[0] = argv, path
-
-
-def _open(stack: ExitStack, module: nn.Module, options: Namespace) -> Guard:
-    return stack.enter_context(guard(module, allow=options.allow))
-
-
-def _tell(report: Report, options: Namespace) -> int:
     if options.json:
-        print(json.dumps(report.to_dict(), indent=1))
+        print_data(report.to_dict())
     elif options.plain:
-        print("\t".join((report.direction, report.site, report.op, report.line, report.cause)))
+        print_cells([(report.direction, report.site, report.op, report.line, report.cause)])
     elif not report and not report.ops:
         print("\n".join(["no NaN or inf", *report.notes]))
     else:

@@ -17,7 +17,10 @@ _AFTER = ("SIGTERM", "SIGINT", "SIGHUP", "SIGABRT")  # by which those end that a
 
 
 class Processes:
-    """The ranks below one process, as ``torchrun`` and the like name them to their workers by ``RANK``."""
+    """The ranks below one process, as ``torchrun`` and the like name them to their workers by ``RANK``.
+
+    ``gone``: the first of them that ended otherwise than well, with how; None while there is none.
+    """
 
     def __init__(self, parent: int) -> None:
         self._parent = parent
@@ -28,10 +31,11 @@ class Processes:
 
     @property
     def has_ranks(self) -> bool:
+        """Whether any rank has been found so far."""
         return bool(self._ranks)
 
     def look(self) -> None:
-        """To be called often: what has ended is to be seen for a moment only.
+        """Look which ranks there are, and which have ended. To be called often: an ended process is seen for a moment.
 
         Of several that have ended since the last time the one that was killed counts as the first: those that talk
         to it then fail by themselves.
@@ -48,7 +52,7 @@ class Processes:
             self.gone = {"rank": ranks[first], "how": ended[first]}
 
     def _find(self, pid: int) -> None:
-        """Workers of workers, such as those of a DataLoader, are not ranks."""
+        """Add the ranks below one process. Workers of workers, such as those of a DataLoader, are not ranks."""
         for child in _children(pid):
             if child in self._ranks:
                 continue
@@ -61,13 +65,14 @@ class Processes:
 
 
 def _children(pid: int) -> list[int]:
-    """Those that its main thread has made."""
+    """The processes that the main thread of one has made."""
     with suppress(OSError, ValueError):
         return [int(one) for one in (_PROC / str(pid) / "task" / str(pid) / "children").read_text().split()]
     return []
 
 
 def _rank_of(pid: int) -> int | None:
+    """The ``RANK`` in the environment of a process; None where it has none, or cannot be read."""
     with suppress(OSError, ValueError):
         for entry in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
             if entry.startswith(b"RANK="):
@@ -92,6 +97,7 @@ def _ended(pid: int) -> str | None:
 
 
 def _owner(pid: int) -> int:
+    """The user that a process belongs to; -1 where it has gone."""
     try:
         return (_PROC / str(pid)).stat().st_uid
     except OSError:

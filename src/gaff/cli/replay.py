@@ -1,29 +1,47 @@
-"""``gaff replay RUN --model MODEL``: a kept batch once more, with every op looked at."""
+"""``gaff replay RUN --model MODEL``: a kept batch once more, with every op looked at.
+
+A run of ``gaff watch --keep-batch`` keeps the batch of a step that went wrong, with weights and random state. The model
+is built anew, gets these weights, and is run forward and backward.
+"""
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from gaff.api import trace
-from gaff.cli.models import load_model
-from gaff.cli.report import need_numpy
+from gaff.cli.options import MODEL_HELP, add_debug, add_json
+from gaff.cli.parser import whole
 from gaff.errors import PlanError, RecordError
-from gaff.inspection.nonfinite.report import Report
-from gaff.inspection.nonfinite.rerun import replayed, run_again
-from gaff.inspection.trace import Trace
-from gaff.record.run import load
-from gaff.training.watch.saved_batches import SavedBatch, kept_of, read_kept
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from gaff.inspection.nonfinite.report import Report
+    from gaff.inspection.trace import Trace
+    from gaff.training.watch.saved_batches import SavedBatch
+
+SUMMARY = "run a batch that a watched run has kept once more, and look at every op"
 
 
-def run(options: Namespace) -> int:
-    """Exit code 3 where a NaN or inf was found."""
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the run, the model that its weights are put into, and which of its batches is run."""
+    parser.description = f"{SUMMARY}; exit code 3 where it finds a NaN or inf"
+    parser.add_argument("run", metavar="RUN", help="a run of gaff watch --keep-batch")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--step", type=whole, metavar="N", help="whose batch (default: the first that was kept)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page of the run: ops, graph, pictures")
+    add_json(parser)
+    add_debug(parser)
+    parser.epilog = "example: gaff replay runs/a --model train.py:build_model --html step.html"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the batch with the weights of its step, and tell what was found; exit code 3 where that is a NaN or inf."""
+    from gaff.cli.models import load_model
+    from gaff.cli.printing import print_data
+    from gaff.cli.report import need_numpy
+    from gaff.inspection.nonfinite.rerun import run_again
+
     if options.html:
         need_numpy("--html")
     kept = _choose(options)
@@ -36,7 +54,7 @@ def run(options: Namespace) -> int:
     if options.html and told is not None:
         told.save(options.html)
     if options.json:
-        print(json.dumps({"step": kept.step, "why": kept.why, "model": kept.model, **report.to_dict()}, indent=1))
+        print_data({"step": kept.step, "why": kept.why, "model": kept.model, **report.to_dict()})
         return 3 if report else 0
     print(f"step {kept.step} of {options.run}, kept for {kept.why}; {kept.model} with the weights of that step")
     if kept.was_changed:
@@ -45,7 +63,13 @@ def run(options: Namespace) -> int:
     return 3 if report else 0
 
 
-def _choose(options: Namespace) -> SavedBatch:
+def _choose(options: argparse.Namespace) -> SavedBatch:
+    """The batch of the step that was asked for, or the first that the run has kept."""
+    from pathlib import Path
+
+    from gaff.record.run import load
+    from gaff.training.watch.saved_batches import kept_of, read_kept
+
     load(options.run)
     paths = kept_of(Path(options.run))
     if not paths:
@@ -61,6 +85,14 @@ def _choose(options: Namespace) -> SavedBatch:
 
 
 def _trace(model: nn.Module, kept: SavedBatch, *, has_pictures: bool) -> Trace:
+    """The trace of the batch, with gradients where the model has anything that is trained."""
+    from contextlib import ExitStack
+
+    import torch
+
+    from gaff.api import trace
+    from gaff.inspection.nonfinite.rerun import replayed
+
     with ExitStack() as stack:
         replayed(stack, kept.batch)
         stack.enter_context(torch.enable_grad())
@@ -71,15 +103,18 @@ def _trace(model: nn.Module, kept: SavedBatch, *, has_pictures: bool) -> Trace:
 
 def _ones(output: Any) -> Tensor:
     """A loss whose gradient is one at every floating output."""
+    import torch
+
     from gaff.address.nested import iter_tensors
 
     known = [tensor for _, tensor in iter_tensors(output) if tensor.requires_grad]
     if not known:
-        raise PlanError("the model returned nothing that depends on its parameters")
+        raise PlanError("the model returned nothing that depends on its parameters: expected a tensor with a gradient")
     return torch.stack([tensor.sum().float() for tensor in known]).sum()
 
 
 def _text(report: Report, told: Trace | None) -> str:
+    """What was found, or that everything is finite, with the table of the trace."""
     if report:
         return str(report)
     text = f"every op is finite, forward and backward from ones ({report.ops} ops)"

@@ -1,43 +1,69 @@
-"""``gaff report RUN``: what was found in a watched run, as text, data, a page, or a page that follows it."""
+"""``gaff report RUN``: what was found in a watched run, as text, data, a page, or a page that follows it.
+
+Needs no torch; the pages need numpy. A run may be read while it goes on.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from argparse import Namespace
-from contextlib import suppress
+import argparse
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gaff.cli.options import RUN_HELP, add_ascii, add_debug, add_json
+from gaff.cli.parser import number, whole
 from gaff.errors import PlanError, RecordError
-from gaff.record.run import Record, load
-from gaff.views import run_text
-from gaff.views.text import printable
+
+if TYPE_CHECKING:
+    from gaff.record.run import Record
+
+SUMMARY = "tell what was found in a watched run"
 
 
-def run(options: Namespace) -> int:
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the runs, and whether they are told as text, as data, or as a page, saved or served."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--all", action="store_true", help="every site in the table, however many there are")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures instead; several runs in one")
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine, and follow the run")
+    parser.add_argument("--port", type=whole, default=0, metavar="N", help="of --live (default: any that is free)")
+    parser.add_argument("--rank", type=whole, default=0, metavar="N", help="the process whose tables a page shows")
+    parser.add_argument(
+        "--idle", type=number, metavar="SECONDS", help="end --live after the run, when nobody has looked for so long"
+    )
+    add_json(parser)
+    add_ascii(parser)
+    add_debug(parser)
+    parser.epilog = "example: gaff report runs/a --html a.html"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the runs and tell of them; ``--live`` serves until it is stopped."""
     if options.live:
         return _live(options)
+    from gaff.cli.printing import print_data
+    from gaff.record.run import load
+    from gaff.views import run_text
+    from gaff.views.text import printable
+
     records = [load(one) for one in options.run]
     if options.html:
         return _html(records, options)
     for record in records:
         if options.json:
-            print(json.dumps(to_json(record), indent=1))
+            print_data(to_json(record))
         else:
             print(printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None)))
     return 0
 
 
 def need_numpy(what: str) -> None:
-    """Raises PlanError where it is not installed."""
+    """Raises PlanError where numpy, which every page needs, is not installed; does not import it."""
     if find_spec("numpy") is None:
-        raise PlanError(f"{what} needs numpy, which is not installed: pip install 'gaff[page]'")
+        raise PlanError(f"{what} needs the package 'numpy', which is not installed: pip install 'gaff[page]'")
 
 
-def _html(records: list[Record], options: Namespace) -> int:
+def _html(records: list[Record], options: argparse.Namespace) -> int:
+    """Write one page of all the runs; raises RecordError for a rank that one of them has not."""
     need_numpy("--html")
     from gaff.views.page.run import document
 
@@ -49,9 +75,15 @@ def _html(records: list[Record], options: Namespace) -> int:
     return 0
 
 
-def _live(options: Namespace) -> int:
+def _live(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C; with ``--idle`` until the run is over and nobody looks any more."""
     need_numpy("--live")
+    import os
+    import sys
+    from contextlib import suppress
+    from pathlib import Path
+
+    from gaff.record.run import load
     from gaff.views.page.live import Board, Server
 
     if options.idle is None:
@@ -75,6 +107,8 @@ def _live(options: Namespace) -> int:
 
 def to_json(record: Record) -> dict[str, Any]:
     """Everything that a program may want of a run; NaN is written as null."""
+    from gaff.views import run_text
+
     return {
         "run": str(record.path),
         "verdict": run_text.verdict(record),
@@ -83,23 +117,14 @@ def to_json(record: Record) -> dict[str, Any]:
         "complete": record.is_complete,
         "overhead": record.overhead,
         "findings": [_finite(one.to_dict()) for one in record.findings],
-        "sites": [_site(record, name) for name in record.sites],
-        "scalars": {name: _pairs(record.scalar(name)) for name in record.scalars},
+        "sites": [{"site": name, **_finite(record.latest(name))} for name in record.sites],
+        "scalars": {name: [[step, _finite(x)] for step, x in record.scalar(name)] for name in record.scalars},
         "notes": record.notes,
     }
 
 
-def _site(record: Record, name: str) -> dict[str, Any]:
-    """The latest numbers of one site."""
-    latest = record.latest(name)
-    return {"site": name, **_finite(latest)}
-
-
-def _pairs(series: Any) -> list[list[Any]]:
-    return [[step, _finite(value)] for step, value in series]
-
-
 def _finite(value: Any) -> Any:
+    """The same value with None in place of every NaN and inf, which JSON cannot hold."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,20 +1,38 @@
-"""``gaff runs [FOLDER]``: the runs of a folder, a line each."""
+"""``gaff runs [FOLDER]``: the runs of a folder, a line each.
+
+Needs no torch. What is no run is passed over; a run that cannot be read has the reason in its line.
+"""
 
 from __future__ import annotations
 
-import json
-import time
-from argparse import Namespace
-from pathlib import Path
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
+from gaff.cli.options import add_debug, add_json
 from gaff.errors import RecordError
-from gaff.record.run import ENDING, Record
-from gaff.views import run_text
-from gaff.views.text import printable, table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SUMMARY = "list the runs of a folder, with their verdicts"
 
 
-def run(options: Namespace) -> int:
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the folder that holds the runs."""
+    parser.add_argument("folder", nargs="?", default="gaff-runs", metavar="FOLDER", help="(default: gaff-runs)")
+    add_json(parser, "print data instead of a table")
+    add_debug(parser)
+    parser.epilog = "example: gaff runs runs"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read every run of the folder, and print a line for each."""
+    from pathlib import Path
+
+    from gaff.cli.printing import print_data
+    from gaff.record.run import ENDING
+    from gaff.views.text import printable, table
+
     folder = Path(options.folder)
     if not folder.is_dir():
         raise RecordError(f"{options.folder!r} is no folder: expected one that holds runs of gaff watch")
@@ -22,7 +40,7 @@ def run(options: Namespace) -> int:
     if not rows:
         raise RecordError(f"{options.folder!r} holds no run: expected folders that gaff watch has written")
     if options.json:
-        print(json.dumps(rows, indent=1))
+        print_data(rows)
     else:
         head = ("run", "began", "steps", "findings", "ended", "verdict")
         cells = [tuple(printable(str(row[name]), keep="") for name in head) for row in rows]
@@ -31,7 +49,12 @@ def run(options: Namespace) -> int:
 
 
 def _told(path: Path) -> dict[str, Any]:
-    """One that cannot be read is told as such: it must not hide the others."""
+    """The line of one run. One that cannot be read is told as such: it must not hide the others."""
+    import time
+
+    from gaff.record.run import Record
+    from gaff.views import run_text
+
     try:
         record = Record(path)
         began = record.head.get("began")

@@ -1,83 +1,93 @@
-"""``gaff take MODEL SITE... --out features.safetensors``"""
+"""``gaff take MODEL SITE... --out features.safetensors``: features of a model, by address.
+
+The model runs without gradients, and no further than the last of the sites.
+"""
 
 from __future__ import annotations
 
-import importlib
-import json
-from argparse import Namespace
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from gaff.address.grammar import print_key
-from gaff.address.nested import iter_tensors
-from gaff.api import take
-from gaff.cli.inputs import load_inputs, need_input
-from gaff.cli.models import load_model
-from gaff.cli.trace import terminal_width
+from gaff.cli.options import (
+    INPUT_HELP,
+    add_input_option,
+    add_model,
+    add_table,
+    add_tensor_file,
+    check_tensor_file,
+)
 from gaff.errors import PlanError
-from gaff.inspection.call_log import shape_text
-from gaff.version import __version__
-from gaff.views.text import bytes_text, table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUMMARY = "extract features; the model runs only as far as it must"
 
 
-def run(options: Namespace) -> int:
-    if options.out is not None and not options.out.endswith(".safetensors"):
-        raise PlanError(f"--out {options.out!r} has another ending: expected a file name ending in .safetensors")
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, the sites to take, and where they are written."""
+    add_model(parser)
+    parser.add_argument("sites", nargs="+", metavar="SITE", help="addresses, such as layer4 or 'encoder.layer.*'")
+    add_input_option(parser, f"{INPUT_HELP}; may be repeated")
+    add_tensor_file(parser, "features")
+    add_table(parser)
+    parser.epilog = "example: gaff take net.py:model layer4 --input cat.png --out cat.safetensors"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the model as far as the sites need, and print and save what passed there."""
+    check_tensor_file(options.out)
     inputs = [site for site in options.sites if ".py:" in site or site.startswith(("randn:", "zeros:", "ones:"))]
     if inputs:
         raise PlanError(f"{inputs[0]!r} looks like an input, where a site is expected: give it as --input {inputs[0]}")
+    features = _taken(options)
+    if options.out is not None:
+        from gaff.cli.tensors import save_tensors
+
+        save_tensors(features, options.out, options.model)
+    _print(features, options)
+    return 0
+
+
+def _taken(options: argparse.Namespace) -> dict[str, Tensor]:
+    """Every tensor of the features, under its own address."""
+    import torch
+
+    from gaff.address.grammar import print_key
+    from gaff.address.nested import iter_tensors
+    from gaff.api import take
+    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.models import load_model
+
     loaded = load_model(options.model)
     extractor = take(loaded.model, *options.sites)
     args, kwargs = load_inputs(options.input, loaded)
     try:
         with torch.no_grad():
-            features = _flat(extractor(*args, **kwargs))
+            found: dict[str, Any] = extractor(*args, **kwargs)
     except TypeError as error:
         raise need_input(options.input, error) from error
-    if options.out is not None:
-        save_tensors(features, options.out, options.model)
-    rows = [
-        (name, shape_text(x), str(x.dtype).removeprefix("torch."), bytes_text(x.nbytes)) for name, x in features.items()
-    ]
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    name: {"shape": list(x.shape), "dtype": dtype}
-                    for (name, x), (_, _, dtype, _) in zip(features.items(), rows, strict=True)
-                },
-                indent=1,
-            )
-        )
-    elif options.plain:
-        print("\n".join("\t".join(row) for row in rows))
-    else:
-        print(table(("site", "shape", "dtype", "memory"), rows, width=terminal_width(), right=("memory",)))
-        if options.out is not None:
-            print(f"written to {options.out}")
-    return 0
-
-
-def _flat(features: dict[str, Any]) -> dict[str, Tensor]:
-    """Every tensor under its own address."""
     tensors = {}
-    for address, value in features.items():
+    for address, value in found.items():
         for key, tensor in iter_tensors(value):
             port = ":output" if key and ":" not in address else ""
             tensors[f"{address}{port}{print_key(key)}"] = tensor
     return tensors
 
 
-def save_tensors(features: dict[str, Tensor], path: str, model: str) -> None:
-    """Write tensors by name, contiguous and on the CPU, as safetensors. Raises PlanError without that package."""
-    from pathlib import Path
+def _print(features: dict[str, Tensor], options: argparse.Namespace) -> None:
+    """Tell the shape, dtype and size of each tensor; with ``--out`` also where they were written."""
+    from gaff.cli.printing import print_cells, print_data, terminal_width
+    from gaff.inspection.call_log import shape_text
+    from gaff.views.text import bytes_text, table
 
-    try:
-        safetensors = importlib.import_module("safetensors.torch")
-    except ImportError:
-        raise PlanError("--out needs the package safetensors: install gaff[files]") from None
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in features.items()}
-    safetensors.save_file(whole, path, metadata={"gaff": __version__, "model": model})
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in features.items()}
+    rows = [(name, shape_text(x), dtypes[name], bytes_text(x.nbytes)) for name, x in features.items()]
+    if options.json:
+        print_data({name: {"shape": list(x.shape), "dtype": dtypes[name]} for name, x in features.items()})
+    elif options.plain:
+        print_cells(rows)
+    else:
+        print(table(("site", "shape", "dtype", "memory"), rows, width=terminal_width(), right=("memory",)))
+        if options.out is not None:
+            print(f"written to {options.out}")

@@ -1,32 +1,48 @@
-"""``gaff trace MODEL [INPUT...]``"""
+"""``gaff trace MODEL [INPUT...]``: one run of a model, told call by call.
+
+The model is left as it was: weights, statistics of BatchNorm, gradients, flags and random state.
+"""
 
 from __future__ import annotations
 
-import shutil
-import sys
-from argparse import Namespace
+import argparse
 from typing import Any
 
-from torch import Tensor
+from gaff.cli.options import add_backward, add_inputs, add_model, add_table
 
-from gaff.address.nested import iter_tensors
-from gaff.api import trace
-from gaff.cli.inputs import load_inputs, need_input
-from gaff.cli.models import load_model, load_name
-from gaff.cli.report import need_numpy
-from gaff.errors import PlanError
+SUMMARY = "run a model once and tell every call as a table"
 
 
-def run(options: Namespace) -> int:
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, its inputs, whether backward runs, and how the trace is told."""
+    add_model(parser)
+    add_inputs(parser)
+    add_backward(parser)
+    parser.add_argument("--ops", action="store_true", help="also every op in the modules' own forwards")
+    parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
+    parser.add_argument(
+        "--no-flops", action="store_true", help="do not count operations; times are closer to bare ones"
+    )
+    parser.add_argument("--save", metavar="FILE", help="also write the trace, as JSON")
+    parser.add_argument("--html", metavar="FILE", help="also write a page: table, tree, graph, activations as pictures")
+    add_table(parser)
+    parser.epilog = "example: gaff trace net.py:model randn:1x3x224x224 --backward"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the model once, and print and save the trace."""
+    from gaff.api import trace
+    from gaff.cli.inputs import load_inputs, need_input
+    from gaff.cli.models import load_model
+    from gaff.cli.printing import terminal_width
+    from gaff.cli.report import need_numpy
+    from gaff.cli.tensors import loss_of
+
     if options.html:
         need_numpy("--html")
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded)
-    backward: Any = None
-    if options.loss:
-        backward = load_name(options.loss)[1]
-    elif options.backward:
-        backward = mean_of_first
+    backward: Any = loss_of(options)
     try:
         told = trace(
             loaded.model,
@@ -49,16 +65,3 @@ def run(options: Namespace) -> int:
     else:
         print(told.table(terminal_width(), is_plain=options.plain))
     return 0
-
-
-def mean_of_first(output: Any) -> Tensor:
-    """The loss of ``--backward``: the mean of the first floating tensor of the output."""
-    for _, tensor in iter_tensors(output):
-        if tensor.is_floating_point():
-            return tensor.mean()
-    raise PlanError("the output holds no floating tensor to run backward from: expected --loss file.py:function")
-
-
-def terminal_width() -> int | None:
-    """Columns to fit into; None where the output is a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,6 +1,6 @@
 """The one seam to autograd: its private functions, and what its nodes, threads and backward passes tell.
 
-All of it is about the calling thread, and none of it waits for a device.
+None of it waits for a device.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def sequence_of(node: Node) -> int:
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor stands for many, inside a transform or a batched backward pass, and means nothing outside.
 
-    Such are the tensors of ``torch.func.vmap`` and of ``is_grads_batched``: kept, they would be of no use to the
-    reader.
+    Such are the tensors of ``torch.func.vmap`` and of ``is_grads_batched``; inside a transform all count as such.
     """
     return transform_level() is not None or _is_batched(tensor)
 
@@ -83,7 +82,7 @@ def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass of this thread has finished, on the thread that finishes it.
+    """Call ``callback`` when the backward pass that this thread executes has finished.
 
     To be called inside a backward pass. torch drops the callback where the pass raises.
     """

@@ -35,7 +35,7 @@ def enclosing_functions() -> list[Any]:
 
 
 def _is_forward_of(node: Any, code: CodeType) -> bool:
-    """Whether ``code`` is the ``forward`` of the custom Function whose node this is, and none that torch made by compiling."""
+    """Whether ``code`` is the ``forward`` of the custom Function of ``node``, and none that torch made by compiling."""
     function = getattr(type(node), "_forward_cls", None)
     forward = inspect.unwrap(function.forward) if function is not None else None
     return not type(node).__name__.startswith("CompiledFunction") and getattr(forward, "__code__", None) is code

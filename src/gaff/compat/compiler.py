@@ -1,6 +1,7 @@
 """The one seam to torch's compiler: each private function of it is named here once.
 
-Imports nothing of it before somebody compiles: importing Dynamo takes longer than all of gaff.
+Imports nothing of it before somebody compiles: importing Dynamo takes longer than all of gaff. What is asked before
+that looks into ``sys.modules`` only.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def _effects() -> Any:
 
 
 def keep_in_graphs(op: Any) -> None:
-    """Keep an op that returns nothing in compiled graphs, in order; otherwise it would be removed as dead code."""
+    """Keep an op that returns nothing in compiled graphs, in order; or it could be removed as dead code."""
     _effects()._register_effectful_op(op, _effects()._EffectType.ORDERED)
 
 
 def leave_uncompiled(*functions: Callable[..., Any]) -> None:
-    """Let Dynamo not compile these functions on their own; called by code that it compiles, they are compiled with that."""
+    """Keep Dynamo from compiling these functions on their own; inside of code that it compiles they are compiled."""
     from torch._dynamo.eval_frame import skip_code
 
     for function in functions:
@@ -55,7 +56,7 @@ def leave_uncompiled(*functions: Callable[..., Any]) -> None:
 
 
 def stance() -> str:
-    """How this process treats compiled code now: ``default``, ``force_eager`` ..."""
+    """How this process treats compiled code at the moment: ``default``, ``force_eager`` ..."""
     from torch._dynamo import eval_frame
 
     return str(eval_frame._stance.stance)
@@ -96,10 +97,7 @@ def compile_counts() -> tuple[int, int]:
 
 
 def mark_reduced(tensor: Any) -> None:
-    """Mark a tensor as a number that a compiled graph has told in the place of a whole tensor.
-
-    The mark is an attribute of the tensor, which is gaff's own and belongs to no user.
-    """
+    """Mark a tensor as a number that a compiled graph has told in the place of a whole tensor."""
     tensor.is_reduced_by_gaff = True
 
 

@@ -27,7 +27,7 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies in this process, without its graph; any other tensor itself."""
+    """The part of a DTensor that lies in this process, without its autograd graph; any other tensor itself. No copy."""
     return tensor._local_tensor if is_spread(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -65,7 +65,10 @@ _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by FSDP2's record 
 
 
 def groups_of(state: Any) -> list[Any]:
-    """What FSDP2 gathers and reduces together; one or none before torch 2.12, and several of a unit after."""
+    """What FSDP2 gathers and reduces together, by its record of a module (``fsdp_state``).
+
+    It is one group or none before torch 2.12, and may be several after that.
+    """
     if state is None:
         return []
     found = getattr(state, "_fsdp_param_groups", None)
@@ -151,7 +154,10 @@ def any_process(flag: bool, meshes: Iterable[Any]) -> bool:
 
 
 def best_of(value: Any, meshes: Iterable[Any], rating: Callable[[Any], Any]) -> Any:
-    """The value of the process of ``meshes`` that ``rating`` calls lowest, of equal ones the first. All must ask."""
+    """The value of the process of ``meshes`` that ``rating`` calls lowest, of equal ones the first.
+
+    All processes must ask, and wait for each other. ``value`` is pickled and sent to all of them.
+    """
     for mesh in meshes:
         for dim in range(mesh.ndim):
             group = mesh.get_group(dim)
@@ -162,7 +168,10 @@ def best_of(value: Any, meshes: Iterable[Any], rating: Callable[[Any], Any]) -> 
 
 
 def any_of(flag: bool, group: Any, device: Any) -> bool:
-    """Whether ``flag`` is set in any process of ``group``; all of its processes must ask. Waits for ``device`` and for them."""
+    """Whether ``flag`` is set in any process of ``group``; all of its processes must ask, and wait for each other.
+
+    ``device``: that by which the group communicates, which is waited for, too.
+    """
     told = torch.tensor([float(flag)], device=device)
     torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
     return bool(told.item())
@@ -176,9 +185,9 @@ def replicas_of(model: Any) -> Any:
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:
     """Numbers of the local parts of the owners, as numbers of the wholes: ``kind`` is "sum" or "max".
 
-    ``values`` has one tensor without dimensions for each of ``owners``. There is one reduction for each mesh and way of
-    sharding, however many owners; plain and replicated ones keep their number. Every process of the owners' meshes must
-    ask for the same owners, in the same order.
+    ``values`` has one tensor without dimensions for each of ``owners``. Those of owners that are sharded alike go
+    together through one reduction for each mesh dimension; plain and replicated owners keep their number. Every process
+    of the owners' meshes must ask for the same owners, in the same order.
     """
     groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for at, owner in enumerate(owners):
@@ -199,7 +208,11 @@ def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Te
 
 
 def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
-    """The norm of each DTensor and of all together, plain ones among them: plain numbers, equal on every process."""
+    """The norm of each DTensor and of all together, plain tensors among them, equal on every process.
+
+    ``kind`` is the p of the norm, positive or infinite; PlanError is raised for others. Returns plain tensors of
+    float32, computed in float64. Every process of the meshes must ask for the same tensors.
+    """
     local = [local_of(one) for one in tensors]
     if kind <= 0:
         raise PlanError(f"norm_type={kind:g} over several processes: expected a positive number, or inf")

@@ -29,7 +29,8 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor] | None, T
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all in place by one factor, as ``torch.nn.utils.clip_grads_with_norm_``.
 
-    ``factor``: a tensor without dimensions, on any device; one on the CPU that is 1 changes nothing. Waits for no GPU.
+    ``factor``: a tensor without dimensions, brought to the devices of the tensors; one on the CPU that is 1 changes
+    nothing.
     """
     if factor.is_cpu and factor.item() == 1.0:
         return

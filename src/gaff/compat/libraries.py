@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _HOOKS = frozenset(("pre_forward", "post_forward"))
 _HOOKING = ("accelerate.", "diffusers.hooks")
@@ -31,20 +30,6 @@ def offloaded(module: Any, name: str) -> Tensor | None:
             with suppress(KeyError):
                 return values[name]  # type: ignore[no-any-return]
     return None
-
-
-def dequantized(tensor: Tensor) -> Tensor:
-    """The numbers that a quantised subclass (torchao, quanto) stands for; every other tensor as it is."""
-    kind = type(tensor)
-    if kind is Tensor or kind is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor):
-        return tensor
-    own = getattr(kind, "dequantize", None)
-    return tensor.dequantize() if own is not None and own is not Tensor.dequantize else tensor
-
-
-def is_small_float(tensor: Tensor) -> bool:
-    """Whether a tensor's type holds numbers and computes with none: float8 and smaller."""
-    return tensor.is_floating_point() and tensor.element_size() == 1 and not tensor.is_quantized
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

@@ -197,7 +197,7 @@ def at(index: Part | Heads | Tensor, edit: Any) -> At:
 
 
 def chain(*edits: Any) -> Chain:
-    """One edit after the other, in the order given; a list does the same."""
+    """Make one edit after the other, in the order given; a list does the same."""
     return Chain(tuple(as_edit(edit) for edit in edits))
 
 

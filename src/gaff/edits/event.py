@@ -92,7 +92,7 @@ def uses_event(edit: Edit) -> bool:
 
 
 def with_event(function: Callable[[Tensor, Event], Tensor]) -> WithEvent:
-    """An edit that also knows the ``Event``: its ``site``, ``run``, ``call`` and ``step``."""
+    """An edit by a function that also gets the ``Event``: its ``site``, ``run``, ``call`` and ``step``."""
     return WithEvent(need_callable(function))
 
 

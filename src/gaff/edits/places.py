@@ -65,7 +65,11 @@ class At:
         return new
 
     def _change_part(self, tensor: Tensor, part: Tensor, event: Event) -> Tensor:
-        """The part alone is edited; values from elsewhere may have the shape of the part, or of the whole."""
+        """Edit the part alone; values from elsewhere may have the shape of the part, or of the whole.
+
+        Which of the two they have is found by trying: where the part does not fit, the whole is edited and the part
+        taken of it.
+        """
         try:
             return self.edit.change(part, event)
         except PlanError:
@@ -123,7 +127,7 @@ class When:
         return self.edit.is_pure
 
     def holds(self, event: Event) -> bool:
-        """Whether the edit acts at this event."""
+        """Whether the edit acts at this event: its run, its call and its step must each be among those wanted."""
         wanted = ((self.runs, event.run), (self.calls, event.call), (self.steps, event.step))
         return all(numbers is None or number in numbers for numbers, number in wanted)
 
@@ -151,7 +155,10 @@ class Skip:
 
 
 def as_edit(value: Any) -> Edit:
-    """What may stand for an edit: one of ``gaff.edits``, a function ``tensor -> tensor``, a module, a list of these."""
+    """Turn what a user may give into an edit: one of ``gaff.edits``, a function, a module, or a list of these.
+
+    Raises PlanError for a class, for a function of ``gaff.edits`` that was not called, and for what cannot be called.
+    """
     if isinstance(value, (list, tuple)):
         return Chain(tuple(as_edit(item) for item in value))
     if isinstance(value, type):

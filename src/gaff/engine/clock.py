@@ -140,7 +140,8 @@ class Clock:
         """Make a run that begins now on this thread, and tell ``at_begin``; None where this session does not look.
 
         The run is not put into ``open``: a module that is hooked only at its exit begins and ends its run there.
-        Raises PlanError while torch exports or traces, since hooks would become part of what is made.
+        Raises PlanError while ``torch.export`` or ``torch.jit.trace`` runs, since hooks would become part of what is
+        made.
         """
         if self.closed or not self.is_own_thread():
             return None
@@ -271,7 +272,11 @@ class Clock:
         return self._owner is None or self._owner == get_ident()
 
     def is_own_backward(self) -> bool:
-        """Whether a backward pass on this thread may be this session's; devices have threads of autograd's own."""
+        """Whether a backward pass on this thread may be this session's.
+
+        A device has a thread of autograd's own for its backward, which does not tell who called ``backward()``: it may
+        be.
+        """
         return self.is_own_thread() or autograd.is_autograd_thread()
 
     def is_foreign(self, tensor: Tensor, run: Run) -> bool:

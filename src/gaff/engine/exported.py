@@ -1,8 +1,8 @@
 """While a session is open, an exported graph runs as its tree of modules (``gaff.address.exported``).
 
 An exported graph calls no modules, so hooks on them would never fire. Its tree runs the same operations in the same
-order and calls a module for the nodes of each; it takes the place of the graph's ``forward`` by a ``StandIn`` until
-the session closes.
+order and calls a module for the nodes of each; it takes the place of the exported graph's ``forward`` by a ``StandIn``
+until the session closes.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ def _leave(module: GraphCall) -> None:
 
 
 def _run(tree: GraphTree, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The graph's forward while a session is open. Raises PlanError where the graph was changed meanwhile."""
+    """The exported graph's forward while a session is open. Raises PlanError where the graph was changed meanwhile."""
     if not tree.is_current():
         raise PlanError("the exported graph was changed while a gaff session is open on it: close it first")
     return _run_or_pass(tree, own, args, kwargs)
 
 
 def _run_or_pass(tree: GraphTree, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The graph's forward by its tree; by its own code while torch compiles or traces, or where it was changed."""
+    """The exported graph's forward, by its tree; by its own code while torch compiles, or where it was changed."""
     is_hidden = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     return own(*args, **kwargs) if is_hidden or not tree.is_current() else tree.forward(*args, **kwargs)
 
 
 def is_untold(tap: Any) -> bool:
-    """Whether a graph cannot tell what a pattern found: the tap is then dropped, and its stream has been told why.
+    """Whether an exported graph cannot tell what a pattern found: its tap is dropped, and the stream has been told.
 
     Raises PlanError for an edit of such a site, and for what needs the arguments that a module was called with.
     """

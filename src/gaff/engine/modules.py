@@ -50,7 +50,7 @@ class Node:
     on only the hooks read it. What is hung on it acts in the order of the tuples.
 
     ``arms`` and ``entry_arms`` set gradient hooks; only they are called again when a reentrant checkpoint recomputes
-    the module, since its first pass had no graph. Changes are made again in every recomputation.
+    the module, since its first pass had no autograd graph. Changes are made again in every recomputation.
 
     ``index`` is its place in the counts of a run; an op has none of its own. It ends with the session, but for edits
     that a living autograd graph still needs (``leftovers``).
@@ -131,7 +131,7 @@ class Node:
             op.drop_arms()
 
     def drop_changes(self) -> None:
-        """Let go of the edits, which know their node; nothing is repeated any more."""
+        """Let go of the edits, which know their node; nothing is repeated from then on."""
         self.entry_changes = self.exit_changes = ()
         for name in ("replay", "exit_replay"):
             if name in vars(self):

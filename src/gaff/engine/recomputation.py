@@ -138,7 +138,7 @@ class Replay:
         return passage in self._waiting
 
     def regions(self) -> Iterator[Any]:
-        """The checkpoints with calls of this module; they die with their graphs."""
+        """The checkpoints with calls of this module; they die with their autograd graphs."""
         return iter(list(self._regions))
 
     def give_up(self, *, is_final: bool) -> list[Passage]:

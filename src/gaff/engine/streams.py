@@ -42,7 +42,7 @@ class Stream(Protocol):
         return
 
     def refuse(self, run: Run, call: int, reason: str) -> None:
-        """The site fired, but its value cannot be told exactly; reading it must raise."""
+        """The site fired, but its value cannot be told exactly, because of ``reason``; reading it must raise."""
         return
 
     def skip(self, reason: str) -> None:
@@ -50,7 +50,7 @@ class Stream(Protocol):
         return
 
     def remark(self, text: str) -> None:
-        """Something that whoever reads the value should know."""
+        """Tell something that whoever reads the value should know; it changes nothing."""
         return
 
     def at(self, key: Key) -> Stream:
@@ -70,7 +70,7 @@ class EditStream(Stream, Protocol):
     """Changes what passes one site. ``add`` returns the gradient that backward goes on with, or None for no change.
 
     What cannot be changed truly must not go on unchanged: ``refuse`` raises. ``switch``, ``edit`` and ``check_finite``
-    are read by ``compiled``, which makes the edit itself, in a graph.
+    are read by ``compiled``, which makes the edit itself, in a compiled graph.
     """
 
     place: object  # equal for edits at one site: they act in the order given
@@ -119,9 +119,9 @@ class ExitTap(Protocol):
 class EntryChange(Protocol):
     """Called when an edited module is entered; returns what it is called with instead, or None for the same.
 
-    One that sets gradient hooks (``is_gradient``) is called only where a graph is made for the first time, any other
-    in each ordinary call and again in each recomputation. Three more methods are used where a change has them:
-    ``around`` stands as the module's forward (see ``forwards``), ``before_graph`` is that of ``EntryArm``, and
+    One that sets gradient hooks (``is_gradient``) is called only where an autograd graph is made for the first time,
+    any other in each ordinary call and again in each recomputation. Three more methods are used where a change has
+    them: ``around`` stands as the module's forward (see ``forwards``), ``before_graph`` is that of ``EntryArm``, and
     ``refuse_other_thread`` is called when the module is entered by a run that this session does not see.
     """
 

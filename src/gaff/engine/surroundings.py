@@ -56,7 +56,7 @@ def look(model: nn.Module) -> Surroundings:
     """Refuse what gaff cannot see truly yet, and tell what else stands between a call and the hooks of ``model``.
 
     It counts as compiled with compiled modules in it, and as soon as this process has compiled anything at all: a
-    compiled function may call the model, and torch ignores hooks that come after the first trace without a word.
+    compiled function may call the model, and torch ignores hooks that come after the first compilation without a word.
     Raises PlanError; installs nothing.
     """
     is_compiled = has_compiled()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gaff.address.grammar import Key, Site
 from gaff.address.nested import iter_tensors, size_bytes
-from gaff.compat import distributed
+from gaff.compat import distributed, elements
 from gaff.compat.memory import version_of
 from gaff.engine.streams import Stream
 from gaff.inspection.pictures import Album, are_probabilities
@@ -282,16 +282,16 @@ class ParameterLog(Stream):
 def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
     """Mean, population std, min, max and non-finite count as 0-dim tensors; None where they mean nothing.
 
-    None of complex, empty, sparse, nested, quantised and meta tensors. Half precision is summed in float32, integers
-    in float64; of a tensor that is spread over processes it is this one's part. Waits for the device to see whether
-    all is finite: elements are counted only if not.
+    None of complex, empty and sparse tensors, and of those that hold none. Half precision is summed in float32,
+    integers in float64; of a tensor that is spread over processes it is this one's part. Waits for the device to see
+    whether all is finite: elements are counted only if not.
     """
-    tensor = distributed.local_of(tensor)
-    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
-    if is_odd or tensor.is_complex() or tensor.numel() == 0:
+    if tensor.is_complex() or tensor.layout != torch.strided:
         return None
     with torch.no_grad():
-        x = tensor.detach()
+        x = elements.elements(tensor)
+        if x is None or not x.numel():
+            return None
         if not x.is_floating_point():
             x = x.double()
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -318,11 +318,12 @@ def gradient_of(tensor: Tensor) -> Gradient:
     zero.
     """
     tensor = distributed.local_of(tensor)
-    if tensor.is_meta:
-        return Gradient(shape_text(tensor), reason="a meta tensor has no values")
+    if not elements.is_readable(tensor):
+        return Gradient(shape_text(tensor), reason=f"a {'meta' if tensor.is_meta else 'fake'} tensor has no values")
     with torch.no_grad():
-        x = tensor.detach()
-        x = x.coalesce().values() if x.layout == torch.sparse_coo else x.to_dense() if x.layout != torch.strided else x
+        x = elements.elements(tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor)
+        if x is None:
+            return Gradient(shape_text(tensor), reason=f"a {type(tensor).__name__} has no values")
         norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
         zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
         zeros = 1 - (x.numel() * (1 - zeros)) / max(tensor.numel(), 1)  # what a sparse gradient leaves out is zero

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gaff.address.exported_calls import place_in_model
 from gaff.address.grammar import Site, print_key
 from gaff.address.nested import iter_tensors
-from gaff.address.resolve import Found, is_container, iter_modules, join
+from gaff.address.resolve import called_modules, iter_modules, join
 from gaff.compat.autograd import next_sequence
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.session import Session
@@ -55,7 +55,7 @@ class OpRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Site, place, inputs with what made them, output and dtype, as texts."""
+        """The row for a table: site, place, inputs with what made them, output and dtype, as texts."""
         came = ", ".join(f"{shape} {producer}".rstrip() for shape, producer in self.inputs)
         return self.site, self.place, came, self.output, self.dtype
 
@@ -126,14 +126,9 @@ class OpLog:
 
     def taps(self) -> Iterator[OpTap | CallTap]:
         """The taps to open a session with: for the ops of every module, and for who returned what."""
-        seen: set[int] = set()
-        for path, module, chain in iter_modules(self._model):
-            if id(module) in seen or is_container(module):
-                continue
-            seen.add(id(module))
-            found = Found(Site(path), module, chain)
+        for found in called_modules(self._model):
             yield OpTap(found, self.enter, self.leave)
-            yield CallTap(found, self._entered, self._returned(path))
+            yield CallTap(found, self._entered, self._returned(found.site.path))
 
     def enter(self, call: OpCall) -> OpNotes:
         """Note that an op begins; called by the engine before it runs. Shapes and makers of its inputs are noted here.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gaff.compat import elements
 from gaff.record.picture import Picture
 
 _ROOM = 5_000_000  # bytes of all pictures of a trace
@@ -188,8 +189,13 @@ def are_probabilities(tensor: Any) -> bool:
 
 def _first(tensor: Tensor) -> Tensor | None:
     """The first example as float32, detached; None of what cannot be drawn."""
-    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
-    if is_odd or tensor.is_complex() or tensor.dtype == torch.bool or tensor.dim() < 2 or not tensor.shape[0]:
+    if (
+        not elements.is_plain(tensor)
+        or tensor.is_complex()
+        or tensor.dtype == torch.bool
+        or tensor.dim() < 2
+        or not tensor.shape[0]
+    ):
         return None
     return tensor.detach()[0].float()
 

@@ -46,7 +46,7 @@ class ModuleRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Site, class, parameters, input, output and dtype, as texts."""
+        """The row for a table: site, class, parameters, input, output and dtype, as texts."""
         return self.site, self.cls, str(self.elements), self.input, self.output, self.dtype
 
 

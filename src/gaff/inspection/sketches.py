@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gaff.compat import distributed
+from gaff.compat import elements
 from gaff.record.picture import LENGTH
 
 _PERIOD = 1 << 20
@@ -48,16 +48,11 @@ def readable(tensor: Tensor) -> Tensor | None:
 
     A complex tensor becomes one of pairs, a sparse one is written out if it has at most 2**24 elements. May be a view.
     """
-    tensor = distributed.local_of(tensor)
-    is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta or not tensor.numel()
-    if is_odd or tensor.layout not in (torch.strided, torch.sparse_coo):
+    is_sparse = tensor.layout != torch.strided
+    if is_sparse and tensor.numel() > _DENSE:
         return None
-    tensor = tensor.detach()
-    if tensor.layout == torch.sparse_coo:
-        if tensor.numel() > _DENSE:
-            return None
-        tensor = tensor.to_dense()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    value = elements.elements(tensor.to_dense() if is_sparse and not tensor.is_meta else tensor)
+    return value if value is not None and value.numel() else None
 
 
 def sketch(tensor: Tensor) -> Tensor:

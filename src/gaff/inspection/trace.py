@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 
-from gaff.errors import PlanError, RecordError
+from gaff.compat import extras
+from gaff.errors import RecordError
 from gaff.record.picture import Picture
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row
 from gaff.views import trace_text
@@ -55,12 +55,12 @@ class Trace:
         return trace_text.render_table(self, width, is_plain=is_plain)
 
     def tree(self) -> str:
-        """The same calls, indented by module; repeated blocks are folded."""
+        """The calls as a tree, indented by module; repeated blocks are folded."""
         return trace_text.render_tree(self)
 
     def _repr_html_(self) -> str:
         """For notebooks: the page in a frame of its own; without numpy plain tables."""
-        if find_spec("numpy") is None:
+        if not extras.has("numpy"):
             return trace_text.render_html(self)
         return framed(self.to_html())
 
@@ -69,8 +69,7 @@ class Trace:
 
         Raises PlanError without numpy.
         """
-        if find_spec("numpy") is None:
-            raise PlanError("a page of a trace needs numpy, which is not installed: pip install 'gaff[page]'")
+        extras.need("numpy", "page", for_="a page of a trace")
         from gaff.views.page.trace import document
 
         return document(self).to_html()
@@ -101,7 +100,10 @@ class Trace:
             raise RecordError(f"trace cannot be read: {error!r}; expected what Trace.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """A page where the name ends in ``.html``, else JSON, which ``load`` reads."""
+        """Write a page where the name ends in ``.html``, else JSON, which ``load`` reads.
+
+        A page needs numpy: PlanError without.
+        """
         is_page = Path(path).suffix.lower() in (".html", ".htm")
         text = self.to_html() if is_page else self.to_json()
         Path(path).write_text(text + "\n", encoding="utf-8", errors="replace" if is_page else "strict")

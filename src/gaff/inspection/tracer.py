@@ -1,8 +1,8 @@
 """``gaff.trace``: one run told as a table in execution order, with gradients when a backward function is given.
 
-First all that can be refused is (``_check_backward``), then taps are set on every module (``_taps``), which write into
-one ``CallLog`` while the model runs once, and at last the notes become rows (``_build``). Tensors are measured while
-they pass, and none is kept.
+What cannot be traced is refused first (``_check_backward``). Then taps on every module (``_taps``) write into one
+``CallLog`` while the model runs once, and at last the notes become rows (``_build``). Tensors are measured while they
+pass; no row holds one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse_site
 from gaff.address.nested import iter_tensors
-from gaff.address.resolve import Found, is_container, iter_modules, join, need_module, unwrap
+from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
 from gaff.compat import libraries
 from gaff.compat.memory import version_of
 from gaff.compat.modes import outside_modes
@@ -60,9 +60,9 @@ def trace_run(
     """Run ``model`` once and tell every call of it as a ``Trace``; the work behind ``gaff.trace``.
 
     The options are those of ``gaff.trace``. The model is left as it was, but for parameters that its own forward
-    changes, which a note tells. Waits for the device at every call. Raises PlanError, before the model runs, for what
-    cannot be traced, and after it for a ``backward`` that ran no backward pass; errors of the model pass through, and
-    hooks are removed in any case.
+    changes, which a note tells. On a GPU every call is waited for. Raises PlanError, before the model runs, for what
+    cannot be traced, and after it for a ``backward`` that returned no scalar loss or ran no backward pass; errors of
+    the model pass through, and hooks are removed in any case.
     """
     need_module(model)
     if backward is not None:
@@ -128,12 +128,8 @@ def _taps(
     be told is no error (``is_exact=False``): its row says why.
     """
     taps: list[Tap | CallTap | OpTap] = []
-    seen: set[int] = set()
-    for path, module, chain in modules:
-        if id(module) in seen or is_container(module):
-            continue
-        seen.add(id(module))
-        found = Found(Site(path), module, chain)
+    for found in called_modules(model):
+        path, module, chain = found.site.path, found.module, found.chain
         taps.append(CallTap(found, partial(log.enter, found.site, type(module).__name__), _leave(log, found.site)))
         for port in ("grad_output", "grad_input") if parameters else ():
             log_gradient = GradientLog(log, found.site, port)

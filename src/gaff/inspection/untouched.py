@@ -14,14 +14,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from gaff.compat import elements
+
 
 @contextmanager
 def untouched(model: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Restores buffers, ``.grad`` of parameters and ``inputs``, training flags and random states.
+    """Restores buffers, ``.grad`` of parameters and ``inputs``, training flags and random states at the end.
 
-    However the block is left. Copies every buffer once. ``.grad`` is None inside, so that backward adds to nothing;
-    afterwards the tensors from before are back, the same objects. Random states: torch on the CPU and on all GPUs
-    where CUDA is initialised, generators that modules keep as attributes, Python's, and NumPy's where it is loaded.
+    They are put back however the block is left. Every buffer is copied once. ``.grad`` is None inside, so that
+    backward adds to nothing; afterwards the tensors from before are back, the same objects. Random states: torch on
+    the CPU and on all GPUs where CUDA is initialised, generators that modules keep as attributes, Python's, and
+    NumPy's where it is loaded.
     """
     modules = list(model.modules())
     buffers = [_Buffers(module) for module in modules]
@@ -88,7 +91,7 @@ def _has_bits(one: Tensor, other: Tensor) -> bool:
     """Bitwise equality; False where it is not known. Version counters do not tell: batch norm writes without them."""
     if one.is_meta:
         return True
-    if one.layout != torch.strided or one.is_nested or one.is_quantized:
+    if not elements.is_plain(one):
         return False
     return torch.equal(_bytes(one), _bytes(other))
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from importlib.util import find_spec
-from inspect import signature
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from gaff.api import watch
-from gaff.integrations.partners import need
+from gaff.compat.extras import need
 from gaff.record.finding import Finding
+from gaff.training.watch.handle import make_watch
+from gaff.training.watch.settings import Settings
 
 
 def _installed() -> ModuleType:
@@ -43,11 +43,12 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
     def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int | None = None, **options: Any) -> None:
         """Take the options of ``gaff.watch``, all of them; nothing is opened before ``fit``.
 
-        Raises TypeError for an option that ``gaff.watch`` does not know, at once and not when the fit begins.
+        Raises TypeError for an option that ``gaff.watch`` does not know, and PlanError for a value that cannot be
+        meant, at once and not when the fit begins.
         """
         super().__init__()
-        signature(watch).bind_partial(out=out, every=every, **options)
         self._options = {"out": out, "every": every, **options}
+        Settings.of(**self._options)
         self.watch: Any = None  # the latest gaff.Watch
         self._norm: float | None = None
         self._logged = -1  # step
@@ -60,7 +61,7 @@ class LightningWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all me
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open a watch of the model as the strategy has wrapped it; called when ``fit`` begins to train."""
         self._norm, self._logged = None, trainer.global_step
-        self.watch = watch({"model": trainer.strategy.model}, **self._options)
+        self.watch = make_watch({"model": trainer.strategy.model}, None, self._options)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Compute the norm of all gradients, in steps that will be logged; Lightning calls this before it clips them.

@@ -13,8 +13,9 @@ import zlib
 from collections.abc import Collection
 from typing import Any
 
+from gaff.compat.extras import need
 from gaff.errors import PlanError
-from gaff.integrations.partners import STATS, Sender, as_text, need
+from gaff.integrations.partners import STATS, Sender, as_text
 from gaff.record.run import Record
 
 _AT_ONCE = 1000  # metrics of one request: what MLflow takes at most
@@ -34,7 +35,10 @@ class MLflow(Sender):
     def __init__(
         self, *, sites: Collection[str] = (), stats: Collection[str] = STATS, experiment: str | None = None
     ) -> None:
-        """Raises PlanError where mlflow is not installed, or ``experiment`` is given and a run is active."""
+        """Find the run to write to, or begin one. Waits for the store.
+
+        Raises PlanError where mlflow is not installed, or ``experiment`` is given and a run is active.
+        """
         module = need("mlflow", "mlflow")
         self._metric = need("mlflow.entities", "mlflow").Metric
         self._client = module.MlflowClient()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from importlib import import_module
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,23 +33,8 @@ class Point(NamedTuple):
     values: dict[str, float]
 
 
-def need(module: str, extra: str) -> Any:
-    """Import the partner's module. Raises PlanError with what to install where its package is not there.
-
-    ``extra``: the extra of gaff that installs it. Where the package is there, and something that it needs is not, its
-    own ModuleNotFoundError passes through: the advice would be wrong.
-    """
-    package = module.partition(".")[0]
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise  # it is there, and something that it needs is not
-        raise PlanError(f"{package!r} is not installed: expected pip install 'gaff[{extra}]'") from None
-
-
 def refuse_options(module: str, run: Any, options: Mapping[str, Any]) -> None:
-    """Raises PlanError where a run is active, so that options of a new one would have no effect."""
+    """Refuse ``options`` of a new run where one is active: they would have no effect. Raises PlanError then."""
     if run is not None and options:
         raise PlanError(
             f"{', '.join(f'{name}={value!r}' for name, value in options.items())}: a run of {module} is active and "

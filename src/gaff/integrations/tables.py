@@ -15,8 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from gaff.compat.extras import need
 from gaff.errors import RecordError
-from gaff.integrations.partners import need
 from gaff.integrations.rows import Row, check, numbers, scalars
 from gaff.record.run import Record
 

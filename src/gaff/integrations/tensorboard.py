@@ -9,8 +9,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from gaff.compat.extras import need
 from gaff.errors import PlanError
-from gaff.integrations.partners import STATS, Sender, as_text, need, tag
+from gaff.integrations.partners import STATS, Sender, as_text, tag
 from gaff.integrations.rows import MAGNITUDES, Look, Row, looks, rows_of, steps
 from gaff.record.run import Record
 from gaff.record.statistics import BUCKETS, lower_edge

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from gaff.integrations.partners import STATS, Sender, as_text, need, refuse_options
+from gaff.compat.extras import need
+from gaff.integrations.partners import STATS, Sender, as_text, refuse_options
 from gaff.record.run import Record
 
 
@@ -18,7 +19,10 @@ class Trackio(Sender):
     """
 
     def __init__(self, *, sites: Collection[str] = (), stats: Collection[str] = STATS, **options: Any) -> None:
-        """Raises PlanError where trackio is not installed, or ``options`` are given and a run is active."""
+        """Find the run to write to, or begin one with ``options``.
+
+        Raises PlanError where trackio is not installed, or ``options`` are given and a run is active.
+        """
         self._trackio = need("trackio", "trackio")
         own = need("trackio.context_vars", "trackio").current_run.get()
         refuse_options("trackio", own, options)

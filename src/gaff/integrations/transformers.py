@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from inspect import signature
 from typing import Any
 
-from gaff.api import watch
-from gaff.integrations.partners import need
+from gaff.compat.extras import need
 from gaff.record.finding import Finding
+from gaff.training.watch.handle import make_watch
+from gaff.training.watch.settings import Settings
 
 _Callback: Any = need("transformers", "transformers").TrainerCallback
 
@@ -24,11 +24,12 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
     def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int | None = None, **options: Any) -> None:
         """Take the options of ``gaff.watch``, all of them; nothing is opened before ``train``.
 
-        Raises TypeError for an option that ``gaff.watch`` does not know, at once and not when training begins.
+        Raises TypeError for an option that ``gaff.watch`` does not know, and PlanError for a value that cannot be
+        meant, at once and not when training begins.
         """
         super().__init__()
-        signature(watch).bind_partial(out=out, every=every, **options)
         self._options = {"out": out, "every": every, **options}
+        Settings.of(**self._options)
         self.watch: Any = None  # the latest gaff.Watch
 
     @property
@@ -44,7 +45,7 @@ class TransformersWatch(_Callback):  # type: ignore[misc]  # a Trainer calls all
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
         """Open a watch of the model; one that an exception has left open is closed before."""
         self.remove()
-        self.watch = watch({"model": model}, **self._options)
+        self.watch = make_watch({"model": model}, None, self._options)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **kwargs: Any) -> None:
         """Add ``gaff_findings`` to what the Trainer is logging, and to the last entry of its history.

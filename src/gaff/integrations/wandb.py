@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from gaff.integrations.partners import STATS, Sender, need, refuse_options
+from gaff.compat.extras import need
+from gaff.integrations.partners import STATS, Sender, refuse_options
 from gaff.record.run import Record
 
 _STEP = "gaff/step"
@@ -21,7 +22,10 @@ class Wandb(Sender):
     """
 
     def __init__(self, *, sites: Collection[str] = (), stats: Collection[str] = STATS, **options: Any) -> None:
-        """Raises PlanError where wandb is not installed, or ``options`` are given and a run is active."""
+        """Find the run to write to, or begin one with ``options``; its axis ``gaff/step`` is defined at once.
+
+        Raises PlanError where wandb is not installed, or ``options`` are given and a run is active.
+        """
         self._wandb = need("wandb", "wandb")
         own = self._wandb.run
         refuse_options("wandb", own, options)

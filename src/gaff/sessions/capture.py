@@ -1,4 +1,8 @@
-"""``gaff.capture``: a plan opened on a model, with streams that keep what passes."""
+"""``gaff.capture``: a plan opened on a model, with streams that keep what passes.
+
+``Capture`` looks every pattern up and makes a stream for each site when it is made, has the engine install hooks when
+it is entered and remove them when it is left, and answers by address at any time after.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,10 @@ from gaff.views.text import counted
 
 
 class RunView:
-    """The events of one run of a capture: ``got.run(2)["a@1"]``."""
+    """The events of one run of a capture (or of all its runs): ``got.run(2)["a@1"]``.
+
+    Made by ``Capture.run`` for each question; reading an event checks that its value is still exact.
+    """
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
@@ -38,6 +45,7 @@ class RunView:
         return self._reading.one(address)
 
     def all(self, address: str) -> list[Any]:
+        """Every value of a site in this run, in order of call and backward pass."""
         return self._reading.all(address)
 
 
@@ -47,6 +55,9 @@ class Capture:
     ``got["a"]`` is the value of a site that fired once; ``got["a@1"]`` its second call within the only run;
     ``got.run(2)["a"]`` that of the third run; ``got.all("a")`` every value in order. A site whose value was None
     gives None, and the receipt says why.
+
+    Made by ``gaff.capture``, which checks everything that can be known without a run; entered once. It owns the kept
+    values and frees them when it is freed itself.
     """
 
     def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
@@ -69,6 +80,11 @@ class Capture:
         self._session = Session(model, self._taps, tensor_taps, options.threads, is_traceable=is_traceable)
 
     def __enter__(self) -> Capture:
+        """Install the hooks, all or none, and tell the keepers whose memory they must not share.
+
+        Where values of DTensors are reduced, all ranks must open the same capture: reducing communicates. Raises
+        PlanError where one does not.
+        """
         if self._model is not None and any(keeper.reduce for keeper in self._keepers):
             ranks = distributed.ranks_of(self._model.parameters())  # what reduces a DTensor talks to the others
             distributed.agree(ranks, f"capture {'; '.join(map(str, self._plan.requests))}")
@@ -87,13 +103,21 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Remove the hooks, then say what went wrong, unless an exception of the user is under way.
+
+        Raises NeverFiredError for a pattern that stayed silent; warns where a module was replaced after it had fired.
+        """
         self._session.close()
         self._report_replaced(is_quiet=kind is not None)  # never mask the user's own exception
         if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
             raise_if_silent(self.receipt, self._ran())
 
     def __getitem__(self, address: str) -> Any:
-        """Raises SiteError when nothing or several events fit, ExactnessError when the value cannot be trusted."""
+        """The value of a site that fired once.
+
+        The reader may write into it, unless it was captured with ``reference`` or ``graph``. Raises SiteError when
+        nothing or several events fit, ExactnessError when the value cannot be trusted.
+        """
         if not isinstance(address, str):
             raise SiteError(f"got[{address!r}]: expected an address as text, such as got['conv'] or got[':output']")
         if not self._session.was_opened:
@@ -118,15 +142,18 @@ class Capture:
         return [names.get(id(stream), str(stream.site)) for stream in self._iter_streams() if stream.fired]
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Address and value of every site that fired; raises like ``got[address]``."""
+        """Address and value of every site that fired, one after the other; raises like ``got[address]``."""
         return ((name, self[name]) for name in self.keys())
 
     def all(self, address: str) -> list[Any]:
-        """Every value of a site, in order of run, call and backward pass."""
+        """Every value of a site, in order of run, call and backward pass. Raises SiteError if it was not captured."""
         return self.run(None).all(address)
 
     def run(self, index: int | None) -> RunView:
-        """The events of the run with this number, from 0; None for all runs."""
+        """The events of the run with this number, from 0; None for all runs.
+
+        Nothing is looked up yet: a number without a run raises SiteError when a value is read.
+        """
         return RunView(Reading(self._by_name, list(self._iter_streams()), self._find, index, self._ran()))
 
     def clear(self) -> None:
@@ -151,12 +178,16 @@ class Capture:
         return f"<gaff capture, {state}>\n{self.receipt}"
 
     def _look_for_replaced(self, run: Any) -> None:
+        """At the begin of each run: mark the sites whose module is not the one that was there at opening.
+
+        What such a module does elsewhere must not be told as what is at this address.
+        """
         for inside, name, child, stream in self._places:
             if inside.get(name) is not child:
                 stream.is_replaced = True
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
-        """A module that was replaced while the session was open no longer fires; that must not go unnoticed."""
+        """Say which modules were replaced while the session was open: what their successors did was not seen."""
         for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
             if not is_there(tap.found):
                 stream.skip("the module was replaced while the session was open: what its successor did was not seen")
@@ -164,9 +195,15 @@ class Capture:
                     warnings.warn(f"gaff: {stream.site}: {list(stream.reasons)[-1]}", stacklevel=3)
 
     def _ran(self) -> int:
+        """How many runs there have been; none before the session is opened."""
         return self._session.clock.latest.index + 1 if self._session.was_opened else 0
 
     def _make_taps(self, model: nn.Module) -> list[Tap]:
+        """Look the plan up in the model: a stream for each site, and what the engine must be told of it.
+
+        A site that several patterns name is kept once. It is exact, so that a miss is an error, if one of them names it
+        by its own address and not as optional. Patterns that match nothing are noted for the receipt.
+        """
         taps = []
         options = self._plan.options
         matched = set()
@@ -193,11 +230,13 @@ class Capture:
         return taps
 
     def _make_keeper(self, reduce: Any, site: Site) -> Keeper:
+        """A keeper for the sites of one request, noted so that it hears of the session when that is opened."""
         keeper = make_keeper(self._plan.options, reduce, site)
         self._keepers.append(keeper)
         return keeper
 
     def _make_tensor_tap(self, name: str, tensor: Tensor) -> TensorTap:
+        """The stream of a plain tensor's gradient, by the user's name for it. Raises PlanError if a site has it."""
         if any(stream.site.path == name for stream in self._by_object.values()):
             raise PlanError(
                 f"name {name!r} is also the path of a captured site: expected another keyword for the tensor"
@@ -208,7 +247,7 @@ class Capture:
         return TensorTap(name, tensor, stream)
 
     def _find(self, site: Site) -> KeptSite | None:
-        """The stream of an address: by its text, then by what it names (a shared module has several names)."""
+        """The stream of an address: by its text, then by what it names (a shared module has several names), or None."""
         whole = every_call(site)
         if site.op is not None and self._model is not None:
             site, whole = (replace(one, path=first_name(self._model, one.path)) for one in (site, whole))
@@ -228,12 +267,14 @@ class Capture:
         return None
 
     def _iter_streams(self) -> Iterator[Any]:
+        """Every stream once: of sites, of plain tensors, and of single tensors and ops inside of these."""
         seen: set[int] = set()
         for stream in (*self._by_object.values(), *self._by_name.values()):
             yield from _with_inner(stream, seen)
 
 
 def _with_inner(stream: KeptSite, seen: set[int]) -> Iterator[KeptSite]:
+    """A stream and those inside it, but for those in ``seen``: one op may be in the streams of several patterns."""
     if id(stream) not in seen:
         seen.add(id(stream))
         yield stream
@@ -242,7 +283,7 @@ def _with_inner(stream: KeptSite, seen: set[int]) -> Iterator[KeptSite]:
 
 
 def raise_if_silent(receipt: Receipt, runs: int) -> None:
-    """Raises NeverFiredError when a pattern stayed silent; it carries the receipt."""
+    """Raises NeverFiredError when a pattern stayed silent; it carries the receipt, and names the likeliest reason."""
     if not receipt.silent:
         return
     names = ", ".join(repr(name) for name in receipt.silent)

@@ -1,4 +1,8 @@
-"""``gaff.edit``: a plan of edits opened on a model, as a session or for good."""
+"""``gaff.edit``: a plan of edits opened on a model, as a session or for good.
+
+``Editing`` looks every pattern up and checks what can be edited there when it is made; the engine then asks one
+``EditedSite`` for each site and edit what the model goes on with.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ REPLACED = "the module was replaced while the session was open: its successor wa
 class Editing:
     """Edits on a model while it is open: as a context (``gaff.edit``), or until ``remove`` (``attach``).
 
-    ``receipt`` tells what was changed; ``on``, ``off`` and ``strength`` change it meanwhile.
+    ``receipt`` tells what was changed; ``on``, ``off`` and ``strength`` change it meanwhile. It is opened once. Modules
+    whose calls a checkpoint may still repeat keep a hook after closing, until their autograd graphs are freed.
     """
 
     _state = "open"
@@ -72,6 +77,7 @@ class Editing:
         return self
 
     def _open(self) -> None:
+        """Install the hooks, all or none. All ranks that share the model must open the same edits, and wait for it."""
         if self._model is not None:
             asked = sorted(f"{request}: {type(request.edit).__name__}" for request in self._plan.requests)
             distributed.agree(distributed.processes_of(self._model), f"edit {'; '.join(asked)}")
@@ -95,17 +101,23 @@ class Editing:
         return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional, is_edit=True, armed=armed)
 
     def on(self, pattern: str | None = None) -> None:
-        """Let the edits of ``pattern`` (as given, or a site it matched; None: all) act again."""
+        """Let the edits of ``pattern`` (as given, or a site it matched; None: all) act again.
+
+        Takes effect at the next event. Raises SiteError for what is not edited.
+        """
         for stream in self._named(pattern):
             stream.switch.set(is_on=True)
 
     def off(self, pattern: str | None = None) -> None:
-        """Let values pass as they are, until ``on``."""
+        """Let values pass as they are, until ``on``, which explains ``pattern``; the receipt counts what passed."""
         for stream in self._named(pattern):
             stream.switch.set(is_on=False)
 
     def strength(self, strength: float, pattern: str | None = None) -> None:
-        """1: as given; 0: nothing; between or beyond: ``value + strength * (edited - value)``."""
+        """Set how strongly edits act. 1: as given; 0: nothing; else ``value + strength * (edited - value)``.
+
+        Raises PlanError for a strength other than 0 and 1 of a skipped module; at an event, for one of integers.
+        """
         streams = self._named(pattern)
         skipping = [stream for stream in streams if stream.is_skip]
         if skipping and strength not in (0, 1):
@@ -116,7 +128,10 @@ class Editing:
             stream.switch.set(strength=float(strength))
 
     def release(self) -> None:
-        """After closing: remove the hooks that graphs with checkpoints still need; their backward then raises."""
+        """Remove, after closing, the hooks that checkpoints in living autograd graphs need: their backward then raises.
+
+        Raises PlanError while the edits are open.
+        """
         if self._session.is_open:
             raise PlanError("the edits are still open: close them first, then release what is armed for recomputation")
         if self._session.lingering is not None:
@@ -131,6 +146,11 @@ class Editing:
         return f"<gaff edit, {state}>\n{self.receipt}"
 
     def _close(self, *, is_quiet: bool) -> None:
+        """Remove the hooks, then say what went wrong, unless ``is_quiet``: an exception of the user is under way.
+
+        Raises ExactnessError where backward went on without an edit, NeverFiredError for a pattern that never acted;
+        the latter not after an edit has failed, since the error that it raised says more.
+        """
         for stream in self._streams:
             stream.is_open = False
         for tap, stream in zip(self._taps, self._streams, strict=False):
@@ -146,6 +166,11 @@ class Editing:
             raise_if_silent(self.receipt, self._ran())
 
     def _warn(self, run: Any, output: Any) -> None:
+        """At the end of each run of attached edits: warn once where one has not acted, or its module was replaced.
+
+        Gradients are waited for until a step is completed, everything else until the first run ends. A run that an
+        exception ended says nothing.
+        """
         if output is None or any(stream.has_failed for stream in self._streams):
             return  # an exception ended the run
         if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
@@ -166,6 +191,7 @@ class Editing:
         return self._session.clock.latest.index + 1 if self._session.was_opened else 0
 
     def _named(self, pattern: str | None) -> list[EditedSite]:
+        """The streams that ``pattern`` means: by the pattern as given, or by one of the sites that it matched."""
         if pattern is None:
             return self._streams
         wanted = str(parse(pattern))
@@ -176,6 +202,10 @@ class Editing:
         return found
 
     def _make_taps(self, model: nn.Module) -> list[EditTap]:
+        """Look the plan up in the model: a stream for each site and edit, in the order of the plan, in which they act.
+
+        Raises PlanError where an edit has no meaning at a site.
+        """
         taps = []
         matched = set()
         for found, number, _ in self._plan.check(model):
@@ -193,18 +223,20 @@ class Editing:
         return taps
 
     def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditedSite:
+        """A stream that belongs to this session from now on."""
         stream = EditedSite(pattern, site, place, edit, self._family)
         self._streams.append(stream)
         return stream
 
     def _make_tensor_tap(self, request: Any) -> TensorTap:
+        """The stream that edits the gradient of a plain tensor; edits of one tensor are at the same place."""
         site = Site(str(request), port="grad")
         stream = self._make_stream(str(request), site, id(request.target), request.edit)
         return TensorTap(str(request), request.target, stream, is_edit=True)
 
 
 def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:
-    """See ``gaff.edit``."""
+    """Make the session of ``gaff.edit``, which explains the arguments. Raises PlanError where a model is missing."""
     if changes is None and not isinstance(model, nn.Module):
         model, changes = None, model
     plan = Plan.edit(changes, **options)
@@ -215,6 +247,10 @@ def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:
 
 
 def _check_port(site: Site, inner: Any, threads: str) -> None:
+    """Raises PlanError where an edit cannot act at a site.
+
+    That is at a buffer, for ``skip`` anywhere but at the whole output of a module, and at a parameter for all threads.
+    """
     if site.port == "buffer":
         raise PlanError(
             f"{site}: buffers cannot be edited, modules write into them: set the buffer, or edit the output"

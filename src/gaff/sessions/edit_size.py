@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import distributed, modes
+from gaff.compat import distributed, elements, modes
 
 
 class EditSize:
@@ -120,9 +120,7 @@ def plain(tensor: Tensor) -> Tensor:
     Of one spread over processes it is this one's part. Sparse and quantised ones are made dense; of a nested one the
     parts are put one after the other.
     """
-    tensor = distributed.local_of(tensor.detach())  # of what is spread over processes: this one's part
-    if tensor.is_nested:
-        return torch.cat([part.flatten() for part in tensor.unbind()])
-    if tensor.layout != torch.strided:
-        return tensor.to_dense()
-    return tensor.dequantize() if tensor.is_quantized else tensor
+    value = elements.dense(tensor)
+    if value is None:
+        value = elements.elements(tensor)
+    return value if value is not None else distributed.local_of(tensor.detach())

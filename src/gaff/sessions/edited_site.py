@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Key, Site
 from gaff.address.nested import first_tensor
-from gaff.compat import libraries, memory, modes
+from gaff.compat import elements, memory, modes
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
 from gaff.edits.places import Skip, When
@@ -340,7 +340,7 @@ class EditedSite:
 
 def _change_plain(edit: Edit, value: Tensor, event: Event) -> Tensor:
     """Call the edit; our own ones get float8 as float32 and are rounded back, since torch computes with no float8."""
-    if edit.is_pure and libraries.is_small_float(value):  # torch computes with no float8: our own edits in float32
+    if edit.is_pure and elements.is_small_float(value):  # torch computes with no float8: our own edits in float32
         return edit.change(value.float(), event).to(value.dtype)
     return edit.change(value, event)
 
@@ -370,7 +370,7 @@ def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
     _need_mixable(value, strength, site)
     if value.layout != torch.strided:
         return value * (1 - strength) + new * strength
-    if libraries.is_small_float(value):
+    if elements.is_small_float(value):
         return torch.lerp(value.float(), new.float(), strength).to(value.dtype)
     return torch.lerp(value, new, strength)
 

@@ -196,7 +196,11 @@ class Keeper:
             return hold(tensor, self._graph, is_foreign, checks)
 
     def _safe(self, tensor: Tensor, is_foreign: Callable[[Tensor], bool]) -> Tensor:
-        """``tensor`` for a function of the user: what it writes into it must not reach the model or the caller."""
+        """What a user's function may be given of ``tensor``: its writes must reach neither the model nor the caller.
+
+        A value of ``gaff.keep`` writes into nothing, and gets the memory itself where no copy-on-write copy can be
+        made.
+        """
         if self._is_bare:
             return tensor.detach() if is_pure(self.reduce) else tensor.detach().clone()
         checks: list[Callable[[Site], None]] = []

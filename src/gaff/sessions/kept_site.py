@@ -178,7 +178,7 @@ class KeptSite:
             yield from (tensor for _, tensor in iter_tensors(getattr(kept, "value", kept)))
 
     def serves(self, pattern: str, reduce: Any) -> None:
-        """Another pattern names the same site. Raises PlanError when it wants another part of it."""
+        """Note another pattern that names the same site. Raises PlanError when it wants another part of the value."""
         if not self._keeper.reduces_by(reduce):
             raise PlanError(
                 f"{self.site}: {self.patterns[0]!r} and {pattern!r} both name it, with different reductions: "

@@ -114,7 +114,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, tensors: dict[str, Tensor] | None = None) -> Plan:
-        """Inverse of ``to_json``. Raises RecordError when ``text`` is no plan."""
+        """The plan of which ``to_json`` wrote ``text``; raises RecordError when it is no plan.
+
+        ``tensors`` are those that the text names, by name.
+        """
         return cls(*plan_files.from_json(text, tensors or {}))
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -126,5 +129,5 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
-        """Inverse of ``save``. Raises RecordError when a file is missing, is no plan, or is of another plan."""
+        """The plan that was saved at ``path``. Raises RecordError where a file is missing or wrong."""
         return cls(*plan_files.load(path))

@@ -7,7 +7,6 @@ RecordError. Two files belong together by a digest in the first, which covers th
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Sequence
 from os import PathLike
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from gaff import keep as keep_part
 from gaff.address.grammar import Pattern, Site, parse
+from gaff.compat import elements, extras
 from gaff.edits import files as edit_part
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.sessions.request import Options, Reducer, Request, read_options
@@ -93,7 +93,7 @@ def save(requests: Sequence[Request], options: Options, path: str | PathLike[str
     if tensors:
         text = json.dumps({**json.loads(text), "digest": digest_of(requests, options)}, indent=1)
         whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
-        _safetensors().save_file(whole, f"{path}{_TENSORS}")
+        extras.need("safetensors.torch", "files", for_="a plan with tensors").save_file(whole, f"{path}{_TENSORS}")
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
@@ -109,8 +109,8 @@ def load(path: str | PathLike[str]) -> Asked:
         raise RecordError(f"plan {str(path)!r} cannot be read: {error}") from None
     if '"tensor"' not in text or not beside.exists():
         return from_json(text, {})
-    library = _safetensors()
-    failure: Any = importlib.import_module("safetensors").SafetensorError
+    library = extras.need("safetensors.torch", "files", for_="a plan with tensors")
+    failure: Any = extras.need("safetensors").SafetensorError
     try:
         tensors = library.load_file(beside)
     except (OSError, ValueError, failure) as error:
@@ -141,19 +141,11 @@ def _read(data: Any, tensors: dict[str, Tensor]) -> Asked:
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
     """A contiguous copy of a plan's tensor on the CPU. Raises PlanError for one without plain memory."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+    if not elements.is_plain(tensor):
         raise PlanError(
             f"tensor {name!r} of the plan is {tensor.layout} on {tensor.device}: expected a plain one to save"
         )
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
-
-
-def _safetensors() -> Any:
-    """The library that reads and writes tensors. Raises PlanError where it is not installed."""
-    try:
-        return importlib.import_module("safetensors.torch")
-    except ImportError:
-        raise PlanError("a plan with tensors needs the package safetensors: install gaff[files]") from None
 
 
 def _options_dict(options: Options) -> dict[str, Any]:

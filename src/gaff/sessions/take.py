@@ -1,4 +1,9 @@
-"""``gaff.take``: a feature extractor that runs a model only as far as the last wanted site."""
+"""``gaff.take``: a feature extractor that runs a model only as far as the last wanted site.
+
+Each call is a session of its own with one ``Feature`` for each site; the last one to arrive raises ``StopForward``
+inside the hook, which ``Take`` catches outside of the model. What the model would have computed after that is never
+run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,11 @@ _OPTIONS = ("to", "dtype", "reduce", "clone")
 
 
 class Feature:
-    """The value of one wanted site in one run: its first call, or the one that its address names."""
+    """The value of one wanted site in one run: its first call, or the one that its address names.
+
+    The stream of the site, made for one call of the extractor. ``fired`` counts all events: a second one before the run
+    was over makes the answer ambiguous. ``done`` is called when the value is there, and may raise ``StopForward``.
+    """
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, done: Callable[[], None]) -> None:
         self.pattern = pattern
@@ -41,6 +50,11 @@ class Feature:
         self._done = done
 
     def add(self, value: Any, run: Any, call: int) -> None:
+        """A value passed: keep the first one, and say that it is there.
+
+        Of an op without a number that is said only at the end of its module's call (``end``), since a second one may
+        follow.
+        """
         self.fired += 1
         if self.fired == 1:
             self.kept = None if value is None else self.keeper.keep(value, run)
@@ -48,24 +62,28 @@ class Feature:
                 self._done()
 
     def end(self) -> None:
-        """The call in which the op is looked for has ended."""
+        """The call in which the op is looked for has ended: there was one op of that name, or none."""
         if self.op is not None and self.fired:
             self._done()
 
     def absent(self, run: Any, call: int, reason: str) -> None:
+        """The site fired with None, which is its value."""
         self.add(None, run, call)
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
+        """Raises PlanError, inside the run: a value that cannot be told exactly is no feature."""
         raise PlanError(f"{self.site}: {reason}")
 
     def skip(self, reason: str) -> None:
+        """A reason why the site could not be shown, counted for the receipt."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def remark(self, text: str) -> None:
+        """Something that the reader of the receipt should know."""
         self.skip(text)
 
     def spawn(self, site: Site, known: Any) -> Feature:
-        """Of an op without a number: only the end of its module's call tells that there is one."""
+        """The stream of one op, where the address has no number: itself. Raises SiteError at a second such op."""
         if self.op is not None:
             raise SiteError(
                 f"{self.site}: is 2 ops or more: say which, "
@@ -75,6 +93,7 @@ class Feature:
         return self
 
     def at(self, key: Key) -> Feature:
+        """Raises PlanError: a feature is the value of its site as a whole, and has no streams of single tensors."""
         raise PlanError(f"{self.site}: holds several tensors: expected the address of one")
 
 
@@ -85,6 +104,9 @@ class Take(nn.Module):
     more calls were seen before the run could end, that is an error which says how to choose. Values keep their
     autograd graph (call it under ``torch.no_grad()`` to drop it) and are what they were at their site, even if a
     later module overwrites them. ``model`` is a submodule, so the extractor moves, trains and saves like any other.
+
+    Made by ``gaff.take``, which raises SiteError and PlanError for what can be known before the first call. The sites
+    are looked up again at each call, since modules may have been replaced.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -100,13 +122,17 @@ class Take(nn.Module):
 
     @property
     def receipt(self) -> Receipt:
-        """Of the latest call. Raises PlanError before the first."""
+        """The receipt of the latest call. Raises PlanError before the first."""
         if self._receipt is None:
             raise PlanError("the extractor has not been called yet: there is no receipt")
         return self._receipt
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Takes what the model takes; a single DataLoader goes to ``over``."""
+        """Run the model on these arguments; return a dict from address to value. A single DataLoader goes to ``over``.
+
+        Raises NeverFiredError for a site that was not reached, SiteError for one that was called several times. Under
+        DDP a run that is stopped early averages no gradients, and is refused where grad mode is on.
+        """
         if len(args) == 1 and not kwargs and isinstance(args[0], DataLoader):
             return self.over(args[0])
         if isinstance(self.model, nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
@@ -164,13 +190,20 @@ class Take(nn.Module):
         return {address: _join(address, tensors) for address, tensors in parts.items()}
 
     def extra_repr(self) -> str:
+        """What ``print`` of the extractor shows beside its name: the patterns."""
         return ", ".join(str(request) for request in self._plan.requests)
 
     def _keeper(self, reduce: Any) -> Keeper:
+        """How the values of one request are kept: with their autograd graph where grad mode is on."""
         options = replace(self._plan.options, graph=torch.is_grad_enabled())
         return Keeper(options, reduce or options.reduce, is_state=False)
 
     def _run(self, session: Session, features: list[Feature], args: Any, kwargs: Any) -> bool:
+        """Call the model inside the session; returns whether it was stopped early.
+
+        A ``StopForward`` that comes out leaves nothing behind: its frames, which hold activations, are let go, FSDP2
+        forgets the forward, and grad mode is as it was.
+        """
         session.open()
         had_grad = torch.is_grad_enabled()
         try:
@@ -187,6 +220,7 @@ class Take(nn.Module):
         return False
 
     def _collect(self, features: list[Feature]) -> dict[str, Any]:
+        """The values by address. Raises SiteError for a site that was called several times and named without a call."""
         values = {}
         for feature in features:
             if feature.fired > 1 and feature.site.call is None and feature.site.port not in ("param", "buffer"):
@@ -200,7 +234,7 @@ class Take(nn.Module):
 
 
 def take(model: nn.Module, patterns: tuple[Any, ...], options: dict[str, Any]) -> Take:
-    """See ``gaff.take``."""
+    """Make the extractor of ``gaff.take``, which explains the arguments. Raises PlanError if nothing is asked for."""
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise PlanError(f"option {unknown[0]!r} is not known to take: expected {', '.join(_OPTIONS)}")
@@ -211,7 +245,10 @@ def take(model: nn.Module, patterns: tuple[Any, ...], options: dict[str, Any]) -
 
 
 def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
-    """Everything that can be known before the first call."""
+    """Everything that can be known before the first call; returns the sites. Raises SiteError or PlanError.
+
+    Gradients are refused, since the run ends before any backward; so is a module under several names without a call.
+    """
     need_module(model)
     if plan.options != Options(to=plan.options.to, dtype=plan.options.dtype, reduce=plan.options.reduce,
                                clone=plan.options.clone):  # fmt: skip
@@ -234,12 +271,14 @@ def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
 
 
 def _arrived(at: int, waiting: set[int]) -> None:
+    """Take number ``at`` off the list of what is waited for. Raises StopForward when nothing is left on it."""
     waiting.discard(at)
     if not waiting:
         raise StopForward("gaff has all it wanted")
 
 
 def _receipt(features: list[Feature], session: Session, plan: Plan, waiting: set[int], is_stopped: bool) -> Receipt:
+    """The receipt of one call. A model that caught the exception of the early stop and ran on is told in a note."""
     rows = tuple(
         ReceiptRow(
             feature.pattern,
@@ -258,6 +297,10 @@ def _receipt(features: list[Feature], session: Session, plan: Plan, waiting: set
 
 
 def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with for one batch: ``inputs`` decides, or the kind of the batch does.
+
+    A dict (also that of a tokenizer) goes by keywords; of a tuple or list only the first element is taken.
+    """
     if inputs is not None:
         batch = inputs(batch)
         return (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, dict) else ((batch,), {})
@@ -269,7 +312,7 @@ def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[A
 
 
 def _rows(address: str, value: Any, size: int | None) -> Tensor:
-    """A feature of one batch, if it has one row for each example."""
+    """A feature of one batch, if it has one row for each of its ``size`` examples. Raises SiteError otherwise."""
     if not isinstance(value, Tensor):
         raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
     if value.dim() == 0 or value.shape[0] != size:
@@ -281,6 +324,7 @@ def _rows(address: str, value: Any, size: int | None) -> Tensor:
 
 
 def _join(address: str, tensors: list[Tensor]) -> Tensor:
+    """One tensor of the features of all batches. Raises SiteError where shapes differ behind the first dimension."""
     shapes = sorted({tuple(tensor.shape[1:]) for tensor in tensors})
     if len(shapes) > 1:
         raise SiteError(
@@ -291,6 +335,7 @@ def _join(address: str, tensors: list[Tensor]) -> Tensor:
 
 
 def _progress(loader: Iterable[Any], is_wanted: bool) -> Iterable[Any]:
+    """The batches, with a bar on stderr where that is wanted, stderr is a terminal and ``rich`` is installed."""
     if not is_wanted:
         return loader
     try:

@@ -112,12 +112,12 @@ class Audit:
 
     @property
     def clipped(self) -> int:
-        """Steps at which something was scaled down or cut."""
+        """At how many steps something was scaled down or cut."""
         return int(self._clipped)
 
     @property
     def skipped(self) -> int:
-        """Steps that changed neither parameters nor optimizer state."""
+        """How many steps changed neither parameters nor optimizer state."""
         return int(self._skipped)
 
     @property

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site
 from gaff.address.nested import iter_tensors
-from gaff.address.resolve import Found, is_container, iter_modules, need_module, unwrap
+from gaff.address.resolve import Found, called_modules, need_module, unwrap
 from gaff.compat import autograd, distributed, foreach, modes
 from gaff.compat.compiler import is_reduced
 from gaff.engine.gradients.nodes import keep_gradient
@@ -79,7 +79,7 @@ class Probe(Stream):
     """
 
     has_meant = False
-    in_graph = staticmethod(lambda tensor: plain(tensor).abs().amax() if tensor.numel() else probe(tensor))
+    in_graph = staticmethod(lambda tensor: _largest(tensor))
 
     def __init__(self, guard: Guard, path: str) -> None:
         self.path = path
@@ -151,11 +151,7 @@ class Guard:
         taps: list[Tap | CallTap] = []
         has_graphs = is_compiled(model)
         Examination(model, self._allow)  # tells a slip in ``allow`` now
-        seen: set[int] = set()
-        for path, module, chain in iter_modules(model):
-            if id(module) not in seen and not is_container(module):
-                seen.add(id(module))
-                taps.append(Tap(Found(Site(path), module, chain), Probe(self, path), is_exact=False))
+        taps += [Tap(found, Probe(self, found.site.path), is_exact=False) for found in called_modules(model)]
         # compiled code tells no true arguments, but what calls it has them
         self._outermost = Outermost((model, unwrap(model)), self._begin, self._end) if has_graphs else None
         if not has_graphs:
@@ -431,7 +427,7 @@ class Guard:
 
 
 def _alone(model: nn.Module) -> nn.Module:
-    """Without DistributedDataParallel: the other processes do not run this batch again."""
+    """The model without DistributedDataParallel around it: the other processes do not run this batch again."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -468,3 +464,9 @@ def _are_finite(sums: list[Tensor]) -> bool:
 def _is_nan(tensor: Tensor) -> Tensor:
     """A number that is 0 where no element is NaN, else -inf: not finite, as the sums of other modules are on a hit."""
     return (~tensor.detach().isnan().any()).float().log()
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, NaN where there is one; in compiled code, where every tensor is plain."""
+    value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return value.abs().amax() if value.numel() else torch.zeros((), device=tensor.device)

@@ -8,14 +8,13 @@ not installed, and RecordError where the record or trace does not hold what was 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gaff.address.grammar import nearest
-from gaff.errors import PlanError, RecordError
+from gaff.compat.extras import need
+from gaff.errors import RecordError
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import port_of
@@ -39,7 +38,7 @@ def signal_by_depth(record: Record, *, stat: str = "rms", port: str = "output", 
     table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
     columns = np.unique(np.linspace(0, table.shape[1] - 1, min(looks, table.shape[1])).round().astype(int))
     figure, axes = _axes((max(5.0, 0.18 * len(names)), 3.6))
-    shades = import_module("matplotlib").colormaps["viridis_r"](np.linspace(0.05, 0.95, len(columns)))
+    shades = need("matplotlib", "figures").colormaps["viridis_r"](np.linspace(0.05, 0.95, len(columns)))
     for column, shade in zip(columns, shades, strict=True):
         axes.plot(table[:, column], color=shade, marker=".", linewidth=1, label=f"step {cube.last[column]}")
     axes.set(yscale="log", ylabel=f"{stat} of {port}")
@@ -57,7 +56,7 @@ def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: i
     cube, rows, names = _rows(record, stat, port, rank)
     table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
     figure, axes = _axes((7.0, max(2.4, 0.16 * len(names))))
-    colors = import_module("matplotlib.colors")
+    colors = need("matplotlib.colors", "figures")
     is_log = bool(np.nanmin(table) >= 0) and bool((table > 0).any())
     shown = np.where(table > 0, table, np.nan) if is_log else table
     axes.set_facecolor("0.6")
@@ -151,9 +150,7 @@ def _axes(size: tuple[float, float]) -> tuple[Any, Any]:
 
 def _figure_class() -> Any:
     """Matplotlib's ``Figure``, imported when the first figure is made; pyplot is never imported."""
-    if find_spec("matplotlib") is None:
-        raise PlanError("figures need matplotlib, which is not installed: pip install 'gaff[figures]'")
-    return import_module("matplotlib.figure").Figure
+    return need("matplotlib.figure", "figures", for_="a figure").Figure
 
 
 def _name(axis: Any, names: Sequence[str], *, at: float = 0.0, rotation: float = 0.0) -> None:

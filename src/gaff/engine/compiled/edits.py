@@ -1,4 +1,9 @@
-"""Edits inside compiled code: of values, and of the gradients at them."""
+"""Edits inside compiled code: of values, and of the gradients at them.
+
+The edit itself becomes part of the compiled graph. Its numbers and its switch are tensors that the graph reads as it
+runs, so that another strength needs no other graph. What it did is told to its stream afterwards, which counts and
+measures.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,11 @@ from gaff.errors import ExactnessError, PlanError
 
 
 class TracedEdit(Receiver):
-    """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off."""
+    """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off.
+
+    Made for each opening of a session; called by the hooks of the module while Dynamo compiles them. A gate between 0
+    and 1 mixes old and new. ``repeats`` are checkpoints that would recompute the edit after the session.
+    """
 
     def __init__(self, inside: Inside, site: Site, stream: Any, apply: Any, *, is_cut: bool) -> None:
         super().__init__(inside)
@@ -32,16 +41,22 @@ class TracedEdit(Receiver):
         self.constants = _versions(stream.edit)
 
     def change(self, output: Any, args: Any) -> Any:
-        """Traced: the output that the model goes on with."""
+        """While Dynamo compiles: the output that the model goes on with."""
         key, tensor = single(self.site, dig(output, self.site.key), self.site.key)
         return output if tensor is None else put(output, key, self._changed(tensor, _remark(output, tensor, args)))
 
     def change_arguments(self, args: Any, kwargs: Any) -> Any:
-        """Traced: the arguments that the model goes on with."""
+        """While Dynamo compiles: the arguments that the model goes on with."""
         found = find_argument(args, kwargs, self.site)
         return (args, kwargs) if found is None else put_argument(args, kwargs, found[0], self._changed(found[1], ""))
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """The compiled graph has made the edit: tell the stream what passed and what went on.
+
+        ``values`` are these two, ``what`` is a remark or empty. A recomputation is not told again. Raises
+        ExactnessError where directions of a projection were written to, since the graph holds what was computed of
+        them when it was compiled.
+        """
         if self.constants != _versions(self.stream.edit):
             raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
         if autograd.backward_task() == -1:
@@ -50,11 +65,18 @@ class TracedEdit(Receiver):
             self.repeats.update(checkpoints.enclosing_functions())
 
     def _changed(self, old: Tensor, remark: str) -> Tensor:
+        """While Dynamo compiles: the edited tensor, after an op that tells both."""
         new = self._mix(old)
         tell([old.detach(), new.detach()], self.token, self.ticket, new_place(), remark)
         return new
 
     def _mix(self, old: Tensor) -> Tensor:
+        """While Dynamo compiles: the edited tensor, mixed with the old one by the gate of the switch.
+
+        A fully on or off edit must give the very bits of the one or the other, so they are selected, not multiplied by
+        1 or 0. An edit that cuts the autograd graph is compiled apart for fully on and for off: the branch that is not
+        taken would send back 0 times NaN. Raises PlanError for a result of another shape, type or device.
+        """
         if self.is_cut and not self.switch.is_on:
             return old.clone()
         new = self.apply(old)
@@ -69,21 +91,27 @@ class TracedEdit(Receiver):
 
 
 class TracedGradientEdit(TracedEdit):
-    """One edit of the gradient at a value, in compiled code."""
+    """One edit of the gradient at a value, in compiled code: a tensor hook that becomes part of the backward's graph.
+
+    Each call has a ticket of its own, kept by its backward: as long as one is alive the edit is still to act.
+    """
 
     def change(self, output: Any, args: Any) -> Any:
+        """While Dynamo compiles: hook the tensor that the address means; the output stays as it is."""
         _, tensor = single(self.site, dig(output, self.site.key), self.site.key)
         if tensor is not None and tensor.requires_grad:
             self._hook(tensor)
         return output
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
-        """A frame has run whose gradient is to come: its ticket has been noted."""
+        """Do nothing, though the gradient of a frame is to come: the op that told it has noted its ticket already."""
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
+        """The backward has made the edit: tell the stream the old gradient and the new one."""
         self.stream.told(*gradients, "")
 
     def _hook(self, tensor: Tensor) -> None:
+        """Set the hook that edits. Raises PlanError for a view, whose gradient may come in parts."""
         if is_view(tensor):
             raise PlanError(f"{self.site}: inside compiled code the gradient of a view cannot be edited")
         ticket, place = self.ticket.clone(), new_place()
@@ -99,11 +127,12 @@ class TracedGradientEdit(TracedEdit):
 
 
 def _remark(output: Any, tensor: Tensor, args: Any) -> str:
+    """What the stream is to know of this output: it is the input itself, or holds the tensor twice; else empty."""
     if any(output is one for one in args):
         return RETURNED
     return TWINS if sum(one is tensor for _, one in iter_tensors(output)) > 1 else ""
 
 
 def _versions(edit: Any) -> tuple[int, ...]:
-    """Of what a projection was made ready from, which a graph does not make again."""
+    """The versions of what a projection was made ready from, which a compiled graph does not make again."""
     return tuple(memory.version_of(one) for one in tensors_of(edit)) if isinstance(edit, Project) else ()

@@ -1,12 +1,16 @@
-"""Inside compiled code: hooks that Dynamo traces into the graph, and two ops by which the graph tells what passes.
+"""Inside compiled code: hooks that Dynamo puts into the graph, and two ops by which the graph tells what passes.
 
 torch guards no table of hooks that was empty when a graph was made, but it does guard a module's own ``forward``. A
 session therefore lets each hooked module have its class's ``forward`` as an attribute of its own: compiled code
-without taps no longer fits, code with them is compiled once, and fits again whenever the same modules are tapped;
-once the session is closed the old code fits again.
+without taps no longer fits, code with them is compiled once, and fits again whenever the same modules are tapped; once
+the session is closed the old code fits again.
 
-A graph holds no number and no name of a session, only tensors: a *ticket*, the number of the receiver that hears of
-a call, and a token that keeps the order. What is told runs in ordinary Python while the graph runs.
+A graph holds no number and no name of a session, only tensors: a *ticket*, the number of the receiver that hears of a
+call, and a token that keeps the order. What is told runs in ordinary Python while the graph runs.
+
+Each hook here is two things. Its ``__call__`` is what Dynamo compiles: it may only use what fits into a graph. Its
+``told`` runs later, each time that the graph has come by, and does what hooks of ``modules`` do outside. See
+docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -29,7 +33,11 @@ from gaff.errors import PlanError
 
 
 class HookInside(Receiver):
-    """A hook that does what ``func`` does outside of compiled code, and something else inside of it."""
+    """A hook that does what ``func`` does outside of compiled code, and something else inside of it.
+
+    ``func`` is one of the functions of ``modules``, and ``node`` the module's. ``edits`` are those to be made here, in
+    order. ``func``, ``args`` and ``is_gaffs`` are what ``modules`` reads when it puts hooks in order.
+    """
 
     is_gaffs = True
     edits: tuple[Any, ...] = ()
@@ -43,7 +51,11 @@ class HookInside(Receiver):
 
 
 class EntryHook(HookInside):
-    """Before a module: its arguments. ``is_bound``: compiled code may begin here, and with it a run."""
+    """Before a module: its arguments. ``is_bound``: compiled code may begin here, and with it a run.
+
+    It tells the arguments if somebody looks at them; where code may begin it tells at least that the module is
+    entered.
+    """
 
     def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
         super().__init__(inside, func, node)
@@ -64,6 +76,10 @@ class EntryHook(HookInside):
         return (args, kwargs) if self.edits else None
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """The module has been entered in compiled code: open a run if code begins here, count the call, tell the taps.
+
+        A recomputation and a closed session are ignored. Of values that are no tensors only the type is known.
+        """
         clock = self.node.clock
         if clock.closed or autograd.backward_task() != -1:
             return
@@ -80,7 +96,11 @@ class EntryHook(HookInside):
 
 
 class ExitHook(HookInside):
-    """After a module: its output, and the gradients of its tensors when they come."""
+    """After a module: its output, and the gradients of its tensors when they come.
+
+    Inside it has the edits made, then tells what goes on. Gradients are told for tensors that need one and are no
+    views.
+    """
 
     def __init__(self, inside: Inside, func: Any, node: Node) -> None:
         super().__init__(inside, func, node)
@@ -107,6 +127,10 @@ class ExitHook(HookInside):
         return None if output is before else output
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """The module has returned in compiled code: count the call, tell the taps, set gradient hooks on stand-ins.
+
+        In a recomputation only the gradient hooks are due, as for any other module.
+        """
         clock = self.node.clock
         if clock.closed:
             return
@@ -125,6 +149,10 @@ class ExitHook(HookInside):
                 self._arm(call, what, Passage(run, number))
 
     def _arm(self, call: Call, what: str, passage: Passage) -> None:
+        """Set the gradient hooks of a call, or let it wait for a reentrant checkpoint, as ``modules.arm_after`` does.
+
+        Whether there is an autograd graph is told by the grad mode that was written down with the value.
+        """
         replay = self.node.exit_replay
         if has_grad_mode(what):
             if checkpoints.has_saved_hooks():
@@ -137,7 +165,11 @@ class ExitHook(HookInside):
                 arm.give_up(passage.run, passage.call)
 
     def _told_again(self, call: Call, what: str) -> None:
-        """A recomputation: its gradients belong to the call of the first pass."""
+        """A recomputation has come by: its gradients belong to the call of the first pass.
+
+        Where that had an autograd graph its hooks wait for the call of the first pass, and what arrives by the ticket
+        of the recomputation is handed to them.
+        """
         found = self.node.exit_replay.match(has_grad=has_grad_mode(what)) if self.arms else None
         if found is not None and found.is_first_graph and has_grad_mode(what):
             self._hang_up(call, what, found.passage)
@@ -145,7 +177,11 @@ class ExitHook(HookInside):
             self.waiting[call] = self.waiting[first]
 
     def _hang_up(self, call: Call, what: str, passage: Passage) -> None:
-        """Let gradient hooks be set on what stands for the tensors of the call."""
+        """Let gradient hooks be set on what stands for the tensors of the call.
+
+        These are small tensors, kept as long as the call's ticket may be needed. When a gradient arrives,
+        ``Receiver.arrived`` calls the hooks on the stand-in by hand.
+        """
         self.waiting[call] = stands = stand_ins(what)
         output = rebuild(what, stands.__getitem__)
         for arm in self.arms:
@@ -153,7 +189,11 @@ class ExitHook(HookInside):
 
 
 class LeaveHook(HookInside):
-    """Where compiled code ends, and with it a run that began there."""
+    """Where compiled code ends, and with it a run that began there; after all other hooks of the module.
+
+    With ``Inside.has_marks`` the gradients of what is returned are told, too, by which a backward pass is known as the
+    run's.
+    """
 
     def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
         super().__init__(inside, func, node)
@@ -173,6 +213,7 @@ class LeaveHook(HookInside):
                 tell_gradients(values, ticket, place)
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """Compiled code has ended: tell the clock, with stand-ins for what was returned if marks are wanted."""
         if not self.node.clock.closed and autograd.backward_task() == -1:
             output = None
             if self.has_marks:
@@ -185,7 +226,9 @@ class LeaveHook(HookInside):
 class LookHook(Receiver):
     """After a module: tells ``listener(module, args, output, stands)``, inside compiled code and outside of it.
 
-    ``stands``: by the identity of a tensor of the output, what can be hooked to hear of its gradient; in compiled code.
+    ``stands``: by the identity of a tensor of the output, what can be hooked to hear of its gradient; in compiled
+    code. For the watching of a training run, which belongs to no session. The module is held weakly. ``args`` are told
+    from inside only with ``has_args``, since what is told cannot be fused away.
     """
 
     def __init__(self, inside: Inside, module: nn.Module, listener: Any, *, has_args: bool) -> None:
@@ -214,6 +257,7 @@ class LookHook(Receiver):
         return None if output is before else output
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """The module has returned in compiled code: tell the listener, with stand-ins if there are gradients."""
         module = self.module()
         if module is not None:
             output, args = rebuild(what, values.__getitem__)
@@ -225,7 +269,10 @@ class LookHook(Receiver):
 
 
 class LookHooks:
-    """Hooks of ``LookHook`` on many modules, on and off. The same hooks each time, so that compiled code fits again."""
+    """Hooks of ``LookHook`` on many modules, on and off: always the same ones, so that compiled code fits again.
+
+    ``modules`` are pairs of a module and whether its arguments are wanted. Nothing is on a module until ``switch_on``.
+    """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, bool]], listener: Any) -> None:
         self._inside = Inside(has_marks=False)
@@ -236,15 +283,18 @@ class LookHooks:
 
     @property
     def is_on(self) -> bool:
+        """Whether the hooks are on the modules."""
         return bool(self._handles)
 
     def switch_on(self) -> None:
+        """Put the hooks on all modules that still exist; does nothing if they are on."""
         for reference, look in () if self._handles else self._looks:
             module = reference()
             if module is not None:
                 self._handles += [module.register_forward_hook(look), OwnForward(module)]
 
     def switch_off(self) -> None:
+        """Take the hooks away, and stop waiting for gradients; compiled code without them fits again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -252,13 +302,17 @@ class LookHooks:
             look.waiting.clear()
 
     def close(self) -> None:
-        """For good."""
+        """Switch off for good: code that is still running with the hooks is not heard any more."""
         self.switch_off()
         self._inside.close()
 
 
 class OwnForward:
-    """Lets ``module`` have a ``forward`` as an attribute of its own, which torch guards, until all are removed."""
+    """Lets ``module`` have a ``forward`` as an attribute of its own, which torch guards, until all are removed.
+
+    It runs what was there before: the method of the class, or an attribute of the user's or a ``StandIn``, which is
+    wrapped. Counted over all sessions in the process.
+    """
 
     _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, ours, what was there
 
@@ -274,6 +328,7 @@ class OwnForward:
         module.__dict__["forward"] = own
 
     def remove(self) -> None:
+        """Count one less; with the last one what was there before comes back, unless somebody replaced it."""
         known = self._standing[self._module]
         known[0] -= 1
         if not known[0]:
@@ -290,5 +345,6 @@ def _passing_on(forward: Any) -> Any:
 
 
 def _refuse_export() -> None:
+    """Raises PlanError while torch exports: the hooks would become part of what is exported."""
     if torch.compiler.is_exporting():
         raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")

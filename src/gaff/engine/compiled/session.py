@@ -1,4 +1,8 @@
-"""Which sessions can put their taps into compiled code, and how they do."""
+"""Which sessions can put their taps into compiled code, and how they do.
+
+Asked when a session opens on a model that may run compiled. Either all its taps go inside, or all compiled code runs
+eagerly until it closes, with the reason in the receipt.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,10 @@ _EDITED = ("output", "input", "grad_output", "grad")
 
 
 def why_not(taps: Sequence[Any]) -> str:
-    """Why these taps cannot be in compiled code; empty if they can."""
+    """Why these taps cannot be in compiled code, as a text for the receipt; empty if they can.
+
+    What a graph can tell are values at modules, gradients of outputs, parameters and buffers and their gradients.
+    """
     if not compiler.traces_gradient_hooks():
         return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
     if compiler.stance() != "default":
@@ -51,6 +58,7 @@ def why_not(taps: Sequence[Any]) -> str:
 
 
 def _why_no_edit(tap: EditTap) -> str:
+    """Why an edit has no form in a graph; empty if it has one."""
     site = tap.found.site
     if tap.is_skip or site.port not in _EDITED:
         return f"{site}: such an edit has no form in a graph"
@@ -62,14 +70,18 @@ def _why_no_edit(tap: EditTap) -> str:
 
 
 def _traced(tap: EditTap) -> Any:
-    """The edit as a function of the tensor that torch can trace; None where there is none."""
+    """The edit as a function of the tensor that Dynamo can compile; None where there is none."""
     if tap.stream.check_finite:
         return None
     return traced(tap.stream.edit, is_gradient=tap.found.site.port == "grad_output")
 
 
 def _why_order(taps: Sequence[EditTap]) -> str:
-    """Edits of the gradient of one tensor at two sites act in an order that graphs do not keep."""
+    """Why edits of gradients cannot be in compiled code together; empty if they can.
+
+    Edits of the gradient of one tensor at two sites act in an order that graphs do not keep, and two sites may be one
+    tensor where a module contains the other.
+    """
     gradients = [tap for tap in taps if tap.found.site.port == "grad_output"]
     for tap in gradients:
         for other in gradients:
@@ -81,7 +93,12 @@ def _why_order(taps: Sequence[EditTap]) -> str:
 def meet(
     opening: ExitStack, model: nn.Module, taps: Sequence[Any], notes: list[str], reason: str, *, has_marks: bool
 ) -> CompiledHooks | None:
-    """Hooks that compiled code holds where it can; else, also for ``reason``, it runs eagerly until closing."""
+    """Put hooks into compiled code where it can hold them; else, also for a ``reason``, have it run eagerly.
+
+    Returns the hooks, entered into ``opening``, for the session to install. None if the code runs eagerly until
+    ``opening`` closes, and then ``notes`` says why. ``has_marks``: somebody asks which backward pass belongs to which
+    run.
+    """
     reason = reason or why_not(taps) or _why_full(model, taps)
     if not reason:
         return opening.enter_context(CompiledHooks(model, taps, notes, has_marks=has_marks))
@@ -94,7 +111,11 @@ _PATTERNS: dict[Any, set[frozenset[str]]] = {}  # by code that is compiled: in w
 
 
 def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
-    """Why another way of tapping would leave torch no room for the user's own variants; empty if there is room."""
+    """Why another way of tapping would leave torch no room for the user's own variants; empty if there is room.
+
+    torch keeps a limited number of compiled variants of one function and runs it eagerly beyond that. Each set of taps
+    is one more; they may use half of the room (chosen). What was used is kept by the code, until torch is reset.
+    """
     if compiler.was_reset():
         _PATTERNS.clear()
     wanted: dict[Any, set[frozenset[str]]] = {}
@@ -117,24 +138,33 @@ def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
 
 
 def _reduction(model: nn.Module, taps: Sequence[Any]) -> Any:
-    """What all taps want in the place of a tensor; None where one wants the tensor, or they do not agree."""
+    """What all taps want in the place of a tensor; None where one wants the tensor, or they do not agree.
+
+    None also for parameters spread over processes, whose numbers must be combined.
+    """
     wanted = [_in_graph(tap) for tap in taps]
     is_one = wanted and all(one == wanted[0] for one in wanted)
     return wanted[0] if is_one and not distributed.ranks_of(model.parameters()) else None
 
 
 def _in_graph(tap: Any) -> Any:
+    """The function whose result may be told in the place of a tensor, if the tap's stream has one."""
     return getattr(tap.stream, "in_graph", None) if isinstance(tap, Tap) else None
 
 
 def _kind_of(tap: Any, start: str) -> str:
+    """What of a tap makes other compiled code: its place below ``start``, its port, and what is done there."""
     kind = type(tap.stream.edit).__name__ if isinstance(tap, EditTap) else f"{_in_graph(tap)}"
     site = tap.found.site
     return f"{site.path.removeprefix(start)}:{site.port} {kind}"
 
 
 class CompiledHooks(AbstractContextManager["CompiledHooks"]):
-    """The taps of one session inside compiled code, while open."""
+    """The taps of one session inside compiled code, while open.
+
+    Made by ``meet``, entered for the session, which calls ``install`` for each node. Closing tells the receipt how
+    much was compiled, and refuses edits whose backward has not run: hooks inside a graph cannot be taken out of it.
+    """
 
     def __init__(self, model: nn.Module, taps: Sequence[Any], notes: list[str], *, has_marks: bool) -> None:
         self._root = unwrap(model)
@@ -146,7 +176,11 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._counts = compiler.compile_counts()
 
     def install(self, node: Node, handles: list[Any]) -> None:
-        """Put hooks on the module that act inside compiled code, and outside of it as others do."""
+        """Put hooks on the module that act inside compiled code, and outside of it as others do.
+
+        Code may begin at a module that is compiled itself, at the root, and at any module if a function around it is
+        compiled.
+        """
         is_region = node.module is self._root or getattr(node.module, "_compiled_call_impl", None) is not None
         is_bound = is_region or not self._is_inside
         node.has_entry = node.has_entry or is_bound
@@ -170,6 +204,11 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         handles.append(OwnForward(node.module))
 
     def __exit__(self, *exc: object) -> None:
+        """Let nobody hear of the graphs any more, and note what was compiled.
+
+        Raises ExactnessError for edits that would still have to act, in a backward or in a recomputation, unless
+        another exception is on its way.
+        """
         graphs, breaks = (now - then for now, then in zip(compiler.compile_counts(), self._counts, strict=True))
         is_to_come = self._has_gradients_to_come()
         if is_to_come:
@@ -195,6 +234,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         return any(isinstance(one, TracedGradientEdit) and one.has_living_graph() for one in self._made)
 
     def _make_edit(self, tap: EditTap) -> TracedEdit:
+        """Make the form that an edit has in a graph, and give its switch a gate that the graph reads."""
         kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
         switch = tap.stream.switch
         switch.gate = torch.zeros(1)

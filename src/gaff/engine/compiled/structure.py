@@ -1,4 +1,9 @@
-"""The structure of a value as text, which a graph can hold: written while torch traces, read while the graph runs."""
+"""The structure of a value as text, which a compiled graph can hold: written while Dynamo compiles, read as it runs.
+
+An op of a graph takes tensors, numbers and text, but modules return tuples, dicts and objects. So the tensors go as a
+list, and the text says how they were nested, and of each whether it requires grad and is a view. Its first character
+is the grad mode; the rest is a Python literal.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +23,31 @@ _KINDS: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict"}
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> str:
-    """The text of ``value``; its tensors are appended to ``tensors``. Traced by Dynamo: constants alone decide."""
+    """The text of ``value``; its tensors are appended to ``tensors``. While Dynamo compiles only constants decide.
+
+    What is no tensor and no container is written by the name of its type.
+    """
     return ("1" if torch.is_grad_enabled() else "0") + _write(value, tensors)
 
 
 def has_grad_mode(what: str) -> bool:
-    """Whether grad mode was on where the text was written."""
+    """Whether grad mode was on where the text was written; compiled code itself runs without."""
     return what.startswith("1")
 
 
 def rebuild(what: str, tensor_of: Callable[[int], Any]) -> Any:
-    """The value, with ``tensor_of(number)`` for its tensors. Numbers and other objects are told by type only."""
+    """The value of which ``what`` is the text, with ``tensor_of(number)`` for its tensors.
+
+    Numbers and other objects are told by type only (``Opaque``). A container that cannot be made of its parts is a
+    dict.
+    """
     return _build(_read(what), tensor_of)
 
 
 def stand_ins(what: str) -> list[Tensor]:
-    """Small tensors on which hooks can be set in the place of those of the value.
+    """Small tensors on which hooks can be set in the place of those of the value, in their order.
 
-    They require grad as those did; what stands for a view says so.
+    They are empty, and require grad as those did; what stands for a view says so.
     """
     found: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.enable_grad():
@@ -48,6 +60,7 @@ def stand_ins(what: str) -> list[Tensor]:
 
 
 def _write(value: Any, tensors: list[Tensor]) -> str:
+    """The text of one value: a tuple for a tensor, a list for a container, a name for anything else."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return f"({len(tensors) - 1},{value.requires_grad},{value._base is not None})"
@@ -66,10 +79,12 @@ def _write(value: Any, tensors: list[Tensor]) -> str:
 
 @lru_cache(maxsize=1024)
 def _read(what: str) -> Any:
+    """The literal of a text, without the grad mode; remembered, since a graph tells the same text each time."""
     return ast.literal_eval(what[1:])
 
 
 def _leaves(tree: Any) -> list[tuple[int, bool, bool]]:
+    """All tensors of a literal: number, whether it requires grad, whether it is a view."""
     if isinstance(tree, tuple):
         return [tree]
     if isinstance(tree, list):
@@ -91,6 +106,7 @@ def _build(tree: Any, tensor_of: Callable[[int], Any]) -> Any:
 
 
 def _class_of(name: str) -> Any:
+    """The class that was written as module and qualified name; None if it is not to be found here."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

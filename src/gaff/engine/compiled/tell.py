@@ -1,4 +1,13 @@
-"""How a compiled graph tells what passes: two ops, and who hears of them by a ticket."""
+"""How a compiled graph tells what passes: two ops, and who hears of them by a ticket.
+
+``gaff::tell_`` is called in the forward with values, ``gaff::arrive`` in the backward with gradients; they compute
+nothing and return nothing. ``tell_`` writes to a token instead, which keeps it in the graph and in order; it is not
+repeated when a checkpoint inside the graph recomputes. ``arrive`` has an ordered effect.
+
+A *ticket* is a tensor that holds the number of a ``Receiver``, a *place* the number of one call in the compiled code. A
+graph is compiled once and runs with other tickets, so it serves many receivers, and many calls of each: every frame
+that runs uses up one ticket, and a ticket and a place together name one call.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +36,18 @@ Call = tuple[int, int, int]  # a ticket, a place and a thread: one call, once
 
 
 def _define() -> None:
-    """Define the two ops when a session first needs them."""
+    """Define the ops when a session first needs them, once in a process, whatever thread comes first."""
     with _LOCK:
         _ops()
 
 
 @cache
 def _ops() -> Any:
+    """Define the ops; their library must be held, or they are gone.
+
+    They are marked as unsafe in CUDA graphs, since they run Python. Those that end in ``_any`` take tensors in
+    whatever strides they have, so that the compiler need not copy them into those of the eager model.
+    """
     library = torch.library.Library("gaff", "FRAGMENT")
     tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
     for ending, more in (("", ()), ("_any", (torch.Tag.flexible_layout,))):  # whether any strides will do
@@ -52,6 +66,7 @@ def _ops() -> Any:
 
 @cache
 def _leave_uncompiled(kind: type[Receiver]) -> None:
+    """Keep Dynamo from compiling a hook's own frame where the code around it is not compiled."""
     call: Any = getattr(kind, "__call__", None)  # noqa: B004  # its function, where it is a hook itself
     if hasattr(call, "__code__"):
         compiler.leave_uncompiled(call)
@@ -59,16 +74,17 @@ def _leave_uncompiled(kind: type[Receiver]) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def new_place() -> int:
-    """A number for one call in traced code: runs while torch traces."""
+    """A number for one call in compiled code: drawn while Dynamo compiles, and a constant of the graph."""
     return next(_PLACES)
 
 
 def tell(
     values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str, *, is_flexible: bool = False
 ) -> None:
-    """Traced: let whoever has the ticket hear of ``values``; with ``is_flexible`` in whatever strides they have now.
+    """While Dynamo compiles: let whoever has the ticket hear of ``values``, whose structure is ``what``.
 
-    Complex ones go as pairs of numbers: Inductor takes no operation that writes (to the token) among complex tensors.
+    ``token`` keeps the order. With ``is_flexible`` the values are told in whatever strides they have then. Complex
+    ones go as pairs of numbers: Inductor takes no operation that writes (to the token) among complex tensors.
     """
     pairs = [number for number, value in enumerate(values) if value.is_complex()]
     plain = [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in values]
@@ -77,6 +93,11 @@ def tell(
 
 
 def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what: str, pairs: list[int]) -> None:
+    """The op itself, in the forward: ordinary Python, on the thread that runs the graph, on the true values.
+
+    Notes what shows whether the autograd graph is still alive, and gives the receiver a new ticket for the next frame.
+    A ticket that nobody holds any more is ignored.
+    """
     number = int(ticket)
     receiver = _RECEIVERS.get(number)
     if receiver is not None:
@@ -90,6 +111,7 @@ def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what:
 
 
 def _arrive(gradients: list[Tensor], ticket: Tensor, place: int, number: int) -> None:
+    """The op itself, in the backward: hand the gradient of tensor ``number`` of a call to whoever hears of it."""
     receiver = _RECEIVERS.get(int(ticket))
     if receiver is not None:
         _mark(gradients, receiver)
@@ -97,7 +119,11 @@ def _arrive(gradients: list[Tensor], ticket: Tensor, place: int, number: int) ->
 
 
 class Inside:
-    """What the taps of one session in compiled code share."""
+    """What the taps of one session in compiled code share: the token, the wanted reduction, and all receivers.
+
+    ``reduce``: what everybody who listens wants of a tensor, computed in the graph and told in its place, so that the
+    compiler need not write the tensor down.
+    """
 
     def __init__(self, *, has_marks: bool, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
         _define()
@@ -107,14 +133,19 @@ class Inside:
         self.receivers: list[Receiver] = []
 
     def close(self) -> None:
-        """Whatever graph still tells something, nobody hears it."""
+        """Let nobody hear of it, whatever compiled graph still tells something; tickets mean nothing from then on."""
         for receiver in self.receivers:
             receiver.forget()
         self.receivers.clear()
 
 
 class Receiver(ABC):
-    """Hears of one module, at one side. ``ticket`` is another tensor for each frame of compiled code that runs."""
+    """Hears of one module, at one side. ``ticket`` is another tensor for each frame of compiled code that runs.
+
+    Every hook and edit inside compiled code is one. It is found by number in a table of the process. A ticket is
+    needed as long as a backward may bring gradients for it: that is told by the memory of the ticket, which the graph
+    holds until then. Dead ones are dropped when there are many.
+    """
 
     def __init__(self, inside: Inside) -> None:
         _leave_uncompiled(type(self))
@@ -130,20 +161,27 @@ class Receiver(ABC):
         inside.receivers.append(self)
 
     def renew(self, number: int) -> None:
-        """A frame with this ticket is running: the next one gets another."""
+        """Take a new ticket for the next frame: one with ``number`` is running, and may tell several times."""
         if number == self._latest:
             self.ticket = self._new_ticket()
 
     def parts(self, values: list[Tensor]) -> list[Tensor]:
-        """Traced: what is told of tensors."""
+        """While Dynamo compiles: what is told of tensors, detached, reduced where all agree on that."""
         return [part_of(one.detach(), self.reduce) for one in values]
 
     @abstractmethod
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
-        """The graph has come by, with ``values`` of the structure ``what``."""
+        """The compiled graph has come by, with ``values`` of the structure ``what``; in forwards and in recomputations.
+
+        Must not keep the values beyond the call without a copy: compiled code uses their memory again.
+        """
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
-        """A gradient has come for one tensor of a call: the hooks on what stands for it hear of it."""
+        """A gradient has come for one tensor of a call: the hooks on what stands for it hear of it.
+
+        A device's backward runs on another thread than its forward; the call is then found by ticket and place, if
+        frames with that ticket ran on one thread only.
+        """
         stands = self.waiting.get(call)
         if stands is None and len(self.tellers.get(call[0], ())) == 1:  # backward runs on another thread
             found = [one for known, one in self.waiting.items() if known[:2] == call[:2]]
@@ -153,7 +191,7 @@ class Receiver(ABC):
                 hook(gradients[0])
 
     def forget(self) -> None:
-        """Hear nothing any more."""
+        """Take all tickets out of the table: nothing is heard any more."""
         with _LOCK:
             for number in self._numbers:
                 _RECEIVERS.pop(number, None)
@@ -163,6 +201,7 @@ class Receiver(ABC):
         self.waiting.clear()
 
     def _new_ticket(self) -> Tensor:
+        """Make a ticket with the next number and enter it into the table, under a lock."""
         with _LOCK:
             self._latest = number = next(_NUMBERS)
             _RECEIVERS[number] = self
@@ -175,11 +214,11 @@ class Receiver(ABC):
         return ticket
 
     def has_living_graph(self) -> bool:
-        """Whether a graph is alive that may still bring gradients."""
+        """Whether an autograd graph is alive that may still bring gradients."""
         return any(lives_on() for number, lives in self.lives.items() if number != self._latest for lives_on in lives)
 
     def _drop_dead(self) -> None:
-        """Forget the tickets that no graph holds any more."""
+        """Forget the tickets that no autograd graph holds any more."""
         for number in list(self._numbers):
             lives = self.lives.get(number)
             if number != self._latest and lives is not None and not any(lives_on() for lives_on in lives):
@@ -192,24 +231,31 @@ class Receiver(ABC):
         self._most = max(_FEW, 2 * len(self._numbers))
 
     def __reduce__(self) -> Any:
+        """A copy or pickle of the module gets a hook that does nothing."""
         return getattr, (nullcontext(), "__exit__")  # a copy of the module gets a hook that does nothing
 
 
 def is_view(value: Any) -> bool:
-    """Whether a tensor is a view of another, in traced code, too."""
+    """Whether a tensor is a view of another; also answers while Dynamo compiles."""
     return isinstance(value, Tensor) and value._base is not None
 
 
 def tell_gradients(
     values: list[Tensor], ticket: Tensor, place: int, reduce: Any = None, *, is_flexible: bool = False
 ) -> None:
-    """Traced: let the gradient of each tensor be told."""
+    """While Dynamo compiles: let the gradient of each tensor be told that requires grad and is no view.
+
+    ``place`` and ``ticket`` must be those of the call in which the values were told; a tensor's number is its place in
+    ``values``. Views are left out, since one may be changed in place later, and its gradient then comes in parts.
+    """
     for number, value in enumerate(values):
         if value.requires_grad and not is_view(value):
             value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
 
 
 def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:
+    """The tensor hook that tells a gradient, for Dynamo to put into the backward's graph."""
+
     def arrived(gradient: Tensor) -> None:
         op = torch.ops.gaff.arrive_any if is_flexible else torch.ops.gaff.arrive
         op([part_of(gradient.detach(), reduce)], ticket, place, number)
@@ -218,7 +264,7 @@ def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: 
 
 
 def part_of(tensor: Tensor, reduce: Any) -> Tensor:
-    """Traced: ``reduce(tensor)``, so that the compiler need not write the tensor down.
+    """While Dynamo compiles: ``reduce(tensor)``, so that the compiler need not write the tensor down.
 
     Not of half precision: Inductor would leave out the rounding, and what it overflows, too.
     """
@@ -226,6 +272,7 @@ def part_of(tensor: Tensor, reduce: Any) -> Tensor:
 
 
 def _mark(values: Iterable[Tensor], receiver: Receiver) -> None:
+    """Mark values that are a number in the place of a tensor, so that streams do not reduce them again."""
     for value in values if receiver.reduce is not None else ():
         if value.dtype in _REDUCIBLE:
             compiler.mark_reduced(value)

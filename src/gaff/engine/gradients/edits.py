@@ -110,7 +110,7 @@ class ShareChange(GradientArm):
         return output
 
     def exit_half(self) -> ShareLeave:
-        """The half that runs when the module returns."""
+        """The half that runs when the module returns, to be hung on the same node."""
         return ShareLeave(self.leave)
 
     def _frame(self, passage: Passage) -> Frame:

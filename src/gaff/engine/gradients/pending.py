@@ -162,11 +162,11 @@ class ArmedShare(ArmedView):
 
 
 class ArmedLeaf(Armed):
-    """On a leaf, which outlives the graph: the gradient belongs to the run whose backward pass brings it.
+    """On a leaf, which outlives the autograd graph: the gradient belongs to the run whose backward pass brings it.
 
     Each run that met the leaf has a hook of its own on it, and all of them fire. Which run's pass it is, is known by
-    then: gradients of tensors inside its graph have come by before (``Gradients.seen``). One pass over several runs
-    sums their gradients before the leaf hears of them; the total is told with the run that came last.
+    then: gradients of tensors inside its autograd graph have come by before (``Gradients.seen``). One pass over
+    several runs sums their gradients before the leaf hears of them; the total is told with the run that came last.
     """
 
     __slots__ = ("_told_with",)
@@ -177,7 +177,7 @@ class ArmedLeaf(Armed):
         self._told_with: int | None = None
 
     def is_dead(self) -> bool:
-        """Whether the graph of its run is gone; the leaf's own accumulator is there to stay."""
+        """Whether the autograd graph of its run is gone; the leaf's own accumulator is there to stay."""
         return self.run.life is not None and self.run.life() is None
 
     def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
@@ -302,7 +302,7 @@ class Gradients:
         self._later.append((weakref.ref(tensor), stream, run, call))
 
     def add(self, armed: Armed) -> None:
-        """Keep an armed hook until its graph is gone, to remove it at closing."""
+        """Keep an armed hook until its autograd graph is gone, to remove it at closing."""
         self._armed.append(armed)
         if len(self._armed) > self._prune_at:
             self._prune()

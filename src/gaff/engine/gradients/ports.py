@@ -43,7 +43,7 @@ class GradientArm:
             self._stream.absent(run, call, NO_GRAD_MODE)
 
     def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
-        """A call without grad mode, which a reentrant checkpoint may run again with a graph: nothing to do."""
+        """A call without grad mode, which a reentrant checkpoint may run again with grad: nothing to do."""
 
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call

@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 def used_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
     """Identities of the leaf tensors that ``outputs`` depend on, such as the parameters that took part in a run.
 
-    None where the graph does not tell: nothing requires grad, or a reentrant checkpoint hides what it will recompute.
-    Walks all of the graph; nothing is held afterwards.
+    None where the autograd graph does not tell: nothing requires grad, or a reentrant checkpoint hides what it will
+    recompute. Walks all of the graph; nothing is held afterwards.
     """
     waiting: list[Node] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     if not waiting:

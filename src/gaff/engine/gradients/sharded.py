@@ -29,6 +29,7 @@ class ShardListener(Protocol):
 
     def coming(self) -> None:
         """Backward has reached the gathered parameter: its gradient will be reduced."""
+
     def reduced(self, gradient: Tensor) -> Tensor | None:
         """The gradient after the reduction, before it is added to ``grad``; returns another one, or None."""
 
@@ -143,7 +144,7 @@ class _Reduction:
         return found  # type: ignore[no-any-return]
 
     def leave(self, one: ShardedGradient) -> None:
-        """The last one leaves FSDP2 its own function."""
+        """Follow ``one`` no more; with the last one FSDP2 has its own function again."""
         self.followed.discard(one)
         if not self.followed:
             vars(self._group()).pop("post_backward", None)

@@ -1,4 +1,4 @@
-"""A module's own share of the gradient at its input, found by walking the graph; nothing is inserted into it.
+"""A module's own share of the gradient at its input, found by walking the autograd graph; nothing is inserted.
 
 A tensor that goes into a module may also be used elsewhere, in a residual connection for instance; its gradient is
 then the sum of several parts, of which autograd keeps none. This is about the part that passes through the module.
@@ -99,7 +99,7 @@ class ShareExit(ExitArm):
 
 
 class _ShareOfLate(Stream):
-    """For an input that came to require grad after the module was entered: its share is not known."""
+    """Stands for a stream whose input came to require grad after the module was entered: its share is refused."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -209,7 +209,7 @@ def find_feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: in
 
 
 def _kept_by(module: nn.Module) -> Iterable[Tensor]:
-    """Tensors that a module keeps as attributes: a loss put aside during the call also carries a share."""
+    """The tensors that a module keeps as attributes: a loss put aside during the call carries a share, too."""
     for inner in module.modules():
         for name, value in vars(inner).items():
             if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, (Tensor, list, tuple, dict)):

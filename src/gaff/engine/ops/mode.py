@@ -193,7 +193,7 @@ class Scope:
         self.listeners.clear()
 
     def settle(self) -> None:
-        """The session closes: of every op that never came, say what the module ran instead."""
+        """Say of every op that was asked for and never came what the module ran instead; the session closes."""
         if not self.was_called:
             return
         where = f"the own forward of {self.path or 'the model'} <{type(self.owner.module).__name__}>"
@@ -204,7 +204,7 @@ class Scope:
                 want.stream.skip(f"there is no such op in {where}, which ran {ran}")
 
     def _numbered(self, name: str) -> str:
-        """``add#0 to #2``, where it is known how many there were."""
+        """The name of an op with its numbers, ``add#0 to #2``, where it is known how many there were."""
         row = self.rows.get(name)
         count = len(row.nodes) if row is not None else 0
         return name if not count else f"{name}#0" if count == 1 else f"{name}#0 to #{count - 1}"
@@ -493,14 +493,20 @@ class OpMode(TorchFunctionMode):
         return args, kwargs, heard
 
     def _target(self, written: Written, args: Any, kwargs: Any, *, has_values: bool) -> Tensor | None:
-        """What an edited op must write to in the end; None where it can do so itself."""
+        """What an edited op must write to in the end; None where it can do so itself.
+
+        Raises PlanError where an edit gave another input to an op that changes the shape of its input itself.
+        """
         is_changed = written.target is not None and written.of(args, kwargs) is not written.target
         if is_changed and written.is_reshaped:
             raise PlanError("an op that changes the shape of its input itself cannot be given another: edit its output")
         return written.target if (is_changed or has_values) and not written.is_reshaped else None
 
     def _leave_op(self, events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any) -> Any:
-        """Edits of the value first, then gradients and whoever looks. ``written``: an op that worked on a copy."""
+        """Make the edits of the value first, then set gradient hooks and tell whoever looks; what the op returns.
+
+        ``written``: of an op that worked on a copy. The edited value is copied into what it should have written to.
+        """
         value = args[0] if output is None else output
         for event in events:
             fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
@@ -528,7 +534,7 @@ class OpMode(TorchFunctionMode):
 
 
 class _Modes(threading.local):
-    """The mode of each thread."""
+    """The mode of each thread, made when the thread first asks."""
 
     def __init__(self) -> None:
         self.mode = OpMode()

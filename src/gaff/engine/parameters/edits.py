@@ -74,7 +74,10 @@ class Swap:
             self._standing.add(self, new)
 
     def end_unit(self) -> None:
-        """FSDP2 is about to give it back. Raises ExactnessError where the model wrote into what stood in."""
+        """Put the parameter back, which FSDP2 is about to free.
+
+        Raises ExactnessError where the model wrote into what stood in.
+        """
         if not self.restore():
             raise ExactnessError(
                 f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "
@@ -82,7 +85,7 @@ class Swap:
             )
 
     def end(self, run: Run, output: Any) -> None:
-        """The run is over. Raises ExactnessError where the model wrote into what stood in."""
+        """Put the parameter back: the run is over. Raises ExactnessError where the model wrote into what stood in."""
         self._passages.pop(run, None)
         self._made.pop(run, None)
         if not self.restore():

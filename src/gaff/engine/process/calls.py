@@ -27,7 +27,10 @@ Surround = Callable[[nn.Module, Any, Any, Callable[..., Any]], Any]
 
 
 def is_hidden() -> bool:
-    """Whether this code is being compiled, exported or scripted: what is done here would become part of the result."""
+    """Whether this code is being compiled, exported, or recorded by ``torch.jit.trace``.
+
+    What is done in such code would become part of the result, and outlive whoever asked for it.
+    """
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
@@ -141,6 +144,7 @@ class Outermost:
         self._calls.close()
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
+        """Make the call, with ``begin`` and ``end`` around it where it is an outermost one of ours."""
         is_one = any(module is model for model in self._models)
         if not is_one or self._is_running or get_ident() != self._thread:
             return call(module, *args, **kwargs)
@@ -266,6 +270,11 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _backward(original: Any) -> Any:
+    """``torch.autograd.backward``, which tells before it begins.
+
+    Not inside another backward pass, nor in code that is being compiled.
+    """
+
     def backward(*args: Any, **kwargs: Any) -> Any:
         if autograd.backward_task() == -1 and not is_hidden():
             for told in list(_OPEN):
@@ -303,6 +312,12 @@ def _scaler_step(original: Any) -> Any:
 
 
 def _compile(original: Any) -> Any:
+    """``torch.compile``, which tells what has been compiled.
+
+    That is the module which it made of a module, or the function that it was given; used as a decorator with options it
+    tells nothing.
+    """
+
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         compiled = original(model, *args, **kwargs)
         if model is not None:

@@ -18,8 +18,8 @@ class RootWatch:
 
     Global hooks would come too late: torch looks up a module's own hooks before it calls them. So the one method
     through which all modules are called is wrapped while this is open. For the command line, which owns its process. A
-    module inside one that was found is not found again, when it is called alone. Found modules are held until this
-    ends, so that no other gets the identity by which they are known.
+    module inside one that was found is not found again, when it is called alone. Found modules are held as long as this
+    lives, so that no other gets the identity by which they are known.
     """
 
     def __init__(self, found: Callable[[nn.Module], None]) -> None:

@@ -93,6 +93,7 @@ class StepGuard:
         self.has_skipped = False  # the last step
 
     def open(self) -> None:
+        """Register the hooks on the optimizer; those that it has already are called before them."""
         _GUARDS.setdefault(self._optimizer, WeakSet()).add(self)
         self._handles.callback(self._restore)  # whatever an exception left
         self._handles.callback(self._optimizer.register_step_pre_hook(self._pre).remove)
@@ -117,7 +118,7 @@ class StepGuard:
         return is_plain or all(any(value is not None for value in state.get(one, {}).values()) for one in given)
 
     def parameters(self) -> list[Tensor]:
-        """All parameters, in the optimizer's order, as they are now."""
+        """All parameters of the optimizer, in its order, as they are at this moment."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def is_overflow_of_scaler(self) -> bool:
@@ -184,7 +185,10 @@ class StepGuard:
         return evaluate
 
     def _drop(self) -> None:
-        """No gradient, no step: also for what an optimizer keeps beside its parameter groups."""
+        """Take all gradients away, so that the step does nothing.
+
+        Without gradients also what an optimizer keeps beside its parameter groups stays as it is.
+        """
         self.has_skipped = True
         for one in self.parameters():
             if one.grad is not None:
@@ -204,6 +208,7 @@ class StepGuard:
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _tell(self, skip: Tensor) -> None:
+        """Give the optimizer a flag to read on the device: ``found_inf``, joined with a GradScaler's own."""
         known = getattr(self._optimizer, "found_inf", None)
         if self._optimizer not in _TELLS:  # another guard of the same optimizer has it to put back
             self._found = [known]
@@ -215,9 +220,9 @@ class StepGuard:
 class BackwardGuard:
     """Calls ``change(parameter, gradient)`` for each gradient as backward brings it; its result goes on.
 
-    It is called inside backward, once for each contribution that autograd adds up first, before ``parameter.grad`` is
-    written. Parameters are held weakly, and known by identity: a tensor cannot be compared by ``==``. FSDP2's come by
-    another way, after they were reduced over processes.
+    It is called inside backward, as a rule once a pass, with what autograd has added up in it, before that is added to
+    ``parameter.grad``. Parameters are held weakly, and known by identity: tensors cannot be compared by ``==``. FSDP2's
+    come by another way, after they were reduced over processes.
     """
 
     def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -226,7 +231,11 @@ class BackwardGuard:
         self._sharded: dict[int, _Listener] = {}
 
     def follow(self, parameters: Iterable[Tensor], model: Any = None) -> None:
-        """Also those of these parameters that came later, or to require grad. ``model``: whose FSDP2's are."""
+        """Follow these parameters, besides those that are followed already.
+
+        To be called again when some have come, or have come to require grad. ``model``: whose FSDP2's parameters are;
+        without it they are taken for ordinary ones.
+        """
         shards = distributed.sharded_parameters(model) if model is not None else {}
         records = {id(record.sharded_param): record for record, _ in shards.values()}
         for parameter in parameters:
@@ -268,7 +277,7 @@ class _Listener:
         self._parameter = ref(parameter)
 
     def coming(self) -> None:
-        """Nothing is asked before the reduction."""
+        """Do nothing: before the reduction there is no gradient to change."""
 
     def reduced(self, gradient: Tensor) -> Tensor | None:
         """The gradient to go on with; None, for no change, where the parameter is gone."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gaff.compat import extras
 from gaff.errors import PlanError
 from gaff.inspection.diff.difference import Difference
 from gaff.inspection.trace import Trace
@@ -42,8 +42,7 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
 
         return part_traces(one, other, names, tolerance)
     if isinstance(one, Record) and isinstance(other, Record):
-        if find_spec("numpy") is None:
-            raise PlanError("diff of two runs needs numpy, which is not installed: pip install 'gaff[page]'")
+        extras.need("numpy", "page", for_="a comparison of two runs")
         from gaff.inspection.diff.runs import part_records
 
         return part_records(one, other, names, tolerance)

@@ -11,11 +11,10 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gaff.errors import PlanError
+from gaff.compat import extras
 from gaff.views.notebook import framed
 from gaff.views.run_text import number
 from gaff.views.text import table
@@ -109,7 +108,7 @@ class Difference:
     __repr__ = __str__
 
     def _shown(self) -> list[DiffRow]:
-        """What comes just before the first that parted, and what follows."""
+        """The rows that the text shows: from just before the first that parted; if none did, those that differ most."""
         if self.first is None:
             return sorted(self.rows, key=lambda row: -row.delta)[: _ROWS // 3]
         at = self.rows.index(self.first)
@@ -135,8 +134,7 @@ class Difference:
 
     def to_html(self) -> str:
         """A page that shows all rows. Raises PlanError without numpy."""
-        if find_spec("numpy") is None:
-            raise PlanError("a page needs numpy, which is not installed: pip install 'gaff[page]'")
+        extras.need("numpy", "page", for_="a page of a difference")
         from gaff.views.page.diff import document
 
         return document(self.to_dict()).to_html()

@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class Pair(NamedTuple):
-    """Places in both lists, and what they were matched by."""
+    """Two rows that are the same thing: their places in both lists, and what they were matched by."""
 
     a: int
     b: int

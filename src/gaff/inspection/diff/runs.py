@@ -45,10 +45,11 @@ class Line(NamedTuple):
 
 
 def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float | None) -> Difference:
-    """For each site the first step at which the two differ by more than their own noise.
+    """The difference of two records, under these names: for each site the first step at which it is more than noise.
 
     The noise of a site is the median change of the logarithm of its rms from one look to the next, in the calmer of
-    both; four standard deviations of it, and never less than rounding, are allowed.
+    both; four standard deviations of it, and never less than rounding, are allowed, or ``tolerance`` where it is
+    given. Rows that parted come first, by step and then in the order of a step; the others follow.
     """
     lines_a, lines_b = _lines(a), _lines(b)
     pairs, left_a, left_b = pair_up(
@@ -128,7 +129,10 @@ def _least(lines: list[Line]) -> dict[str, float]:
 
 
 def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> DiffRow | None:
-    """The first step that both runs looked at, but at which only one of them has this site; its own steps aside."""
+    """A row for a site that only one of both runs has at a step at which both looked; None where there is no such step.
+
+    ``looked``: the training steps that both have looked at.
+    """
     if one.phase != "train" or (one.port in ("param", "grad", "update") and not looked):
         return None
     a, b = ({int(step) for step in line.steps} & looked for line in (one, other))

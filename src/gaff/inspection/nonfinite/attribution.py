@@ -1,4 +1,8 @@
-"""What runs now, to tell whose a tensor is that no op of a module has made: hooks, other processes, the past."""
+"""What runs now, to tell whose a tensor is that no op of a module has made: hooks, other processes, the past.
+
+The examination sees the ops of modules. A tensor that is not finite and came from none of them is met sooner or later,
+as an input of an op or of a module, and has to be blamed on something.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ from gaff.inspection.nonfinite.ranges import range_of
 
 
 class Now:
-    """The fields are kept by who watches the ops."""
+    """What runs at this moment. The fields are kept by the examination, which watches the ops.
+
+    ``inside`` is a stack: its last path is the module in whose forward the next op will be.
+    """
 
     def __init__(self) -> None:
         self.inside = [""]  # paths of the modules that run now
@@ -23,14 +30,21 @@ class Now:
         self.is_spread = False  # whether other processes have parts of the model
 
     def made_of(self, tensor: Tensor, nodes: NodeWatch, site: Site) -> Made:
-        """Whose a tensor is that is not finite. ``site``: what it is where it was met."""
+        """Whose a tensor is that is not finite. ``site``: what it is where it was met.
+
+        Asked are, in this order: parameters that are gathered from other processes, the autograd node that made it,
+        whether it came up while the step ran. What nobody has made was there before the step. Waits for the device.
+        """
         made = self._held(tensor) or self._handed_on(tensor, nodes)
         if made is None and (tensor.grad_fn is not None or (self.ops and (self.is_spread or self.inside[-1]))):
             made = self._made_here(tensor, site)
         return made or before(tensor, site, is_meant=is_mask(tensor))
 
     def _held(self, tensor: Tensor) -> Made | None:
-        """A parameter of the module that runs, gathered from several processes for as long as it does."""
+        """The origin of a parameter of the module that runs, gathered from several processes for as long as it does.
+
+        Such a parameter is another tensor than the one that was looked at before the step.
+        """
         path = self.inside[-1]
         for name, parameter in self.modules[path]._parameters.items() if self.is_spread else ():
             if parameter is tensor:
@@ -38,7 +52,13 @@ class Now:
         return None
 
     def _handed_on(self, tensor: Tensor, nodes: NodeWatch) -> Made | None:
-        """Something that is no op of a module was given what was bad already."""
+        """The origin of what something was given that is no op of a module, and hands on what was bad already.
+
+        Nodes of conversions between processes are looked past. Values that were meant (a mask's -inf) account for what
+        is handed on only as far as it is of their kind: a NaN, or a +inf that was not there, is a new one, and None is
+        returned. With other processes, and without an autograd node, the last op is taken: what came between is moving
+        between processes.
+        """
         found = (ran.bad.get(which) for ran, which in nodes.owners_behind(tensor, distributed.CONVERSIONS))
         made = next((one for one in found if one is not None), None)
         if made is None and self.is_spread and tensor.grad_fn is None:
@@ -49,7 +69,11 @@ class Now:
         return None if is_new else made
 
     def _made_here(self, tensor: Tensor, site: Site) -> Made:
-        """A custom Function, somebody's hook, or another process has made it."""
+        """The origin of what this step made in no op of a module: in a custom Function, a hook, or another process.
+
+        The name of the autograd node tells which Function; without one, and with other processes in the model, it is
+        theirs.
+        """
         name = tensor.grad_fn.name().rpartition("::")[2] if tensor.grad_fn is not None else ""
         name = name.rstrip("0123456789").removesuffix("Backward")
         cause = f"it came from {name}, a custom autograd Function, or an op in somebody's hook"
@@ -64,7 +88,10 @@ class Now:
 
 
 def before(tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:
-    """What was there before the step."""
+    """The origin of what was there before the step: a parameter, a buffer, a gradient, an input.
+
+    Waits for the device.
+    """
     output = range_of(tensor, "value")
     kind = {"param": "the parameter", "buffer": "the buffer", "grad": "the gradient"}.get(site.port, "the input")
     cause = f"{kind} held {output.kinds} before the step; what made it lies before this"

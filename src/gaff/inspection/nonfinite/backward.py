@@ -1,4 +1,8 @@
-"""A backward pass written down: which nodes ran, what they handed on, and where the first bad gradient began."""
+"""A backward pass written down: which nodes ran, what they handed on, and where the first bad gradient began.
+
+Backward runs from the loss to the leaves, so the first node that was given finite gradients and handed on others is no
+proof: what it made may never reach a leaf. ``Trail.origin`` therefore goes back from what has reached a leaf.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,11 @@ from gaff.inspection.op_log import Producers, code_at, place_text
 
 @dataclass(slots=True)
 class Passed:
-    """An autograd node that ran. ``bad``: which of the gradients that it handed on are not finite."""
+    """An autograd node that ran. ``bad``: which of the gradients that it handed on are not finite, by position.
+
+    ``is_bad``: whether one that came was not. ``is_overflow_of_scale``: it would have handed on finite ones without a
+    GradScaler's factor.
+    """
 
     seen: Seen
     is_bad: bool
@@ -29,7 +37,11 @@ class Passed:
 
 
 class Trail:
-    """Looks at every node that runs. ``scale``: a GradScaler's factor on the loss, once it is known."""
+    """Looks at every node that runs. ``scale``: a GradScaler's factor on the loss, once it is known.
+
+    Owned by an examination, which follows tensors with ``nodes`` and closes it at the end; owners of nodes are
+    ``Ran``. Nodes are held until then. ``len`` is how many have run.
+    """
 
     def __init__(self) -> None:
         self.nodes = NodeWatch(self._ran)
@@ -47,6 +59,11 @@ class Trail:
         return sum(one.seen.variable is None for one in self._passed)
 
     def _ran(self, seen: Seen, incoming: Gradients, outgoing: Gradients) -> None:
+        """Called by the watch as backward has run a node: note whether what came and what it handed on is finite.
+
+        Ranges are taken only at a node that made something bad of what was finite. The first node of a backward pass
+        belongs to its loss: where that was not finite, what made it is noted in ``lost``. Waits for the device.
+        """
         is_bad = any(one is not None and has_nonfinite(one) for one in incoming)
         bad = frozenset(at for at, one in enumerate(outgoing) if one is not None and has_nonfinite(one))
         ranges = None
@@ -68,7 +85,11 @@ class Trail:
         self._passed.append(Passed(seen, is_bad, bad, ranges, is_scale))
 
     def _fits_unscaled(self, seen: Seen, incoming: Gradients) -> bool:
-        """Whether the node would hand on finite gradients had the loss not been multiplied by the scaler's factor."""
+        """Whether the node would hand on finite gradients had the loss not been multiplied by the scaler's factor.
+
+        Derivatives are linear in the gradient that comes, so the node is run again on gradients divided by it. Where
+        the node cannot be run again the answer is no.
+        """
         scaled = [None if one is None else one / (self.scale or 1.0) for one in incoming]
         try:
             handed = seen.node(*scaled)  # type: ignore[operator]
@@ -78,7 +99,11 @@ class Trail:
         return not any(isinstance(one, Tensor) and has_nonfinite(one) for one in handed)
 
     def origin(self) -> Passed | None:
-        """From a leaf with a non-finite gradient back along what fed it, to the node that was given finite ones."""
+        """The node at which gradients that reached a leaf began to be bad; None where no leaf got a bad one.
+
+        Goes from each leaf with a non-finite gradient back along what fed it, to nodes that were given finite ones, or
+        whose bad ones nobody handed them; of several the one that ran first.
+        """
         by_node = {id(one.seen): one for one in self._passed}
         feeding: dict[int, list[Passed]] = {}
         for one in self._passed:
@@ -106,7 +131,7 @@ class Trail:
         return sum(one is not None and one[0] is origin.seen for one in onward)
 
     def tell(self, origin: Passed, producers: Producers, notes: list[str], ops: int) -> Report:
-        """The report of a gradient that began to be bad at ``origin``."""
+        """The report of a gradient that began to be bad at ``origin``; ``ops``: of the step, forward and backward."""
         position = ops - self.ops + self._passed.index(origin)
         ran = origin.seen.owner
         name = origin.seen.name
@@ -146,6 +171,9 @@ class Trail:
 
 
 def _reaches_leaf(passed: Passed) -> bool:
-    """Whether a node handed something bad to a leaf, also where ``autograd.grad`` took it and nothing accumulated."""
+    """Whether a node handed something bad to a leaf, also where ``autograd.grad`` took it and nothing accumulated.
+
+    Then the leaf's own node does not run, and cannot be where the search begins.
+    """
     onward = [passed.seen.onward[at] for at in passed.bad if at < len(passed.seen.onward)]
     return any(one is not None and one[0].variable is not None for one in onward)

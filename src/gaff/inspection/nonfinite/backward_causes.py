@@ -1,4 +1,8 @@
-"""The likely cause of a NaN or inf in a backward pass, from the autograd node and from what its op was given."""
+"""The likely cause of a NaN or inf in a backward pass, from the autograd node and from what its op was given.
+
+``STEEP`` names the ops whose inputs the examination has to note in the forward pass, because in backward they may be
+overwritten or gone: those with a derivative that is infinite somewhere, and a few more.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,12 @@ _ALWAYS_AT_EDGE = ("std", "acos", "arccos", "asin", "arcsin", "atanh", "logit", 
 
 
 def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, handed: Range) -> str:
-    """``given``: the op's inputs in forward; ``came``, ``handed``: the gradients at ``node``, finite and not."""
+    """The likely cause, as a sentence: what made gradients that are not finite of finite ones at ``node``.
+
+    ``given``: the op's inputs in forward; ``came``, ``handed``: the gradients at ``node``, finite and not. Asked are,
+    in this order: infinite inputs, a steep derivative met by an input of 0, overflow. A gradient that came counts as
+    too large itself above half the fourth root of what its type holds, which is chosen.
+    """
     steep = STEEP.get(op.strip("_"), "")
     zeros = sum(one.zeros for one in given)
     infinite = [one for one in given if not one.is_finite]

@@ -1,4 +1,8 @@
-"""The likely cause of a NaN or inf in the forward, from the op and from what came into it: one small rule a family."""
+"""The likely cause of a NaN or inf in the forward, from the op and from what came into it: one small rule a family.
+
+A rule takes a ``Case`` and returns a sentence, or an empty text where it knows nothing; ``_RULES`` has those of each
+op by name. They are asked once, for the op that began it, so they may read tensors and wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,11 @@ UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An op that made a NaN or inf. ``ranges``: of its tensors, in the order of its arguments."""
+    """An op that made a NaN or inf. ``ranges``: of its tensors, in the order of its arguments.
+
+    ``args``, ``kwargs``: as the op had them, of tensors on several processes the part of this one. An op in place has
+    changed its arguments already: ``ranges`` are of before.
+    """
 
     op: str
     func: Any
@@ -42,7 +50,10 @@ class Case:
 
 
 def cause_of(case: Case) -> str:
-    """One sentence."""
+    """The likely cause, as one sentence: the first that a rule of the op knows, then of what any op may suffer from.
+
+    Waits for the device, and may run the op a second time, in float64.
+    """
     with torch.no_grad(), modes.outside_modes():
         for rule in (*_RULES.get(case.op.strip("_"), ()), _uninitialised, _infinities, _overflow):
             said: str = rule(case)
@@ -52,6 +63,7 @@ def cause_of(case: Case) -> str:
 
 
 def _log(case: Case) -> str:
+    """Logarithms of 0 and below; of -1 and below for ``log1p``."""
     x, shift = case.first, -1 if case.op.startswith("log1p") else 0
     if x is None or x.min is None:
         return ""
@@ -67,6 +79,7 @@ def _log(case: Case) -> str:
 
 
 def _sqrt(case: Case) -> str:
+    """Square roots below 0, and ``rsqrt`` of 0, which divides by it."""
     x = case.first
     if x is None or x.min is None:
         return ""
@@ -78,6 +91,10 @@ def _sqrt(case: Case) -> str:
 
 
 def _pow(case: Case) -> str:
+    """Powers: 0 to a negative one, and negative numbers to one that is no integer.
+
+    Exponents that are tensors are not judged.
+    """
     base, exponent = case.argument(0, "input"), case.argument(1, "exponent")
     if not isinstance(base, Tensor) or isinstance(exponent, Tensor) or exponent is None:
         return ""
@@ -90,6 +107,11 @@ def _pow(case: Case) -> str:
 
 
 def _div(case: Case) -> str:
+    """Division by 0, of a number or of elements of a tensor.
+
+    A number divided by a tensor is run as the tensor's ``__rdiv__`` or ``reciprocal``: there the first argument is the
+    divisor.
+    """
     below = case.argument(1, "other")
     if case.op.strip("_") == "reciprocal" or getattr(case.func, "__name__", "") in ("__rdiv__", "__rtruediv__"):
         below = case.args[0]
@@ -103,6 +125,10 @@ def _div(case: Case) -> str:
 
 
 def _softmax(case: Case) -> str:
+    """Softmax of a row in which every score is -inf, or of one with +inf.
+
+    Both are inf - inf, since the maximum is subtracted. The first is what a mask that closes everything does.
+    """
     scores = case.args[0] if case.args else case.kwargs.get("input")
     dim = case.argument(1, "dim")
     if not isinstance(scores, Tensor) or not can_hold(scores):
@@ -120,6 +146,7 @@ def _softmax(case: Case) -> str:
 
 
 def _attention(case: Case) -> str:
+    """Fused attention with a mask that leaves a query nothing to attend to: a softmax of nothing but -inf inside."""
     mask = case.argument(3, "attn_mask")
     if not isinstance(mask, Tensor):
         return ""
@@ -131,11 +158,13 @@ def _attention(case: Case) -> str:
 
 
 def _normalised(case: Case) -> str:
+    """Norm layers with ``eps=0``, whose variance is 0 where all elements are equal."""
     eps = case.kwargs.get("eps", 1e-5)
     return "" if eps else f"division by zero variance: {case.op} with eps=0 on elements that are all equal"
 
 
 def _std(case: Case) -> str:
+    """Deviations of one element, divided by n - 1 = 0. How many go into one result is told by the sizes."""
     x = case.args[0] if case.args else None
     if not isinstance(x, Tensor):
         return ""
@@ -146,11 +175,13 @@ def _std(case: Case) -> str:
 
 
 def _mean(case: Case) -> str:
+    """Means of no elements."""
     x = case.args[0] if case.args else None
     return "the mean of no elements at all is 0/0" if isinstance(x, Tensor) and x.numel() == 0 else ""
 
 
 def _loss(case: Case) -> str:
+    """Losses averaged over nothing: every target ignored, or an empty batch."""
     target = case.argument(1, "target")
     ignored = case.kwargs.get("ignore_index", -100)
     if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == ignored).all()):
@@ -162,6 +193,7 @@ def _loss(case: Case) -> str:
 
 
 def _cast(case: Case) -> str:
+    """Casts to a type that does not reach as far as the largest number."""
     x, limit = case.first, LIMITS.get(case.output.dtype)
     if x is None or limit is None or x.dtype == case.output.dtype or x.largest <= limit:
         return ""
@@ -169,6 +201,7 @@ def _cast(case: Case) -> str:
 
 
 def _batch_norm(case: Case) -> str:
+    """Batch norm with a negative running variance, of which the square root is taken."""
     variance = case.argument(2, "running_var")
     if isinstance(variance, Tensor) and bool((variance < 0).any()):
         return f"running_var is negative, down to {float(variance.min()):.4g}: it is no variance any more"
@@ -176,12 +209,14 @@ def _batch_norm(case: Case) -> str:
 
 
 def _unit(case: Case) -> str:
+    """``normalize`` with ``eps=0`` of a vector of norm 0."""
     if case.kwargs.get("eps", 1e-12):
         return ""
     return "division by zero: normalize with eps=0 of a vector whose norm is 0"
 
 
 def _masked_attention(case: Case) -> str:
+    """``nn.MultiheadAttention`` with a mask that leaves a query, or an example, nothing to attend to."""
     for name in ("attn_mask", "key_padding_mask"):
         mask = case.kwargs.get(name)
         if isinstance(mask, Tensor):
@@ -194,12 +229,14 @@ def _masked_attention(case: Case) -> str:
 
 
 def _impossible(case: Case) -> str:
+    """Losses that are infinite because they should be: a target of probability 0, a path that does not fit."""
     if any(one.negative_inf for one in case.ranges):
         return "a score of -inf is asked for: what a mask closed is a target, and its loss is +inf"
     return "no path fits the targets: the input is shorter than they need" if case.op == "ctc_loss" else ""
 
 
 def _inside_one(case: Case) -> str:
+    """Functions that are defined between -1 and 1 only, or finite only inside."""
     x = case.first
     if x is None or x.min is None or x.max is None:
         return ""
@@ -209,6 +246,7 @@ def _inside_one(case: Case) -> str:
 
 
 def _logit(case: Case) -> str:
+    """``logit`` of 0 or 1, or of what is no probability."""
     x = case.first
     if x is None or x.min is None or x.max is None or (x.min > 0 and x.max < 1):
         return ""
@@ -216,10 +254,12 @@ def _logit(case: Case) -> str:
 
 
 def _uninitialised(case: Case) -> str:
+    """Memory from ``torch.empty`` and its like, which holds whatever was there."""
     return "memory that was never written to: torch.empty is not zeros" if case.op in UNINITIALISED else ""
 
 
 def _infinities(case: Case) -> str:
+    """Infinite values that were meant and met another, or a zero: the result is a NaN that nobody meant."""
     bad = [one for one in case.ranges if not one.is_finite]
     if not bad:
         return ""
@@ -229,7 +269,11 @@ def _infinities(case: Case) -> str:
 
 
 def _overflow(case: Case) -> str:
-    """Runs the op again in float64: what is finite there was too large for the type."""
+    """Overflow, found by running the op again in float64: what is finite there was too large for the type.
+
+    Not of ops in place or with ``out=``, which would write to the user's tensors again. Where float64 overflows as
+    well nothing more can be said, and a NaN there has another cause.
+    """
     limit = LIMITS.get(case.output.dtype)
     if limit is None or case.op.endswith("_") or "out" in case.kwargs:
         return _exp_limit(case, limit)
@@ -255,6 +299,7 @@ def _overflow(case: Case) -> str:
 
 
 def _exp_limit(case: Case, limit: float | None) -> str:
+    """What can be said of an overflow without running the op again: how large its inputs were, and what fits."""
     x = case.first
     if limit is None or x is None or x.max is None:
         return ""
@@ -264,6 +309,7 @@ def _exp_limit(case: Case, limit: float | None) -> str:
 
 
 def _hint(case: Case) -> str:
+    """What to do about an overflow, where there is a usual remedy."""
     x = case.first
     if case.op.strip("_") in ("exp", "expm1") and x is not None and x.max is not None:
         return f"; exp of {x.max:.4g}: subtract the maximum first"
@@ -278,14 +324,17 @@ def _wide(value: Any) -> Any:
 
 
 def _magnitude(tensor: Tensor) -> float:
+    """The largest magnitude in a tensor."""
     return float(plain(tensor).abs().max())
 
 
 def _number(value: float) -> str:
+    """A number as messages show it."""
     return f"{value:.4g}" if math.isfinite(value) else "more than float64 holds"
 
 
 def _count(value: Any, is_wanted: Callable[[Tensor], Tensor]) -> int:
+    """How many elements of a tensor are wanted; 0 of anything else."""
     return int(is_wanted(value).sum()) if isinstance(value, Tensor) else 0
 
 
@@ -293,6 +342,7 @@ Rule = Callable[[Case], str]
 
 
 def _table(rows: Sequence[tuple[str, Rule]]) -> dict[str, list[Rule]]:
+    """Rules by the name of an op, from rows with several names each; the rules of an op are asked in this order."""
     found: dict[str, list[Rule]] = {}
     for names, rule in rows:
         for name in names.split():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import STATE_PORTS, Site, fits_op, parse
 from gaff.address.nested import iter_deep, iter_tensors, map_tensors
-from gaff.address.resolve import Found, is_container, iter_modules, join, need_module, resolve
+from gaff.address.resolve import called_modules, iter_modules, join, need_module, resolve
 from gaff.compat import distributed
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.process.optimizer import StepWatch
@@ -52,7 +52,11 @@ from gaff.inspection.op_log import Producers, code_at, place_text
 
 
 class Step(nn.Module):
-    """What is examined, as a module around the model: its own ops are those outside the model."""
+    """What is examined, as a module around the model: its own ops are those outside the model.
+
+    A session needs a root whose run the step is. The model has the path ``model`` in it; ``provenance.shown`` turns
+    such addresses into those of the model itself.
+    """
 
     def __init__(self, run: Callable[[], Any], model: nn.Module | None) -> None:
         super().__init__()
@@ -61,6 +65,7 @@ class Step(nn.Module):
             self.model = model
 
     def forward(self) -> Any:
+        """Call the step, as it is, and return what it returns."""
         return self._run()
 
 
@@ -68,7 +73,10 @@ class Examination:
     """Looks at one step. ``allow``: patterns of sites whose non-finite values are meant.
 
     With ``from_step`` it looks at a whole training run, step by step, from the optimizer's step with this number on,
-    and raises NonFiniteError at the first that is bad.
+    and raises NonFiniteError at the first that is bad. Made for one ``run``. A tensor is looked at when it is first
+    met, and marked (``_look``); an op that returned something bad is judged by the marks of what it was given
+    (``_judge``); what reached a loss, an output or a leaf's gradient is told at the end (``_report``), by the earliest
+    mark.
     """
 
     def __init__(self, model: nn.Module | None, allow: Iterable[str] = (), from_step: int | None = None) -> None:
@@ -94,7 +102,7 @@ class Examination:
         self.notes: list[str] = []
 
     def run(self, step: Callable[[], Any]) -> Report:
-        """Call ``step`` once, as it is; its exceptions pass through."""
+        """Call ``step`` once, as it is, and tell what was found; its exceptions pass through, perhaps with a note."""
         around = Step(step, self._model)
         self._producers = Producers(around)
         session = Session(around, list(self._taps(around)))
@@ -119,6 +127,7 @@ class Examination:
             return report if report else self._look_after(around, report)
 
     def _before_step(self, optimizer: Any) -> None:
+        """With ``from_step``, ahead of each optimizer's step: raise NonFiniteError if it was bad, else forget it."""
         self._steps += 1
         if not self._is_asleep:
             report = self._report()
@@ -129,7 +138,7 @@ class Examination:
         self._is_asleep = self._steps + 1 < (self._from_step or 0)
 
     def _explain(self, error: Exception) -> None:
-        """The step raised: where something was not finite, that is why, more often than not."""
+        """Add to an exception of the step what was not finite before: more often than not, that is why."""
         if isinstance(error, NonFiniteError):
             return
         bad = [made for made in self._marks if not made.is_meant]
@@ -138,7 +147,10 @@ class Examination:
             error.add_note(f"gaff: before this was raised, {self._tell(first, self._now.ops)}")
 
     def _look_after(self, around: nn.Module, report: Report) -> Report:
-        """Parameters that are bad now: a gradient that was so before and was added to, or the optimizer's own doing."""
+        """The report of a parameter that is bad after a step in which nothing was found; else ``report`` itself.
+
+        Either its gradient was bad before the step and was added to, or the optimizer made it so.
+        """
         for path, module, _ in iter_modules(around):
             for name, parameter in module._parameters.items():
                 site = Site(join(path, name), port="param")
@@ -151,19 +163,16 @@ class Examination:
         return report
 
     def _taps(self, around: nn.Module) -> Iterable[OpTap | CallTap]:
-        seen: set[int] = set()
-        for path, module, chain in iter_modules(around):
-            if id(module) in seen or is_container(module):
-                continue
-            seen.add(id(module))
-            self._now.modules[path] = module
-            found = Found(Site(path), module, chain)
+        """Taps for the ops of every module, in recomputations too, and for the calls of all but the step itself."""
+        for found in called_modules(around):
+            path = found.site.path
+            self._now.modules[path] = found.module
             yield OpTap(found, self._enter, self._leave, is_again=True)
             if path:
                 yield CallTap(found, partial(self._called, path), self._returned(path))
 
     def _note_state(self, around: nn.Module) -> None:
-        """Parameters and buffers that are bad already come first."""
+        """Mark parameters and buffers that are bad before the step: what comes of them began there."""
         for path, module, _ in iter_modules(around):
             for port, owned in (("param", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in owned.items():
@@ -175,6 +184,7 @@ class Examination:
                         self._bad_gradients.add(id(tensor))
 
     def _note_before(self, tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:
+        """Mark a tensor as bad before the step."""
         made = before(tensor, site, is_meant=is_meant)
         self._marks.put(tensor, made)
         return made
@@ -192,6 +202,7 @@ class Examination:
         return made
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+        """A module is called: what it is given belongs to the module around it, and is looked at."""
         if self._is_asleep:
             return
         given = [tensor for _, tensor in iter_tensors((args, kwargs))]
@@ -201,6 +212,8 @@ class Examination:
             self._look(tensor, Site(path, port="input", key=key))
 
     def _returned(self, path: str) -> Callable[[Any, Any, int], None]:
+        """The tap for when the module at ``path`` returns: it has passed on what is bad, but did not make it."""
+
         def returned(output: Any, run: Any, call: int) -> None:
             tensors = [tensor for _, tensor in iter_tensors(output)] if not self._is_asleep else []
             self._trail.nodes.follow(tensors, Ran(Site(path), None, ()))
@@ -217,6 +230,7 @@ class Examination:
         return returned
 
     def _enter(self, call: OpCall) -> None:
+        """An op begins: look at what it is given; keep the ranges of what it overwrites or backward may ask for."""
         if self._is_asleep:
             return
         given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
@@ -230,6 +244,7 @@ class Examination:
         self._open.append((call, marks, ranges))
 
     def _leave(self, call: OpCall, output: Any) -> None:
+        """An op returned: mark its outputs with where they became bad, and note that for the backward pass."""
         if self._is_asleep or not any(one[0] is call for one in self._open):
             return
         while self._open[-1][0] is not call:
@@ -258,6 +273,7 @@ class Examination:
         self._trail.nodes.follow(tensors, ran)
 
     def _ran_here(self, call: OpCall, given: tuple[Range, ...]) -> Ran:
+        """The op as the backward pass will want to know it, with the user's line."""
         return Ran(call.site, users_place(call.place), given)
 
     def _judge(
@@ -291,10 +307,12 @@ class Examination:
         return Made(call.site, "forward", place, cause, output, tuple(given), position, is_meant, is_scaling(call))
 
     def _range(self, tensor: Tensor, number: int) -> Range:
+        """The range of an op's input, named by its number and by what made it."""
         producer = self._producers.of(tensor)
         return range_of(tensor, f"input[{number}]" + (f" <- {shown(producer)}" if producer else ""))
 
     def _is_allowed(self, site: Site) -> bool:
+        """Whether ``allow`` has a pattern for the op at a site, or for its whole module."""
         path = own_path(site.path)
         for pattern in self._allow:
             is_op = pattern.op is None or fits_op(pattern.op, site.op or "")
@@ -305,13 +323,13 @@ class Examination:
         return False
 
     def _note_scale(self, call: OpCall) -> None:
-        """A GradScaler multiplies the loss: the factor is told apart from the gradients by it."""
+        """Note the factor by which a GradScaler multiplies the loss: backward asks what it would be without."""
         factors = [one for one in iter_deep(call.args) if one.numel() == 1]
         if call.site.op == "mul" and len(factors) >= 2:
             self._trail.scale = float(factors[1])
 
     def _sink(self, output: Any) -> None:
-        """What the step or the model returned: here something non-finite matters, if it was not meant."""
+        """Note what is bad in what the step or the model returned: here it matters, if it was not meant."""
         for _, tensor in iter_tensors(output):
             made = self._look(tensor, RETURNED)
             if made is not None and (not made.is_meant or has_nan(tensor)):
@@ -320,6 +338,7 @@ class Examination:
                 self._sinks.append(made)  # a loss
 
     def _report(self) -> Report:
+        """What was found: the earliest origin in the forward pass, else that of the backward pass."""
         ops = self._now.ops + self._trail.ops
         self._sinks += self._trail.lost
         origin = self._trail.origin()
@@ -338,6 +357,7 @@ class Examination:
         return self._trail.tell(origin, self._producers, self.notes, ops)
 
     def _tell(self, made: Made, ops: int) -> Report:
+        """The report of what ``made`` began, with addresses as they are in the model."""
         path = own_path(made.site.path.rpartition(".")[0] if made.site.port in STATE_PORTS else made.site.path)
         names = ("the model" if one == "model" else shown(one) for one in made.passed if one != made.site.path)
         passed = tuple(dict.fromkeys(names))
@@ -361,7 +381,11 @@ class Examination:
 
 
 def find_nonfinite(step: Callable[[], Any], model: nn.Module | None, allow: Iterable[str]) -> Report:
-    """See ``gaff.find_nonfinite``."""
+    """Run ``step`` once and tell where the first NaN or inf of it began; the work behind ``gaff.find_nonfinite``.
+
+    Raises PlanError where ``step`` cannot be called or ``model`` is no module, SiteError for a pattern that names
+    nothing.
+    """
     if not callable(step):
         raise PlanError(
             f"step is a {type(step).__name__}, which cannot be called: expected a function, such as "

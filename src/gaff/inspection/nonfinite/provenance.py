@@ -1,4 +1,8 @@
-"""Marks on tensors that are not finite: what made them, whether it was meant, and where that is."""
+"""Marks on tensors that are not finite: what made them, whether it was meant, and where that is.
+
+``Made`` is an origin, ``Marks`` holds the origin of each tensor that was looked at, ``Ran`` carries it to the nodes of
+the backward pass. The functions tell what was put in on purpose, and name places as the user knows them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,11 @@ _TORCH = torch.__file__.rpartition("__init__")[0]
 
 @dataclass(slots=True)
 class Made:
-    """An op, or something that was there before, with a non-finite value that nothing before it accounts for."""
+    """An op, or something that was there before, with a non-finite value that nothing before it accounts for.
+
+    ``direction`` and ``place`` are those of a ``Report``. Holds ranges, and no tensor. One origin stands for all
+    tensors that it has spoiled; ``passed`` grows as modules hand them on.
+    """
 
     site: Site
     direction: str
@@ -50,7 +58,11 @@ class Made:
 
 
 class Marks:
-    """What is known of tensors by now: what made them bad, or None. Holds none of them."""
+    """What is known of tensors by now: what made them bad, or None. Holds none of them.
+
+    By identity, with a weak reference and the version counter beside it: a tensor that was written to since, or whose
+    identity another one has, is not known. Iterating gives the origin of every bad one, as often as it was put.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Made | None]] = {}
@@ -59,18 +71,23 @@ class Marks:
         return (made for _, _, made in self._known.values() if made is not None)
 
     def put(self, tensor: Tensor, made: Made | None) -> None:
+        """Note what made ``tensor`` bad, or with None that it is finite, as it is at this moment."""
         self._known[id(tensor)] = weakref.ref(tensor), version_of(tensor), made
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it was looked at, and nobody has written to it since."""
+        """Whether a tensor was looked at, and nobody has written to it since."""
         known = self._known.get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
 
     def of(self, tensor: Tensor) -> Made | None:
+        """What made ``tensor`` bad; None where it is finite, or not known."""
         return self._known[id(tensor)][2] if self.knows(tensor) else None
 
     def of_base(self, tensor: Tensor) -> Made | None:
-        """Of what a view shows a part of, or what it was taken from."""
+        """The origin of the tensor that this one is a view of; None for what is no view.
+
+        Writes to the base do not count here: who asks has seen that the view itself is bad.
+        """
         base = tensor._base
         known = self._known.get(id(base)) if base is not None else None
         return known[2] if known is not None and known[0]() is base else None
@@ -78,7 +95,10 @@ class Marks:
 
 @dataclass(slots=True)
 class Ran:
-    """An op that ran, for what backward makes of it."""
+    """An op that ran, as owner of the autograd nodes that it made: for what backward makes of it.
+
+    ``made``: the origin of what is bad in its outputs, if something is.
+    """
 
     site: Site
     place: tuple[str, int] | None
@@ -97,11 +117,16 @@ def shown(name: str) -> str:
 
 
 def own_path(path: str) -> str:
+    """The path of a module within the model: empty for the model itself, ``(step)`` for code outside it."""
     return "" if path == "model" else shown(path) if path else STEP
 
 
 def users_place(frame: FrameType) -> tuple[str, int]:
-    """The line of the user's code: where a layer of torch runs the op, the line that calls the layer."""
+    """The line of the user's code: where a layer of torch runs the op, the line that calls the layer.
+
+    Frames of torch, of gaff and of the hooks of accelerate and diffusers are passed over; where there are no others it
+    is the line of the op itself.
+    """
     first = place_of(frame)
     here: FrameType | None = frame
     while here is not None:
@@ -125,7 +150,10 @@ def is_deliberate(call: OpCall) -> bool:
 
 
 def adds_masks(op: str, marks: list[tuple[Tensor, Made | None]]) -> bool:
-    """Adding to the lowest number of a type, as masks do, may give -inf: that is meant as well."""
+    """Whether an op adds to the lowest number of a type, as masks do: the -inf that it may give is meant as well.
+
+    ``marks``: what the op is given. Half of the lowest number is low enough to count as such a mask.
+    """
     if op.strip("_") not in ("add", "sub", "mul"):
         return False
     return any(float(plain(one).min()) <= torch.finfo(one.dtype).min / 2 for one, _ in marks if one.is_floating_point())
@@ -141,8 +169,10 @@ def is_mask(tensor: Tensor) -> bool:
 
 
 def has_positive(tensor: Tensor) -> bool:
+    """Whether an element is +inf. Waits for the device."""
     return bool((plain(tensor) == math.inf).any())
 
 
 def has_nan(tensor: Tensor) -> bool:
+    """Whether an element is NaN. Waits for the device."""
     return bool(plain(tensor).isnan().any())

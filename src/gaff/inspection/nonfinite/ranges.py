@@ -1,4 +1,8 @@
-"""What is in a tensor, counted: cheaply at first, in full where something is wrong."""
+"""What is in a tensor, counted: cheaply at first, in full where something is wrong.
+
+What ``has_nonfinite`` and ``range_of`` compute is no op of the model's: dispatch modes do not see it, autocast does
+not change it, and autograd does not follow it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ import math
 import torch
 from torch import Tensor
 
-from gaff.compat import distributed, libraries, modes
+from gaff.compat import distributed, elements, modes
 from gaff.inspection.call_log import shape_text
 from gaff.inspection.nonfinite.report import Range
 
 
 def can_hold(tensor: Tensor) -> bool:
     """Whether a tensor could hold a NaN or inf that can be read: a floating one, dense or sparse, with memory."""
-    is_odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
-    return (tensor.is_floating_point() or tensor.is_complex()) and not is_odd and tensor.numel() > 0
+    is_real = tensor.is_floating_point() or tensor.is_complex()
+    return is_real and not tensor.is_quantized and elements.is_readable(tensor) and _has_any(tensor)
 
 
 def has_nonfinite(tensor: Tensor) -> bool:
@@ -30,7 +34,11 @@ def has_nonfinite(tensor: Tensor) -> bool:
 
 
 def probe(value: Tensor) -> Tensor:
-    """A number on the device that is finite if all elements are, unless their sum overflows."""
+    """A 0-dim tensor on the device that is finite if all elements are, unless their sum overflows. No synchronisation.
+
+    NaN and infinities survive a sum, which reads the memory once and writes nothing. Half precision is summed in
+    float32, in which sums of finite numbers hardly overflow.
+    """
     if not value.numel():
         return torch.zeros((), device=value.device)
     if value.dtype in (torch.float16, torch.bfloat16) or value.element_size() == 1:
@@ -39,19 +47,25 @@ def probe(value: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Without its graph, of real numbers."""
-    value = libraries.dequantized(distributed.local_of(tensor.detach()))
-    if libraries.is_small_float(value):
-        value = value.float()
-    if value.layout == torch.sparse_coo:
-        value = value._values()
-    elif value.layout != torch.strided:
-        value = value.values()
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    """The elements as a tensor of real numbers without an autograd graph; a view where that is possible.
+
+    See ``gaff.compat.elements``; empty where there are none to read.
+    """
+    value = elements.elements(tensor)
+    return value if value is not None else torch.zeros(0)
+
+
+def _has_any(tensor: Tensor) -> bool:
+    """Whether there is an element at all; a nested tensor has no ``numel`` where its parts differ."""
+    return tensor.is_nested or tensor.numel() > 0
 
 
 def range_of(tensor: Tensor, name: str) -> Range:
-    """Everything that a report tells of a tensor. Waits for the device."""
+    """Everything that a report tells of a tensor, under the name given. Waits for the device.
+
+    Of a tensor that cannot hold a NaN only shape, type and size are told. ``first`` is an index into the tensor
+    itself, and so not known of a sparse one.
+    """
     if distributed.is_spread(tensor):
         name, tensor = f"{name}, this process's part of {shape_text(tensor)}", distributed.local_of(tensor)
     shape, dtype = shape_text(tensor), str(tensor.dtype).removeprefix("torch.")
@@ -67,12 +81,12 @@ def range_of(tensor: Tensor, name: str) -> Range:
             name,
             shape,
             dtype,
-            tensor.numel(),
+            value.numel() if tensor.is_nested else tensor.numel(),
             good.min().item() if good.numel() else None,
             good.max().item() if good.numel() else None,
             int(value.isnan().sum()),
             int((value == math.inf).sum()),
             int((value == -math.inf).sum()),
             int((value == 0).sum()),
-            first[: tensor.dim()] if first is not None and tensor.layout == torch.strided else None,
+            first[: tensor.dim()] if first is not None and elements.is_plain(tensor) else None,
         )

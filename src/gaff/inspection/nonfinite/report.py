@@ -1,4 +1,7 @@
-"""Where a NaN or inf began: plain values that print without torch."""
+"""Where a NaN or inf began: plain values that print without torch.
+
+A ``Report`` is made by an examination, or by a guard that could find no more; it may be sent to other processes.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,12 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
+        """Whether no element is NaN or infinite, as far as they could be read."""
         return not (self.nan or self.positive_inf or self.negative_inf)
 
     @property
     def kinds(self) -> str:
-        """``3 nan, 1 +inf``; empty where all is finite."""
+        """How many elements are not finite, by kind: ``3 nan, 1 +inf``; empty where all is finite."""
         counts = ((self.nan, "nan"), (self.positive_inf, "+inf"), (self.negative_inf, "-inf"))
         return ", ".join(f"{count} {name}" for count, name in counts if count)
 
@@ -98,6 +102,7 @@ class Report:
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values that JSON takes, the ranges as dicts."""
         return asdict(self)
 
 

@@ -1,4 +1,9 @@
-"""Running a batch once more with every op looked at, and leaving the model as it was."""
+"""Running a batch once more with every op looked at, and leaving the model as it was.
+
+A guard or a watch notes a ``Batch`` at the beginning of a run, and asks ``run_again`` only where something went wrong.
+That finds the same numbers only if the model depends on nothing but its arguments, its weights, random numbers and
+autocast.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,12 @@ _FAILURES = (ArithmeticError, AssertionError, AttributeError, GaffError, LookupE
 
 @dataclass(slots=True)
 class Batch:
-    """What one run was given, to run it again. Holds the inputs by reference, and what autograd brought back."""
+    """What one run was given, to run it again. Holds the inputs by reference, and what autograd brought back.
+
+    ``random``: states of torch's generators, on the CPU first, then on each GPU where CUDA is initialised.
+    ``autocast``: device and type where it was on. ``versions``: each input with its version counter at the time, to
+    see whether somebody has written to it. ``sums``, ``gradients`` and ``handles`` are filled in by a guard.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -39,7 +49,10 @@ class Batch:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """To be called when the model is about to be."""
+        """What a run is given, with the random state and modes it meets; to be called when the model is about to be.
+
+        Containers are made anew, since the model may take things out of a dict; tensors are not copied.
+        """
         args, kwargs = map_tensors((args, kwargs), _itself, _itself)  # the model may take things out of a dict
         versions = [(tensor, memory.version_of(tensor)) for _, tensor in iter_tensors((args, kwargs))]
         return cls(args, kwargs, _random_states(), _autocasts(), torch.is_grad_enabled(), versions)
@@ -48,10 +61,12 @@ class Batch:
 def run_again(
     model: nn.Module, batch: Batch, allow: Iterable[str] = (), *, assume_ones: bool = False
 ) -> tuple[Report, str]:
-    """The origin of what is not finite in this batch, and why it could not be run again, if it could not.
+    """Run a batch again: the origin of what is not finite in it, and why it could not be run, if it could not.
 
     Backward runs from the gradients that the batch holds, or with ``assume_ones`` from ones, which the report tells.
-    The model's modules may count it as one more call.
+    The model is given copies, and buffers, gradients and random numbers are put back; its modules may count it as one
+    more call. What the model raises (``_FAILURES``) is told in the second part: it must not take the place of the
+    alarm.
     """
     changed = any(memory.version_of(tensor) != version for tensor, version in batch.versions)
     examination = Examination(model, allow)
@@ -73,7 +88,10 @@ def run_again(
 
 
 def replayed(stack: ExitStack, batch: Batch) -> None:
-    """Autocast, grad mode and random numbers as the batch met them; who calls restores the random numbers."""
+    """Set autocast, grad mode and random numbers as the batch met them, until ``stack`` is closed.
+
+    The random numbers are not put back by it: that is for who calls.
+    """
     for device, dtype in batch.autocast:
         stack.enter_context(torch.autocast(device, dtype))
     stack.enter_context(torch.set_grad_enabled(batch.has_grad))
@@ -83,6 +101,11 @@ def replayed(stack: ExitStack, batch: Batch) -> None:
 def _again(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: list[tuple[int, Tensor]], ones: bool
 ) -> Any:
+    """Run the model and then backward, from the gradients that came to its outputs; returns what the model returned.
+
+    ``gradients``: by the position of an output, as the guard noted them; ``ones``: begin with ones at every output
+    instead.
+    """
     output = model(*args, **kwargs)
     tensors = [tensor for _, tensor in iter_tensors(output)]
     pairs = [(tensors[at], gradient) for at, gradient in gradients if at < len(tensors)]
@@ -99,7 +122,7 @@ def _itself(value: Any) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Of what is expanded only what there is."""
+    """A copy that takes no more memory than the tensor does: what is expanded is copied once and expanded again."""
     if tensor.layout != torch.strided or 0 not in tensor.stride():
         return tensor.clone()
     small = tensor
@@ -110,7 +133,12 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class _Own:
-    """Copies of tensors: the model may write into what it is given, and backward has used up the graph behind it."""
+    """Copies of tensors, for a second run of the model.
+
+    The model may write into its arguments, and backward has used up the autograd graph behind them. A function of a
+    tensor, for ``map_tensors``: the same tensor given twice has the same copy, as in the run. A copy requires grad
+    where its tensor did, and is a leaf where that was one.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, Tensor] = {}  # the same tensor twice stays one
@@ -128,6 +156,7 @@ class _Own:
 
 
 def _random_states() -> list[Tensor]:
+    """The states of torch's generators, on the CPU first, then on each GPU where CUDA is initialised."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
@@ -135,12 +164,13 @@ def _random_states() -> list[Tensor]:
 
 
 def _set_random_states(states: list[Tensor]) -> None:
+    """Set the states that ``_random_states`` has read; those of GPUs only where there are some."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
 
 
 def _autocasts() -> list[tuple[str, torch.dtype]]:
-    """The kinds of device for which autocast is on, with its type."""
+    """The kinds of device for which autocast is on, each with the type that it casts to."""
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
     return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]

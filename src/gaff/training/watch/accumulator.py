@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import autograd, modes
-from gaff.inspection.nonfinite.ranges import plain
+from gaff.compat import autograd, elements, modes
 from gaff.record.sample import Key
 from gaff.record.statistics import EMPTY
 from gaff.training.statistics import kernel
@@ -22,19 +21,15 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def readable(tensor: Tensor) -> Tensor | None:
     """What of a tensor can be counted: real, floating, dense, local to this process; None if nothing."""
-    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-        if hasattr(tensor, "_local_tensor"):  # a DTensor: this process's share
-            tensor = tensor._local_tensor
-        elif autograd.is_wrapper(tensor):
-            return None
-    if tensor.dtype in _READABLE and tensor.layout == torch.strided and not tensor.is_nested:
-        return None if tensor.is_meta or autograd.transform_level() is not None else tensor.detach()
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor.is_nested:
+    if autograd.transform_level() is not None:
         return None
-    if tensor.is_quantized or autograd.transform_level() is not None:
+    is_usual = (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter) and tensor.dtype in _READABLE
+    if is_usual and elements.is_plain(tensor):
+        return tensor.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_nested or tensor.is_quantized:
         return None
-    value = plain(tensor)
-    return value if value.dtype in _READABLE else value.float()
+    value = elements.elements(tensor)
+    return value if value is None or value.dtype in _READABLE else value.float()
 
 
 class Accumulator:

@@ -61,8 +61,12 @@ class Watch:
         return f"<gaff watch: {self.step} steps, {len(self.findings)} findings, overhead {self.overhead:.1%}>"
 
 
-def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any, settings: Settings) -> Watch:
-    """Check everything, then open. Raises PlanError, SiteError or RecordError before anything is installed."""
+def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any, options: Mapping[str, Any]) -> Watch:
+    """See ``gaff.watch``: check everything, then open.
+
+    Raises PlanError, SiteError or RecordError before anything is installed.
+    """
+    settings = Settings.of(rank=rank_of_process(), **options)
     models = _named(model)
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     optimizers = [unwrap_optimizer(one) for one in given]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff.compat import elements, extras
 from gaff.errors import PlanError, RecordError
 from gaff.inspection.nonfinite.rerun import Batch
 
@@ -63,7 +64,7 @@ class BatchSaver:
 
     def __init__(self, folder: Path) -> None:
         """Raises PlanError without safetensors."""
-        _need_safetensors()
+        extras.need("safetensors", "files", for_="keeping batches")
         self._folder = folder / FOLDER
         self.notes: list[str] = []
         self._written: set[tuple[int, str]] = set()
@@ -97,7 +98,7 @@ class BatchSaver:
 
 def read_kept(path: Path) -> SavedBatch:
     """Raises RecordError for what ``BatchSaver`` has not written."""
-    _need_safetensors()
+    extras.need("safetensors", "files", for_="keeping batches")
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -144,13 +145,7 @@ def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _packed(value: Any, name: str, tensors: dict[str, Tensor], notes: list[str]) -> Any:
     """The structure as JSON, with the names of tensors in place of them."""
     if isinstance(value, Tensor):
-        if (
-            value.layout != torch.strided
-            or value.is_nested
-            or value.is_quantized
-            or value.is_meta
-            or value.is_complex()
-        ):
+        if not elements.is_plain(value) or value.is_complex():
             notes.append(f"{name} of the batch is a {value.dtype} of layout {value.layout}, which was not kept")
             return {"missing": name}
         key = f"input.{len(tensors)}"
@@ -196,10 +191,3 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of torch's")
     return found
-
-
-def _need_safetensors() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("safetensors") is None:
-        raise PlanError("keeping batches needs safetensors, which is not installed: pip install 'gaff[files]'")

@@ -77,7 +77,14 @@ class Settings:
 
     @classmethod
     def of(cls, *, rank: int = 0, **options: Any) -> Self:
-        """As ``gaff.watch`` is given them: lists of patterns, and a folder as text or path."""
+        """As ``gaff.watch`` is given them: lists of patterns, and a folder as text or path.
+
+        Raises TypeError for a keyword that ``gaff.watch`` does not have, PlanError for a value that cannot be meant.
+        """
+        unknown = [name for name in options if name not in WatchOptions.__annotations__]
+        if unknown:
+            known = ", ".join(WatchOptions.__annotations__)
+            raise TypeError(f"watch got an unexpected keyword argument {unknown[0]!r}: expected {known}")
         return cls(rank=rank, **options)
 
     def to_json(self) -> dict[str, Any]:

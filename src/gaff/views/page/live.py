@@ -189,7 +189,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, board: Board, port: int = 0) -> None:
-        """Raises OSError where the port is taken."""
+        """Listen at a port, 0 for any that is free. Raises OSError where it is taken."""
         self.board = board
         super().__init__((HOST, port), _Answer)
 

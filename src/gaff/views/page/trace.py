@@ -37,7 +37,10 @@ def document(trace: Traced) -> Document:
 
 
 def _without_marks(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without the digests and sketches in it, which serve to compare traces and are of no use to a reader."""
+    """A row without the digests and sketches in it, at any depth.
+
+    They serve to compare traces, and would only be in a reader's way.
+    """
     return {
         name: _without_marks(value) if isinstance(value, dict) else value
         for name, value in row.items()

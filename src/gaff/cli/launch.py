@@ -1,0 +1,159 @@
+"""A watched command from start to end: a folder for the record, the process of the command, what is told of it.
+
+The command is started as it was given, with the same folder, input and outputs. Its environment has two things more:
+the settings as JSON, and a folder with a ``sitecustomize`` first on the path of imports, which begins to watch in every
+Python process of the command that imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gaff.cli.processes import Processes
+from gaff.errors import GaffError, RecordError
+from gaff.record.run import ENDING, HEAD, VERSION, load
+from gaff.training.watch.settings import VARIABLE, Settings
+from gaff.version import __version__
+from gaff.views import run_text
+
+_IDLE_S = 600
+_GLANCE_S = 0.02  # torchrun takes notice of an ended process within a tenth of a second
+_SEARCH_S = 0.5  # while there is none to look at
+_FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGQUIT")
+
+
+def launch(
+    command: list[str],
+    program: str,
+    settings: Settings,
+    *,
+    out: str | None,
+    live: bool,
+    quiet: bool,
+    plain: bool,
+) -> int:
+    """Run ``command``, whose first word is found at ``program``, and tell on standard error what watching it has shown.
+
+    ``out``: a new folder for the record, by default one of its own under ``gaff-runs``; ``live``: serve a page of it.
+    Returns the exit code of the command; where a signal ended it, the same signal ends this process.
+    """
+    folder = _folder(out, command)
+    _build_kernel(is_told=not quiet)
+    told = replace(settings, out=folder.resolve()).to_json()
+    environment = _environment({**told, "quiet": quiet, "plain": plain})
+    if live:
+        _serve(folder)
+    child = subprocess.Popen(command, executable=program, env=environment)
+    processes = Processes(child.pid)
+    code = _wait(child, processes)
+    if processes.gone is not None:
+        _note(folder, {"gone": processes.gone})
+    _tell(folder, quiet=quiet, plain=plain)
+    if code < 0:
+        with suppress(OSError, ValueError):  # SIGKILL has no handler to be taken back
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _folder(out: str | None, command: list[str]) -> Path:
+    """A new folder with what the run is; raises RecordError where there is one already."""
+    name = next((Path(word).stem for word in command[1:] if word.endswith(".py")), Path(command[0]).name)
+    folder = Path(out) if out else Path("gaff-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    if folder.exists() and (not folder.is_dir() or (folder / HEAD).exists() or list(folder.glob(f"*{ENDING}"))):
+        raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {"version": VERSION, "gaff": __version__, "command": command, "began": time.time()}
+        (folder / HEAD).write_text(json.dumps(head, indent=1))
+    except OSError as error:
+        raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+    return folder
+
+
+def _build_kernel(*, is_told: bool) -> None:
+    """Once a machine: a few seconds that make every look cheaper. Without a compiler plain torch counts."""
+    from gaff.training.statistics import kernel
+
+    if os.environ.get("GAFF_NO_KERNEL") or kernel.path_of_build().is_file() or kernel.PACKED.is_file():
+        return
+    if is_told:
+        sys.stderr.write("gaff: building the statistics kernel, once for this machine\n")
+    try:
+        kernel.build()
+    except GaffError as error:
+        sys.stderr.write(f"gaff: no kernel, looks are slower: {error}\n")
+
+
+def _environment(told: Mapping[str, Any]) -> dict[str, str]:
+    """The environment of the command: ``told`` in a variable, and what reads it there first on the path of imports."""
+    inject = str(Path(__file__).parent.parent / "training" / "watch" / "inject")
+    known = os.environ.get("PYTHONPATH", "")
+    paths = [inject, *([known] if known else [])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(told)}
+
+
+def _serve(folder: Path) -> None:
+    """A page of its own process: it outlives the run until nobody has looked for ten minutes, and holds no pipe."""
+    command = [sys.executable, "-m", "gaff", "report", "--live", "--idle", str(_IDLE_S), str(folder)]
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert server.stderr is not None
+    sys.stderr.write(server.stderr.readline().decode(errors="replace"))  # its address, or why there is none
+    sys.stderr.flush()
+    server.stderr.close()
+
+
+def _note(folder: Path, told: dict[str, Any]) -> None:
+    """Add to what is known of the run. Where it cannot be written, the record lacks it, and that is said."""
+    head = folder / HEAD
+    try:
+        head.write_text(json.dumps({**json.loads(head.read_text()), **told}, indent=1))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"gaff: {head} cannot be written: {error}\n")
+
+
+def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
+    """Until the command ends. Ctrl-C reaches it from the terminal by itself; other signals are handed on."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    known = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None)}
+    for name in _FORWARDED:
+        if hasattr(signal, name):
+            number = getattr(signal, name)
+            known[number] = signal.signal(number, hand_on)
+    try:
+        while True:
+            try:
+                return child.wait(_GLANCE_S if processes.has_ranks else _SEARCH_S)
+            except subprocess.TimeoutExpired:
+                processes.look()
+    finally:
+        for number, before in known.items():
+            signal.signal(number, before)
+
+
+def _tell(folder: Path, *, quiet: bool, plain: bool) -> None:
+    """The report, on standard error: standard output is the command's."""
+    try:
+        record = load(folder)
+    except RecordError:
+        sys.stderr.write(f"gaff: nothing was watched: the command trained no torch model; {folder} holds no record\n")
+        return
+    if not quiet:
+        text = run_text.report(record, plain=plain, brief=True)
+        sys.stderr.write(f"{text}\ngaff report {folder} tells more of each finding\n")

@@ -1,0 +1,105 @@
+"""Which numbers are in a tensor: one answer for every kind of tensor that torch and its libraries have.
+
+Everything that counts, measures, compares or draws values asks here. A new kind of tensor is taught here, and nowhere
+else. Nothing in this file communicates with other processes.
+
+| kind | its numbers |
+|---|---|
+| DTensor (FSDP2, tensor parallelism) | those of this process's part |
+| quantised, by torch or by a subclass with ``dequantize`` (torchao, quanto) | those that it stands for |
+| float8 and smaller floats | the same as float32, which can be computed with |
+| sparse | those that are stored; as a dense tensor zeros, too |
+| nested | those of its parts, one after the other |
+| another wrapper of tensors (``__tensor_flatten__``) | those of the tensors inside, one after the other |
+| complex | pairs of real ones |
+| meta, fake, functional; stand-ins inside ``torch.func`` and batched backward passes | none that can be read |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gaff.compat import autograd, distributed
+
+_UNREADABLE = ("FakeTensor", "FunctionalTensor")  # told by name, for importing their modules takes long
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the numbers lie in the tensor's memory just as its shape, strides and dtype say."""
+    kind = type(tensor)
+    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    if is_odd or kind.__name__ in _UNREADABLE:
+        return False
+    return kind is Tensor or kind is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether there are numbers that can be read here: not in meta and fake tensors, nor inside transforms."""
+    if tensor.is_meta or type(tensor).__name__ in _UNREADABLE:
+        return False
+    return not autograd.is_wrapper(tensor)
+
+
+def is_small_float(tensor: Tensor) -> bool:
+    """Whether a tensor's type holds numbers and computes with none: float8 and smaller."""
+    return tensor.is_floating_point() and tensor.element_size() == 1 and not tensor.is_quantized
+
+
+def dequantized(tensor: Tensor) -> Tensor:
+    """The numbers that a quantised tensor stands for, in its shape; every other tensor as it is."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    kind = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor):
+        return tensor
+    own = getattr(kind, "dequantize", None)
+    return tensor.dequantize() if own is not None and own is not Tensor.dequantize else tensor
+
+
+def dense(tensor: Tensor) -> Tensor | None:
+    """The numbers in the tensor's own shape (of this process's part), strided, without an autograd graph.
+
+    A view of the tensor's memory where that is possible. None where there are no numbers, or no one shape: of nested
+    tensors and of wrappers of several.
+    """
+    if not is_readable(tensor):
+        return None
+    value = dequantized(distributed.local_of(tensor.detach()))
+    if value.is_nested or not is_readable(value):
+        return None
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    if is_small_float(value):
+        value = value.float()
+    return value if is_plain(value) else None
+
+
+def elements(tensor: Tensor) -> Tensor | None:
+    """All numbers as one real, strided tensor without an autograd graph; None where none can be read.
+
+    A view where that is possible; its shape means nothing for kinds that are not plain. Of a sparse tensor those that
+    are stored, not summed up where an index is stored twice.
+    """
+    if not is_readable(tensor):
+        return None
+    value = dequantized(distributed.local_of(tensor.detach()))
+    if value.is_nested:
+        return _joined(list(value.unbind()))
+    if value.layout == torch.sparse_coo:
+        value = value._values()
+    elif value.layout != torch.strided:
+        value = value.values()
+    if not is_plain(value):
+        names: list[str] = value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else []
+        return _joined([part for name in names if isinstance(part := getattr(value, name), Tensor)])
+    if is_small_float(value):
+        value = value.float()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """The numbers of several tensors one after the other; None where there are none."""
+    found = [value.reshape(-1) for part in parts if (value := elements(part)) is not None]
+    return torch.cat(found) if found else None

@@ -1,0 +1,91 @@
+"""Which numbers are in a tensor: every kind of tensor has one answer, and all who read values give it."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+import gaff
+from gaff.compat import elements
+from gaff.inspection.call_log import measure
+from gaff.inspection.nonfinite.ranges import has_nonfinite, range_of
+from gaff.inspection.sketches import marks_of
+from gaff.sessions.edit_size import plain
+from gaff.training.watch.accumulator import readable
+
+BASE = torch.tensor([[1.0, -2.0, 0.0], [4.0, 0.5, 3.0]])
+TWO = TwoTensor(BASE, BASE + 10)
+KINDS = {
+    "plain": (BASE, BASE),
+    "expanded": (BASE[:1].expand(4, 3), BASE[:1].expand(4, 3)),
+    "bfloat16": (BASE.bfloat16(), BASE.bfloat16()),
+    "float8": (BASE.to(torch.float8_e4m3fn), BASE),
+    "complex": (torch.complex(BASE, -BASE), torch.stack([BASE, -BASE], -1)),
+    "conjugate": (torch.complex(BASE, BASE).conj(), torch.stack([BASE, -BASE], -1)),
+    "sparse": (BASE.to_sparse(), torch.tensor([1.0, -2.0, 4.0, 0.5, 3.0])),
+    "wrapper of two": (TWO, torch.cat([BASE.flatten(), BASE.flatten() + 10])),
+    "wrapper of wrappers": (TwoTensor(TWO, TWO), torch.cat([BASE.flatten(), BASE.flatten() + 10] * 2)),
+    "parameter": (nn.Parameter(BASE), BASE),
+}
+
+
+with warnings.catch_warnings():  # torch's own, of kinds of tensors that it may drop or change
+    warnings.simplefilter("ignore")
+    KINDS["quantised"] = torch.quantize_per_tensor(BASE, 0.5, 0, torch.qint8), BASE
+    KINDS["compressed"] = BASE.to_sparse_csr(), torch.tensor([1.0, -2.0, 4.0, 0.5, 3.0])
+    KINDS["nested"] = torch.nested.nested_tensor([BASE[0], BASE[1, :2]]), torch.tensor([1.0, -2.0, 0.0, 4.0, 0.5])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS)
+def test_the_numbers_are_those_that_the_tensor_stands_for(name):
+    tensor, wanted = KINDS[name]
+    found = elements.elements(tensor)
+    assert not found.requires_grad
+    assert sorted(found.flatten().tolist()) == sorted(wanted.flatten().tolist())
+    assert has_nonfinite(tensor) is False
+    assert plain(tensor).layout == torch.strided
+
+
+def test_what_has_no_numbers_is_told_so_by_everybody():
+    with FakeTensorMode():
+        fake = torch.randn(2, 3)
+    for tensor in (torch.empty(2, 3, device="meta"), fake):
+        assert elements.elements(tensor) is None
+        assert elements.dense(tensor) is None
+        assert readable(tensor) is None
+        assert measure(tensor) is None
+        assert marks_of([tensor]) is None
+        assert not has_nonfinite(tensor)
+
+
+def test_the_same_numbers_are_read_by_traces_watching_and_examinations():
+    tensor = TwoTensor(BASE, torch.full_like(BASE, float("nan")))
+    assert has_nonfinite(tensor)
+    assert range_of(tensor, "it").nan == 6
+    assert int(measure(tensor)[4]) == 6
+    assert readable(tensor).isnan().sum() == 6
+
+
+def test_stand_ins_of_a_transform_are_no_numbers():
+    seen = []
+
+    def look(x):
+        seen.append(elements.elements(x))
+        return (x * 2).sum()
+
+    torch.func.vmap(look)(BASE)
+    assert seen == [None]
+
+
+def test_a_trace_of_a_model_with_a_wrapper_of_wrappers_tells_its_numbers():
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return TwoTensor(TwoTensor(x, x + 1), TwoTensor(x, x - 1)) * 2
+
+    trace = gaff.trace(nn.Sequential(Doubled()), torch.ones(2, 3))
+    assert trace.rows[1].statistics.max == 4.0
+    assert trace.rows[1].statistics.min == 0.0
