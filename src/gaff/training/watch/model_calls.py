@@ -18,8 +18,8 @@ from gaff.compat import autograd
 from gaff.engine.exported import try_run_as
 from gaff.engine.process.calls import ClassCalls, ModuleHooks
 from gaff.training.watch.compiled import InsideCompiled
-from gaff.training.watch.guard import Guard
 from gaff.training.watch.models import Model, Models
+from gaff.training.watch.shield import Shield
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class ModelCalls:
     Module hooks are on only while something is looked at. Compiled models have hooks of their own, inside their graphs.
     """
 
-    def __init__(self, models: Models, told: CallsTold, guard: Guard, *, is_given: bool) -> None:
+    def __init__(self, models: Models, told: CallsTold, shield: Shield, *, is_given: bool) -> None:
         self.has_compiled_function = False
         self._models = models
         self._told = told
-        self._guard = guard
+        self._shield = shield
         self._is_given = is_given
         self._calls = ClassCalls(self._called)
         self._hooks = ModuleHooks(self._entered, self._left)
@@ -103,10 +103,10 @@ class ModelCalls:
         """Nobody is told of anything until what is returned is called."""
         was_on = self._hooks.is_on
         self._hooks.switch_off()
-        self._guard.is_open = False
+        self._shield.is_open = False
 
         def resume() -> None:
-            self._guard.is_open = True
+            self._shield.is_open = True
             if was_on:
                 self._hooks.switch_on()
 
@@ -122,10 +122,10 @@ class ModelCalls:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         """Before any module, while hooks are on: an unknown outermost one may be a model that nobody has told of."""
-        is_outermost = self._inside is None and self._guard.is_open and autograd.backward_task() == -1
-        if is_outermost and self._guard.is_mine():
+        is_outermost = self._inside is None and self._shield.is_open and autograd.backward_task() == -1
+        if is_outermost and self._shield.is_mine():
             self._inside = self._hooked = module
-            self._guard.run(self._discover, module, args)
+            self._shield.run(self._discover, module, args)
 
     def _discover(self, module: nn.Module, args: Any) -> None:
         """``args``: None where the call is still to begin."""
@@ -149,25 +149,25 @@ class ModelCalls:
             self._inside = None
 
     def _left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None = None) -> None:
-        self._guard.run(self._told.left, module, args, output, stands)
+        self._shield.run(self._told.left, module, args, output, stands)
         if module is self._hooked:
             self._inside = self._hooked = None
             self._told.ends_late()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """A call of a module of a followed class: of an outermost one that is known, a run."""
-        guard = self._guard
-        is_outermost = guard.is_open and self._inside is None and autograd.backward_task() == -1  # no recomputation
-        if is_outermost and type(module) in self._expected and module not in self._known and guard.is_mine():
+        shield = self._shield
+        is_outermost = shield.is_open and self._inside is None and autograd.backward_task() == -1  # no recomputation
+        if is_outermost and type(module) in self._expected and module not in self._known and shield.is_mine():
             self._hooks.switch_off()
-            guard.run(self._discover, module, None)
+            shield.run(self._discover, module, None)
         model = self._known.get(module) if is_outermost else None
-        if model is None or not guard.is_mine():
+        if model is None or not shield.is_mine():
             return call(module, *args, **kwargs)
         self._inside = module
-        guard.run(self._told.begins, model, module, args, kwargs)
+        shield.run(self._told.begins, model, module, args, kwargs)
         try:
             return call(module, *args, **kwargs)
         finally:
             self._inside = None
-            guard.run(self._told.ends, model, module)
+            shield.run(self._told.ends, model, module)

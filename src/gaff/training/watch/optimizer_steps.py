@@ -9,7 +9,7 @@ from typing import Any
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
-from gaff.training.watch.step_state import Event, StepState
+from gaff.training.watch.step_state import LoopEvent, StepState
 from gaff.training.watch.updates import Clearing, Update
 
 _MOMENTS = 4  # what an optimizer keeps is read at every fourth look
@@ -73,7 +73,7 @@ class OptimizerSteps:
             self.at.ended_at = perf_counter()
         elif self.at.ended_at is not None:
             self._stepped.add(id(optimizer))
-        self.at.enter(Event.STEP_ENDS if is_end else Event.OTHER_STEP_ENDS)
+        self.at.enter(LoopEvent.STEP_ENDS if is_end else LoopEvent.OTHER_STEP_ENDS)
         return is_end
 
     def skips(self, optimizer: Any) -> bool:

@@ -22,7 +22,7 @@ class State(Enum):
     ENDED = auto()  # the leading optimizer has made its step; others may follow
 
 
-class Event(Enum):
+class LoopEvent(Enum):
     """What the hooks of a process tell."""
 
     RUN_BEGINS = auto()
@@ -37,26 +37,36 @@ class Event(Enum):
 
 
 _BEGINNINGS = {
-    Event.RUN_BEGINS: State.FORWARD,
-    Event.EVALUATION_BEGINS: State.EVALUATING,
-    Event.BACKWARD_BEGINS: State.BACKWARD,
-    Event.STEP_BEGINS: State.STEPPING,
-    Event.CLOSURE_BEGINS: State.CLOSURE,
+    LoopEvent.RUN_BEGINS: State.FORWARD,
+    LoopEvent.EVALUATION_BEGINS: State.EVALUATING,
+    LoopEvent.BACKWARD_BEGINS: State.BACKWARD,
+    LoopEvent.STEP_BEGINS: State.STEPPING,
+    LoopEvent.CLOSURE_BEGINS: State.CLOSURE,
 }
 _ENDINGS = {
-    Event.RUN_ENDS: State.IDLE,
-    Event.STEP_ENDS: State.ENDED,
-    Event.OTHER_STEP_ENDS: State.IDLE,
-    Event.STEP_SKIPPED: State.IDLE,
+    LoopEvent.RUN_ENDS: State.IDLE,
+    LoopEvent.STEP_ENDS: State.ENDED,
+    LoopEvent.OTHER_STEP_ENDS: State.IDLE,
+    LoopEvent.STEP_SKIPPED: State.IDLE,
 }
-_INSIDE = (Event.RUN_BEGINS, Event.EVALUATION_BEGINS, Event.RUN_ENDS, Event.BACKWARD_BEGINS)  # of a closure
-_FOLLOWING = (Event.STEP_BEGINS, Event.CLOSURE_BEGINS, Event.RUN_ENDS, Event.OTHER_STEP_ENDS)  # of the same step
+_INSIDE = (
+    LoopEvent.RUN_BEGINS,
+    LoopEvent.EVALUATION_BEGINS,
+    LoopEvent.RUN_ENDS,
+    LoopEvent.BACKWARD_BEGINS,
+)  # of a closure
+_FOLLOWING = (
+    LoopEvent.STEP_BEGINS,
+    LoopEvent.CLOSURE_BEGINS,
+    LoopEvent.RUN_ENDS,
+    LoopEvent.OTHER_STEP_ENDS,
+)  # of the same step
 
 # State and event -> the state that follows. An exception of the script's may leave out any ending: every beginning is
 # therefore possible in every state.
-TABLE: dict[tuple[State, Event], State] = {
+TABLE: dict[tuple[State, LoopEvent], State] = {
     **{(state, event): following for state in State for event, following in (_BEGINNINGS | _ENDINGS).items()},
-    **{(State.CLOSURE, event): State.CLOSURE for event in (*_INSIDE, Event.STEP_SKIPPED)},
+    **{(State.CLOSURE, event): State.CLOSURE for event in (*_INSIDE, LoopEvent.STEP_SKIPPED)},
 }
 
 
@@ -67,14 +77,14 @@ class StepState:
         self.state = State.IDLE
         self.ended_at: float | None = None
 
-    def enter(self, event: Event) -> bool:
+    def enter(self, event: LoopEvent) -> bool:
         """Go on to what ``event`` leads to. Whether the step before is over: it is to be completed first."""
         is_over = self.is_over_by(event)
         following = TABLE[self.state, event]
         self.state = State.ENDED if following is State.IDLE and self.ended_at is not None else following
         return is_over
 
-    def is_over_by(self, event: Event) -> bool:
+    def is_over_by(self, event: LoopEvent) -> bool:
         """Whether ``event`` tells that a step which has ended is over, steps of other optimizers included."""
         return self.ended_at is not None and self.state is not State.CLOSURE and event not in _FOLLOWING
 

@@ -2,7 +2,7 @@
 
 What hooks tell goes one way: ``ModelCalls`` and ``Outer`` (hooks) -> the methods of ``Watcher`` (events, whose order
 ``step_state`` holds as a table) -> ``Looks`` (the sampled step) -> ``Reporter`` (judge and record, on another thread).
-All that is called from the user's code goes through a ``Guard``: a failure of ours ends the watching, is told once,
+All that is called from the user's code goes through a ``Shield``: a failure of ours ends the watching, is told once,
 and never reaches the training.
 """
 
@@ -25,7 +25,6 @@ from gaff.engine.process.calls import Outer, Told
 from gaff.training.watch import forks, incidents, step_facts
 from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
-from gaff.training.watch.guard import Guard
 from gaff.training.watch.looks import Looks
 from gaff.training.watch.losses import Losses
 from gaff.training.watch.model_calls import CallsTold, ModelCalls
@@ -35,7 +34,8 @@ from gaff.training.watch.pace import Alone, Pace
 from gaff.training.watch.reporter import Reporter
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.settings import Settings
-from gaff.training.watch.step_state import Event
+from gaff.training.watch.shield import Shield
+from gaff.training.watch.step_state import LoopEvent
 
 _STUCK = 17  # skipped steps in a row: sixteen halvings lead a GradScaler from its first scale to 1
 
@@ -48,16 +48,16 @@ class Watcher:
     ) -> None:
         self.step = 0  # steps of the run that are complete
         self.pace = Pace(settings.budget, settings.every)
-        self.guard = Guard(self._failed)
+        self.shield = Shield(self._failed)
         self._models = Models(settings.only, settings.skip)
         self._flight = FlightRecorder(settings.out, keeps_batches=settings.keep_batch)
         self._alone = Alone()
         self._batches = StepBatches()
-        around = self.guard.around
+        around = self.shield.around
         told = CallsTold(
             self._model_found, self._run_begins, self._run_begins_late, self._run_ends, self._run_ends_late, self._left
         )
-        self._calls = ModelCalls(self._models, told, self.guard, is_given=models is not None)
+        self._calls = ModelCalls(self._models, told, self.shield, is_given=models is not None)
         self._looks = Looks(self._models, self._calls, self._evaluated)
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
@@ -81,7 +81,7 @@ class Watcher:
 
     def open(self) -> None:
         """From now on what happens in this process is told."""
-        self.guard.is_open = True
+        self.shield.is_open = True
         self._flight.follow_signal()
         self._since = perf_counter()
         self._outer.open()
@@ -94,10 +94,10 @@ class Watcher:
     def close(self, error: BaseException | None = None) -> None:
         """Nothing of ours stays; a look at a step that has not ended is left out, and the record is finished."""
         atexit.unregister(self._exit)
-        if not self.guard.is_open:
+        if not self.shield.is_open:
             self._outer.close()  # a failure could not: torch was going through its hooks
             return
-        self.guard.run(self._complete_ended)
+        self.shield.run(self._complete_ended)
         self._looks.end()
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
@@ -114,12 +114,12 @@ class Watcher:
 
     def pause(self) -> None:
         """The process is about to fork: a lock that another thread holds would be held for ever in the child."""
-        if self.guard.is_open:
+        if self.shield.is_open:
             self.reporter.pause()
 
     def abandon(self) -> None:
         """A forked child (a DataLoader's worker) is not watched."""
-        if self.guard.is_open:
+        if self.shield.is_open:
             self.reporter.abandon()
             self._flight.close()
             self._stop()
@@ -131,7 +131,7 @@ class Watcher:
 
     def _stop(self) -> None:
         """What is left of ours does nothing any more."""
-        self.guard.is_open = False
+        self.shield.is_open = False
         self._looks.drop()
         self._calls.close()
         self._batches.clear()
@@ -144,20 +144,20 @@ class Watcher:
 
     def _run_begins(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         if _is_training(module):
-            self._enter(Event.RUN_BEGINS)
+            self._enter(LoopEvent.RUN_BEGINS)
             self._trains(model, module, args, kwargs)
         else:
-            self._enter(Event.EVALUATION_BEGINS)
+            self._enter(LoopEvent.EVALUATION_BEGINS)
             self._looks.evaluation_begins(self.step, model, module, (args, kwargs), self.pace.distance)
         self._looks.follow(model)
 
     def _run_begins_late(self, model: Model, module: nn.Module, args: Any) -> None:
         """A model was found as it runs: its own hooks are past, those of the modules inside are not."""
         if _is_training(module):
-            self._enter(Event.RUN_BEGINS)
+            self._enter(LoopEvent.RUN_BEGINS)
             self._trains(model, module, args, {})
         else:
-            self._enter(Event.EVALUATION_BEGINS)
+            self._enter(LoopEvent.EVALUATION_BEGINS)
             self._looks.pass_over()
 
     def _trains(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -172,11 +172,11 @@ class Watcher:
         self._looks.left(module, args, output, stands)
 
     def _run_ends(self, model: Model, module: nn.Module) -> None:
-        self._steps.at.enter(Event.RUN_ENDS)
+        self._steps.at.enter(LoopEvent.RUN_ENDS)
         self._looks.run_ends(self.step, model, module)
 
     def _run_ends_late(self) -> None:
-        self._steps.at.enter(Event.RUN_ENDS)
+        self._steps.at.enter(LoopEvent.RUN_ENDS)
         self._looks.go_on()
 
     def _evaluated(self, sampled: SampledStep) -> None:
@@ -193,14 +193,14 @@ class Watcher:
 
     # backward passes and steps
 
-    def _enter(self, event: Event) -> None:
+    def _enter(self, event: LoopEvent) -> None:
         """Something begins: a step that has ended is over by it, and is completed first."""
         if self._steps.at.enter(event):
             self._complete()
 
     def _backward_begins(self, losses: Any) -> None:
         self._calls.left_model()
-        self._enter(Event.BACKWARD_BEGINS)
+        self._enter(LoopEvent.BACKWARD_BEGINS)
         self._alone.backward_begins()
         sampled = self._looks.sampled
         if sampled is not None:
@@ -237,7 +237,7 @@ class Watcher:
             return
         if self._steps.has_stepped(optimizer):
             self._complete_ended()
-        self._enter(Event.CLOSURE_BEGINS if has_closure else Event.STEP_BEGINS)
+        self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
         sampled = self._looks.sampled
         self._steps.begins(optimizer, sampled, has_closure=has_closure)
         bad = None if sampled is None or has_closure else sampled.nonfinite_gradient()
@@ -256,7 +256,7 @@ class Watcher:
         """A GradScaler has found gradients that are not finite: what was seen of them is its business."""
         if not self._steps.optimizers.has(optimizer):
             return
-        self._enter(Event.STEP_SKIPPED)
+        self._enter(LoopEvent.STEP_SKIPPED)
         if not self._steps.skips(optimizer):
             return
         if self._steps.in_a_row == _STUCK:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 
-class Guard:
+class Shield:
     """Calls what is told by the program, as long as it is open and on the thread that trains.
 
-    That is the first thread from which anything was told. A failure closes the guard, and is handed to ``failed``,
+    That is the first thread from which anything was told. A failure closes the shield, and is handed to ``failed``,
     once: from then on nothing of gaff's does anything.
     """
 
@@ -37,5 +37,5 @@ class Guard:
             self._failed(error)
 
     def around(self, action: Callable[..., Any]) -> Callable[..., None]:
-        """``action``, called through the guard."""
+        """``action``, called through the shield."""
         return partial(self.run, action)
