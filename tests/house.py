@@ -135,13 +135,16 @@ def upward() -> list[str]:
 
 
 def hidden() -> list[str]:
-    """Imports of our own modules by a text, which no reader and no tool sees; the face alone may, and says which."""
+    """Imports by a text, which no reader and no tool sees.
+
+    The face alone may, and says which; ``compat/extras.py`` imports packages of others.
+    """
     found = []
     for file in files():
         for node in ast.walk(file.tree):
             called = node.func if isinstance(node, ast.Call) else None
             name = getattr(called, "attr", getattr(called, "id", ""))
-            if name in ("import_module", "__import__") and file.name != "__init__.py":
+            if name in ("import_module", "__import__") and file.name not in ("__init__.py", "compat/extras.py"):
                 first = ast.unparse(node.args[0])
                 if "gaff" in first or not isinstance(node.args[0], ast.Constant):
                     found.append(f"{file.name}:{node.lineno}")

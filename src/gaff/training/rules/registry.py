@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gaff.address.grammar import nearest
 from gaff.errors import PlanError
 from gaff.record.finding import SEVERITIES
 from gaff.record.sample import Key, Sample
@@ -174,5 +175,6 @@ def select(off: Iterable[str]) -> list[Rule]:
     left_out = set(off)
     unknown = left_out - set(RULES)
     if unknown:
-        raise PlanError(f"no rule {sorted(unknown)[0]!r}: expected one of {', '.join(RULES)}")
+        near = ", ".join(nearest(sorted(unknown)[0], list(RULES))) or "none"
+        raise PlanError(f"no rule {sorted(unknown)[0]!r}: expected one of {', '.join(RULES)}; nearest: {near}")
     return [one for name, one in RULES.items() if name not in left_out]

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import unwrap
@@ -27,8 +28,8 @@ class CallsTold:
     """What to call as models run."""
 
     found: Callable[[Model], None]  # one that nobody has named
-    begins: Callable[[Model, nn.Module, Any, Any], None]  # an outermost call, with what it is given
-    begins_late: Callable[[Model, nn.Module, Any], None]  # the same, where hooks on the module are past already
+    # an outermost call, with what it is given, and whether hooks on the module are past already
+    begins: Callable[[Model, nn.Module, Any, Any, bool], None]
     ends: Callable[[Model, nn.Module], None]
     ends_late: Callable[[], None]
     left: Callable[[nn.Module, Any, Any, dict[int, Tensor] | None], None]  # any module has returned, while hooks are on
@@ -56,7 +57,7 @@ class ModelCalls:
         self._inside_compiled = InsideCompiled(models, self._left)
         self._graphs = ExitStack()  # exported ones that run as trees of modules
 
-    def expect(self, kind: type) -> None:
+    def _expect(self, kind: type) -> None:
         """Modules of this class must be known before they are called, for hooks would be seen by what they compile."""
         self._calls.follow(kind)
         self._expected.add(kind)
@@ -94,10 +95,16 @@ class ModelCalls:
         """Backward or a step has begun: no model is running, whatever an exception has left."""
         self._inside = self._hooked = None
 
-    def stop_hooks(self) -> None:
-        """Compiled code must not see hooks: it would be compiled once more."""
-        self.has_compiled_function = True
-        self._hooks.switch_off()
+    def compiled(self, function: Any) -> None:
+        """``torch.compile`` was called: its code must not see hooks on all modules, or it would be compiled once more.
+
+        ``function``: what was compiled, or what a module has become. Modules of the user's know that they are compiled.
+        """
+        if isinstance(function, nn.Module):
+            self._expect(type(function))
+        elif not isinstance(getattr(function, "__self__", None), (torch.optim.Optimizer, nn.Module)):
+            self.has_compiled_function = True
+            self._hooks.switch_off()
 
     def pause(self) -> Callable[[], None]:
         """Nobody is told of anything until what is returned is called."""
@@ -143,7 +150,7 @@ class ModelCalls:
         self.know(model, module)
         if args is None:
             return
-        self._told.begins_late(model, module, args)
+        self._told.begins(model, module, args, {}, True)
         if model.is_compiled:
             self._hooks.switch_off()
             self._inside = None
@@ -165,7 +172,7 @@ class ModelCalls:
         if model is None or not shield.is_mine():
             return call(module, *args, **kwargs)
         self._inside = module
-        shield.run(self._told.begins, model, module, args, kwargs)
+        shield.run(self._told.begins, model, module, args, kwargs, False)
         try:
             return call(module, *args, **kwargs)
         finally:

@@ -91,7 +91,7 @@ class Reporter:
         """A look has ended. Its rows may still be on a device: they are read by the other thread."""
         read = reading_of(sampled, parameters, values, perf_counter() - self._began)
         notes = sorted(sampled.notes)
-        self._worker.put(lambda: self._take(*read(), notes))
+        self._worker.put(lambda: self._take(*read(), notes), is_vital=False)
 
     def add(self, finding: Finding, step: int) -> None:
         """Found by other means than a rule."""

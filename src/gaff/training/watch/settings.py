@@ -72,6 +72,8 @@ class Settings:
             raise PlanError(f"every={self.every!r}: expected a number of steps, 1 or more")
         if not isinstance(self.budget, (int, float)) or not 0 < self.budget < 1:
             raise PlanError(f"budget={self.budget!r}: expected a share of the time between 0 and 1, such as 0.01")
+        if not isinstance(self.interval_s, (int, float)) or self.interval_s <= 0:
+            raise PlanError(f"interval_s={self.interval_s!r}: expected seconds between lines, above 0, such as 10")
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
 

@@ -71,10 +71,14 @@ TABLE: dict[tuple[State, LoopEvent], State] = {
 
 
 class StepState:
-    """Where the loop is. ``ended_at``: when the leading optimizer made its step, until something else begins."""
+    """Where the loop is. ``began``: when the step in progress did, by ``time.perf_counter``, in seconds.
+
+    ``ended_at``: when the leading optimizer made its step, until something else begins.
+    """
 
     def __init__(self) -> None:
         self.state = State.IDLE
+        self.began = 0.0
         self.ended_at: float | None = None
 
     def enter(self, event: LoopEvent) -> bool:

@@ -12,7 +12,7 @@ import atexit
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -30,6 +30,7 @@ from gaff.training.watch.losses import Losses
 from gaff.training.watch.model_calls import CallsTold, ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizer_steps import OptimizerSteps
+from gaff.training.watch.origin import Origin
 from gaff.training.watch.pace import Alone, Pace
 from gaff.training.watch.reporter import Reporter
 from gaff.training.watch.sampled_step import SampledStep
@@ -54,9 +55,7 @@ class Watcher:
         self._alone = Alone()
         self._batches = StepBatches()
         around = self.shield.around
-        told = CallsTold(
-            self._model_found, self._run_begins, self._run_begins_late, self._run_ends, self._run_ends_late, self._left
-        )
+        told = CallsTold(self._model_found, self._run_begins, self._run_ends, self._run_ends_late, self._left)
         self._calls = ModelCalls(self._models, told, self.shield, is_given=models is not None)
         self._looks = Looks(self._models, self._calls, self._evaluated)
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
@@ -65,25 +64,21 @@ class Watcher:
             self._calls.know(self._models.add(name, model), model)
         self.reporter = Reporter(settings, self._flight)
         self._losses = Losses()
-        self._outer = Outer(
-            Told(
-                around(self._backward_begins),
-                around(self._step_begins),
-                around(self._step_ended),
-                around(self._step_skipped),
-                around(self._losses.note_scale),
-                around(self._compiled),
-            )
+        told_of: tuple[Callable[..., Any], ...] = (
+            self._backward_begins,
+            self._step_begins,
+            self._step_ended,
+            self._step_skipped,
         )
-        self._since = 0.0  # when the step in progress began
-        self._is_examined = False  # where a NaN or inf began; only the first
+        self._outer = Outer(Told(*map(around, (*told_of, self._losses.note_scale, self._calls.compiled))))
+        self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))
 
     def open(self) -> None:
         """From now on what happens in this process is told."""
         self.shield.is_open = True
         self._flight.follow_signal()
-        self._since = perf_counter()
+        self._steps.at.began = perf_counter()
         self._outer.open()
         forks.follow(self)
         atexit.register(self._exit)
@@ -104,7 +99,8 @@ class Watcher:
         self._pulse(0.0)
         self._stop()
         self._outer.close()
-        self.reporter.close(self.step, self.pace, (*self._models.missed, *self._notes(), *self._flight.notes), error)
+        notes = (*_notes(self._looks, self._calls, self._models), *self._flight.notes)
+        self.reporter.close(self.step, self.pace, notes, error)
         self._flight.close()
 
     @property
@@ -142,23 +138,18 @@ class Watcher:
     def _model_found(self, model: Model) -> None:
         self.reporter.model(model, self.step)
 
-    def _run_begins(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if _is_training(module):
-            self._enter(LoopEvent.RUN_BEGINS)
+    def _run_begins(self, model: Model, module: nn.Module, args: Any, kwargs: Any, is_late: bool) -> None:
+        """``is_late``: a model was found as it runs: its own hooks are past, those of the modules inside are not."""
+        is_training = _is_training(module)
+        self._enter(LoopEvent.RUN_BEGINS if is_training else LoopEvent.EVALUATION_BEGINS)
+        if is_training:
             self._trains(model, module, args, kwargs)
-        else:
-            self._enter(LoopEvent.EVALUATION_BEGINS)
-            self._looks.evaluation_begins(self.step, model, module, (args, kwargs), self.pace.distance)
-        self._looks.follow(model)
-
-    def _run_begins_late(self, model: Model, module: nn.Module, args: Any) -> None:
-        """A model was found as it runs: its own hooks are past, those of the modules inside are not."""
-        if _is_training(module):
-            self._enter(LoopEvent.RUN_BEGINS)
-            self._trains(model, module, args, {})
-        else:
-            self._enter(LoopEvent.EVALUATION_BEGINS)
+        elif is_late:
             self._looks.pass_over()
+        else:
+            self._looks.evaluation_begins(self.step, model, module, (args, kwargs), self.pace.distance)
+        if not is_late:
+            self._looks.follow(model)
 
     def _trains(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._looks.run_begins(self.step, model, module, args, kwargs)
@@ -182,14 +173,6 @@ class Watcher:
     def _evaluated(self, sampled: SampledStep) -> None:
         self.pace.spend(sampled.cost_s)
         self.reporter.look(sampled, {}, {})
-
-    def _compiled(self, function: Any) -> None:
-        if isinstance(function, nn.Module):
-            self._calls.expect(type(function))
-            return
-        owner = getattr(function, "__self__", None)
-        if not isinstance(owner, (torch.optim.Optimizer, nn.Module)):  # a module knows that it is compiled
-            self._calls.stop_hooks()
 
     # backward passes and steps
 
@@ -217,19 +200,7 @@ class Watcher:
                     self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
                 bad = bad or (noted.name if noted.is_nonfinite else "")
         if bad:
-            self._find_origin(f"the loss {bad!r}", has_gradients=False)
-
-    def _find_origin(self, what: str, *, has_gradients: bool) -> None:
-        """Run the batches of this step again, once a run, to see where the NaN or inf began."""
-        if not self._is_examined:
-            self._is_examined = True
-            batches = self._batches.kept
-            resume = self._calls.pause()  # what is run again is not watched
-            try:
-                finding, batch = incidents.of_nonfinite(what, self.step, batches, has_gradients=has_gradients)
-            finally:
-                resume()
-            self.reporter.add(self._flight.keep_for(finding, batch or batches[-1:]), self.step)
+            self._origin.find(f"the loss {bad!r}", self.step, has_gradients=False)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         self._calls.left_model()
@@ -242,12 +213,12 @@ class Watcher:
         self._steps.begins(optimizer, sampled, has_closure=has_closure)
         bad = None if sampled is None or has_closure else sampled.nonfinite_gradient()
         if bad is not None:
-            self._find_origin(f"the gradient {bad[1]}", has_gradients=True)
+            self._origin.find(f"the gradient {bad[1]}", self.step, has_gradients=True)
 
     def _step_ended(self, optimizer: Any) -> None:
         if self._steps.optimizers.has(optimizer) and self._steps.ends(optimizer, self._looks.sampled):
             self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
-            seconds = perf_counter() - self._since
+            seconds = perf_counter() - self._steps.at.began
             self._flight.ended(self.step, seconds, self._losses.numbers(), self._batches.samples)
             if self._steps.is_alone():
                 self._complete()
@@ -262,7 +233,7 @@ class Watcher:
         if self._steps.in_a_row == _STUCK:
             stuck = incidents.of_stuck_scaler(self.step, self._losses.scale, self._steps.in_a_row)
             self.reporter.add(stuck, self.step)
-            self._find_origin("a gradient", has_gradients=True)
+            self._origin.find("a gradient", self.step, has_gradients=True)
         self._batches.clear()
         self._steps.updates.clear()
         if self._looks.sampled is not None:
@@ -277,7 +248,7 @@ class Watcher:
     def _complete(self) -> None:
         """A step of the run is over, with those of other optimizers: hand on what was seen; maybe look at the next."""
         now, ended = perf_counter(), self._steps.at.complete()
-        seconds, self._since = ended - self._since, ended
+        seconds, self._steps.at.began = ended - self._steps.at.began, ended
         self.pace.spend(self.reporter.take_spent() + self._flight.take_spent())
         sampled = self._end_look() if self._looks.sampled is not None else None
         self._pulse(seconds)
@@ -298,7 +269,9 @@ class Watcher:
         samples, numbers = self._batches.take_samples(), self._losses.numbers()
         if samples and not seconds:  # the run has ended in the middle of a step
             self._flight.ended(self.step, seconds, numbers, samples)
-        self.reporter.pulse(self.step, seconds, numbers, self._steps.skipped, samples, self._alone.take(self._since))
+        self.reporter.pulse(
+            self.step, seconds, numbers, self._steps.skipped, samples, self._alone.take(self._steps.at.began)
+        )
         self._losses.forget()
 
     # looks
@@ -321,17 +294,18 @@ class Watcher:
             self.reporter.look(sampled, known, self._losses.values())
         return sampled
 
-    def _notes(self) -> list[str]:
-        """What was not looked at, and why."""
-        told = []
-        if self._looks.is_endless:
-            told.append("no optimizer's step came for long: the first runs were looked at, then no more")
-        if self._calls.has_compiled_function:
-            told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
-        for model in self._models.all:
-            if model.is_compiled and not compiler.traces_gradient_hooks():
-                told.append(f"{model.name} is compiled: inside it only parameters and their gradients were looked at")
-        return told
+
+def _notes(looks: Looks, calls: ModelCalls, models: Models) -> list[str]:
+    """What was not looked at, and why."""
+    told = list(models.missed)
+    if looks.is_endless:
+        told.append("no optimizer's step came for long: the first runs were looked at, then no more")
+    if calls.has_compiled_function:
+        told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
+    for model in models.all:
+        if model.is_compiled and not compiler.traces_gradient_hooks():
+            told.append(f"{model.name} is compiled: inside it only parameters and their gradients were looked at")
+    return told
 
 
 def _is_training(module: nn.Module) -> bool:

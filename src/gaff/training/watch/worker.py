@@ -24,9 +24,9 @@ class Worker:
         self.dropped = 0
         self.spent_s = 0.0
 
-    def put(self, job: Callable[[], None]) -> None:
-        """Hand over a job; returns at once."""
-        if self._jobs.qsize() >= _MOST:
+    def put(self, job: Callable[[], None], *, is_vital: bool = True) -> None:
+        """Hand over a job; returns at once. One that is not vital is dropped, and counted, where too many wait."""
+        if not is_vital and self._jobs.qsize() >= _MOST:
             self.dropped += 1
             return
         self._jobs.put(job)

@@ -1,0 +1,33 @@
+"""Where a NaN or inf began: looked for once in a watched run, while the batch and the weights are still there."""
+
+from __future__ import annotations
+
+from gaff.training.watch import incidents
+from gaff.training.watch.batches import StepBatches
+from gaff.training.watch.flight_recorder import FlightRecorder
+from gaff.training.watch.model_calls import ModelCalls
+from gaff.training.watch.reporter import Reporter
+
+
+class Origin:
+    """Runs the batches of a step again, with every op looked at, and reports what that shows. Only the first time."""
+
+    def __init__(self, calls: ModelCalls, batches: StepBatches, flight: FlightRecorder, reporter: Reporter) -> None:
+        self._calls = calls
+        self._batches = batches
+        self._flight = flight
+        self._reporter = reporter
+        self._is_found = False
+
+    def find(self, what: str, step: int, *, has_gradients: bool) -> None:
+        """``what`` of this step is not finite: a loss, or a gradient (``has_gradients``). What runs is not watched."""
+        if self._is_found:
+            return
+        self._is_found = True
+        batches = self._batches.kept
+        resume = self._calls.pause()
+        try:
+            finding, batch = incidents.of_nonfinite(what, step, batches, has_gradients=has_gradients)
+        finally:
+            resume()
+        self._reporter.add(self._flight.keep_for(finding, batch or batches[-1:]), step)
