@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run once more with every model compiled, by the slow tests with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow vision partners page page-check check bench docs format clean
+.PHONY: demo more test slow vision partners page page-check check house bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -64,6 +64,10 @@ check: $(VENV)/.ready  ## lint, format, strict types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+house: $(VENV)/.ready  ## the house, measured, and drawn into docs/house.svg
+	cd tests && ../$(RUN) -m house
+	cd tests && ../$(RUN) -m house_picture
 
 format: $(VENV)/.ready
 	$(RUN) -m ruff check --fix .

@@ -36,7 +36,7 @@ def _scaled(model, x, pattern, find, title, rounds, sites):
         gaff.edit(unmeasured, {pattern: gaff.edits.scale(0.5)}) as changed,
     ):
         for stream in changed._streams:
-            stream.measured.add = lambda old, new: None  # the same without a receipt
+            stream.size.add = lambda old, new: None  # the same without a receipt
         ways["gaff.edit, scale(0.5)"] = lambda: model(x)
         ways["the same, receipt not kept"] = lambda: unmeasured(x)
         medians = measure(ways, rounds)

@@ -32,6 +32,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
+MOST_LINES = 22_000  # of code, without the page's script
+MOST_OF_CORE = 9_000  # of them in what sees, keeps and changes
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 
@@ -285,7 +287,7 @@ def measures() -> list[tuple[str, str, str]]:
         ("public without a docstring", str(len(without_docstring())), "0"),
         ("class names in two files", str(len(twins())), "0"),
         ("blanket excepts elsewhere", str(len(blanket())), "0"),
-        ("code lines", str(sum(by_room.values())), "<= 21300"),
+        ("code lines", str(sum(by_room.values())), f"<= {MOST_LINES}"),
         *(
             (f"  {room}", f"{count:<6} docstrings {told_lines[room] / all_lines[room]:.1%}", "")
             for room, count in by_room.most_common()

@@ -10,6 +10,7 @@ import pytest
 
 import gaff
 import house
+import house_picture
 
 HOOK_CALLS = re.compile(
     r"register_(forward|full_backward|backward|module|optimizer_step|multi_grad)\w*hook|\.register_(pre)?hook\(|"
@@ -63,6 +64,46 @@ def test_only_the_command_line_prints():
         if file.room != "cli":
             calls = [node for node in ast.walk(file.tree) if isinstance(node, ast.Call)]
             assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), file.name
+
+
+def test_the_picture_of_the_house_is_of_today():
+    assert house_picture.PICTURE.read_text(encoding="utf-8") == house_picture.draw(), "run `make house`, and look at it"
+
+
+def test_no_circle_and_no_import_upward():
+    assert house.circles() == [], "let the one that is lower take what it needs as an argument, or by a Protocol"
+    assert house.upward() == [], "move what is imported down to the floor where it is needed, or turn the call around"
+    assert house.hidden() == [], "import it by its name, inside the function if it is heavy"
+
+
+def test_budgets_of_classes():
+    for file, node in house.classes():
+        assert house.size(node) <= 250, f"{file.name}: {node.name}: find the second idea that is in it"
+        held = house.attributes(node)
+        assert len(held) <= 15, f"{file.name}: {node.name} holds {sorted(held)}: what of it belongs together?"
+
+
+def test_one_word_one_thing():
+    assert house.twins() == {}, "call one of them by what sets it apart"
+
+
+def test_everything_public_says_what_it_is():
+    assert house.without_docstring() == [], "write a sentence that a stranger understands"
+    lines = sum(len(file.text.splitlines()) for file in FILES)
+    assert sum(len(house.docstring_lines(file.tree)) for file in FILES) >= 0.15 * lines
+
+
+def test_errors_are_caught_by_name_but_where_somebody_elses_program_runs():
+    assert house.blanket() == [], "name what can be raised, or raise it again"
+
+
+def test_the_house_stays_small():
+    by_room = {room: 0 for floor in house.FLOORS for room in floor}
+    for file in FILES:
+        by_room[file.room] += house.code_lines(file.text, file.tree)
+    assert sum(by_room.values()) <= house.MOST_LINES, "code that goes away is progress: what does this replace?"
+    core = ("address", "compat", "edits", "keep", "engine", "sessions")
+    assert sum(by_room[room] for room in core) <= house.MOST_OF_CORE, "a reader of the core reads all of it"
 
 
 def test_the_functions_of_the_face_are_what_they_were_after_any_import_order():

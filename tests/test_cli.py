@@ -31,7 +31,7 @@ def run(capsys, *argv):
 
 
 def test_trace_prints_a_table_a_tree_and_data(capsys, tmp_path):
-    code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--backward", "--save", str(tmp_path / "t.json"))
+    code, out, _ = run(capsys, "trace", DIGITS, IMAGE, "--backward", "--out", str(tmp_path / "t.json"))
     assert code == 0
     assert out.startswith("DigitNet on cpu: 12 calls, 3674 parameters")
     assert "head.classes.bias:param" in out
@@ -260,7 +260,7 @@ def test_help_lists_every_file_that_is_a_command(capsys):
 
 
 def test_the_beginning_of_an_option_is_enough():
-    assert parser_of("trace").read(["net.py:model", "--sav=t.json"]).save == "t.json"
+    assert parser_of("trace").read(["net.py:model", "--ou=t.json"]).out == "t.json"
 
 
 def test_options_and_inputs_may_be_mixed(capsys):
@@ -485,7 +485,7 @@ def test_nan_says_what_it_expects(capsys, script):
 
 def test_anatomy_tells_and_draws(capsys, tmp_path):
     picture = tmp_path / "backward.svg"
-    code, out, _ = run(capsys, "anatomy", DIGITS, IMAGE, "head.hidden", "--svg", str(picture))
+    code, out, _ = run(capsys, "anatomy", DIGITS, IMAGE, "head.hidden", "--out", str(picture))
     assert code == 0
     assert "AddmmBackward0" in out
     assert "the legacy register_backward_hook hangs on one node" in out

@@ -119,7 +119,7 @@ def test_a_training_command_is_watched_and_reported(capfd, tmp_path):
 def test_a_missing_run_is_told(capsys, tmp_path):
     code, text = refused(capsys, "report", str(tmp_path / "nothing"))
     assert code == 1
-    assert "is no folder: expected a folder that gaff watch --out has written" in text
+    assert "is not there: expected the folder of a run" in text
     with pytest.raises(RecordError):
         main(["report", str(tmp_path / "nothing"), "--debug"])
 

@@ -256,7 +256,7 @@ def test_the_command_tells_saves_and_says_by_its_exit_code(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["{trace}", "{run}"], "expected two of a kind"), (["{trace}", "{none}"], "is no folder"),
+    [(["{trace}", "{run}"], "expected two of a kind"), (["{trace}", "{none}"], "is not there"),
      (["{trace}", "{trace}", "--tolerance", "-1"], "expected a relative difference of 0 or more"),
      (["{trace}", "{trace}", "--tolerance", "nan"], "expected a relative difference of 0 or more")],
 )  # fmt: skip

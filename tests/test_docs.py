@@ -93,7 +93,7 @@ def test_every_option_of_capture_is_explained():
     from gaff.sessions.request import Options
 
     for option in Options.__dataclass_fields__:
-        assert f"``{option}``" in gaff.capture.__doc__ + gaff.edit.__doc__, option
+        assert re.search(rf"\b{option}[:,] ", gaff.capture.__doc__ + gaff.edit.__doc__), option
 
 
 def test_every_edit_and_every_limit_of_clipping_is_documented():

@@ -57,7 +57,7 @@ def test_receipts_do_not_wait_for_the_device_until_they_are_read():
         gaff.edit(model, {"a": edits.scale(3.0), "b:grad_output": edits.clip(0.1)}) as changed,
     ):
         model(x).sum().backward()
-        assert [stream.hits for stream in changed._streams] == [1, 1]
+        assert [stream.size.hits for stream in changed._streams] == [1, 1]
         print(changed.receipt)
 
 
@@ -208,7 +208,7 @@ WRONG = [
     (lambda m: gaff.edit(m, {"a": nn.Tanh}), "edit Tanh is a class"),
     (lambda m: gaff.edit(m, ["a"]), "are no dict"),
     (lambda m: gaff.edit(m, {}), "are no dict"),
-    (lambda m: gaff.edit(m, {"a": edits.zero()}, last=1), "option 'last' is not known to an edit"),
+    (lambda m: gaff.Plan.edit({"a": edits.zero()}, last=1), "option 'last' is not known to an edit"),
     (lambda m: gaff.edit({"a": edits.zero()}), "pattern 'a' needs a model"),
     (lambda m: gaff.edit(m, {"a:output[0]": edits.skip()}), "skip takes the place of a whole module"),
     (lambda m: gaff.edit(nn.BatchNorm1d(3), {"running_mean:buffer": edits.zero()}), "buffers cannot be edited"),

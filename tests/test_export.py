@@ -314,7 +314,7 @@ def test_a_record_is_exported_without_torch(tmp_path):
     make(tmp_path / "run")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from gaff.record.run import load\n"
+        "from gaff.inspection.saved import load\n"
         "from gaff.integrations import mlflow, tables, tensorboard, trackio, wandb\n"
         "record = load(sys.argv[1])\n"
         "print(tables.to_csv(record, sys.argv[2]))\n"

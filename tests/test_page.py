@@ -24,10 +24,10 @@ from torch import nn
 
 import gaff
 from gaff.cli import main
+from gaff.inspection.saved import load
 from gaff.record.cube import read_cubes
 from gaff.record.log import EVENT, SERIES
 from gaff.record.matrix import pack_series
-from gaff.record.run import load
 from gaff.views.page.chunks import Chunks, from_log16, to_log16
 from gaff.views.page.document import asset
 from gaff.views.page.live import Board, Server

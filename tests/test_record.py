@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gaff.errors import RecordError
+from gaff.inspection.saved import load
 from gaff.record.finding import Finding
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader, LogWriter
 from gaff.record.matrix import Layout, byte_of, pack, pack_series, share_of, to_bytes, unpack, unpack_series
-from gaff.record.run import load
 
 LAYOUT_OF_TWO = Layout(0, "activations", (("m", "a"), ("m", "b")), (("count", "d"), ("mean", "f")), True)
 
@@ -143,7 +143,7 @@ def test_hostile_frames_are_refused_in_words(tmp_path, kind, payload, message):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda path: None, "is no folder: expected a folder that gaff watch --out has written"),
+        (lambda path: None, "is not there: expected the folder of a run"),
         (lambda path: path.mkdir(), r"holds no file \*.gaff"),
         (lambda path: (path.mkdir(), (path / "rank0.gaff").write_bytes(b"PK\x03\x04....")), "is no record of gaff"),
         (lambda path: (write(path), (path / "run.json").write_text('{"version": 99}')), "version 99 of the format"),

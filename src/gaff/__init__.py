@@ -23,7 +23,7 @@ _HOMES = {
     "trace": "gaff.api",
     "watch": "gaff.api",
     "diff": "gaff.inspection.diff.compare",
-    "load": "gaff.record.run",
+    "load": "gaff.inspection.saved",
     "maybe": "gaff.sessions.request",
     "Plan": "gaff.sessions.plan",
     "Site": "gaff.address.grammar",
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     )
     from gaff.errors import GaffError
     from gaff.inspection.diff.compare import diff
-    from gaff.record.run import load
+    from gaff.inspection.saved import load
     from gaff.sessions.plan import Plan
     from gaff.sessions.request import maybe
 

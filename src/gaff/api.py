@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from gaff.errors import PlanError
@@ -12,25 +13,43 @@ from gaff.sessions.capture import Capture
 from gaff.sessions.edit import Editing
 from gaff.sessions.edit import edit as make_edit
 from gaff.sessions.plan import Plan
-from gaff.sessions.request import Options
+from gaff.sessions.request import given
 
 if TYPE_CHECKING:  # tools are loaded when they are called
     from typing_extensions import Unpack
 
+    from gaff.edits.places import EditLike
     from gaff.inspection.anatomy import Anatomy
     from gaff.inspection.nonfinite.report import Report
     from gaff.inspection.sites import Sites
     from gaff.inspection.trace import Trace
     from gaff.inspection.tracer import Backward
+    from gaff.sessions.request import Evict, PatternLike, Reducer, Threads
     from gaff.sessions.take import Take
     from gaff.training.clipping import Clipping
+    from gaff.training.clipping_limits import ClippingLimits
     from gaff.training.guard import Guard
     from gaff.training.sample_norms import SampleNorms
     from gaff.training.watch.handle import Watch
     from gaff.training.watch.settings import WatchOptions
 
 
-def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -> Capture:
+def capture(  # noqa: PLR0913  # what to keep, and how
+    model: nn.Module | None = None,
+    /,
+    *patterns: PatternLike | Plan,
+    to: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    reduce: Reducer | None = None,
+    last: int | None = None,
+    budget: int | str | None = None,
+    evict: Evict = "raise",
+    clone: bool = False,
+    reference: bool = False,
+    graph: bool = False,
+    threads: Threads = "own",
+    **tensors: Tensor,
+) -> Capture:
     """Keep values of ``model`` while the session is open: ``with gaff.capture(model, "fc", "fc:grad_input") as got``.
 
     Args:
@@ -38,17 +57,20 @@ def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -
         patterns: addresses (see docs/addresses), modules of the model, predicates on a ``Site``, lists of these,
             ``gaff.maybe(...)``, a dict from pattern to what of it is kept (``{"h.*.attn": gaff.keep.rows(0)}``), or
             one ``Plan``.
-        options: ``to`` a device for the kept copies ("cpu" from a GPU goes through pinned memory, without waiting);
-            ``dtype`` for floating tensors; ``reduce`` a value of ``gaff.keep`` or any function tensor -> tensor,
-            applied at the source; ``last`` keep only this many events a site; ``budget`` bytes or "4GB" (default:
-            half of the memory that is free), with ``evict`` "raise" or "oldest" when it is exceeded; ``clone`` copy
-            at once instead of copy-on-write; ``reference`` do not clone parameters; ``graph`` keep the
-            autograd graph of the values; ``threads`` "own" (runs that this thread starts) or "all".
-            Every other keyword with a tensor captures the gradient of that tensor under this name.
+        to: a device for the kept copies ("cpu" from a GPU goes through pinned memory, without waiting).
+        dtype: of kept floating tensors; None: as they are.
+        reduce: a value of ``gaff.keep`` or any function tensor -> tensor, applied at the source.
+        last: keep only this many events a site; None: all.
+        budget: bytes, or text such as "4GB"; None: half of the memory that is free.
+        evict: when the budget is exceeded "raise" PlanError, or let the "oldest" go.
+        clone: copy at once instead of copy-on-write. reference: do not clone parameters.
+        graph: keep the autograd graph of the values.
+        threads: "own", runs that this thread starts, or "all".
+        tensors: every other keyword captures the gradient of the tensor that it is given, under this name.
 
     Kept values are detached, on the device and in the dtype of the original, and are what the tensor was when it
-    passed, even if the model overwrites it later; nothing synchronises with a device. Gradients arrive when
-    ``backward()`` runs inside the session.
+    passed, even if the model overwrites it later; nothing waits for a device, unless ``reduce`` does. Gradients arrive
+    when ``backward()`` runs inside the session.
 
     Raises:
         SiteError: an address that cannot be read or names nothing. PlanError: what cannot be done. Both before
@@ -56,11 +78,11 @@ def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -
     """
     if isinstance(model, str):
         raise PlanError(f"capture was given {model!r} first: expected a model, then patterns")
-    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-    taken = [name for name in tensors if name in Options.__dataclass_fields__]
-    if taken:
-        raise PlanError(f"{taken[0]!r} is an option of capture, but was given a tensor: name the tensor differently")
-    plan = Plan.of(*patterns, **{name: value for name, value in options.items() if name not in tensors})
+    options: dict[str, Any] = {"to": to, "dtype": dtype, "reduce": reduce, "last": last, "budget": budget,
+                               "evict": evict, "clone": clone, "reference": reference, "graph": graph,
+                               "threads": threads}  # fmt: skip
+    odd = {name: value for name, value in tensors.items() if not isinstance(value, Tensor)}
+    plan = Plan.of(*patterns, **given(options), **odd)  # type: ignore[arg-type]  # which refuses what is odd
     if not plan.requests and not tensors:
         raise PlanError("capture was given nothing to capture: expected patterns such as 'fc1', or tensors as b=b")
     if model is None and plan.requests:
@@ -69,7 +91,11 @@ def capture(model: nn.Module | None = None, /, *patterns: Any, **options: Any) -
 
 
 def clip_gradients(
-    optimizer: Any, *, model: nn.Module | None = None, views: Sequence[str] = (), **limits: Any
+    optimizer: Any,
+    *,
+    model: nn.Module | None = None,
+    views: Sequence[str] = (),
+    **limits: Unpack[ClippingLimits],
 ) -> Clipping:
     """Limit gradients when ``optimizer`` is about to use them: ``handle = gaff.clip_gradients(optimizer, norm=1.0)``.
 
@@ -106,7 +132,14 @@ def clip_gradients(
     return Clipping(optimizer, Limits(**limits), model, views)
 
 
-def edit(model: Any, changes: Any = None, /, **options: Any) -> Editing:
+def edit(
+    model: nn.Module | Mapping[Tensor, EditLike] | None,
+    changes: Mapping[Any, EditLike] | Plan | None = None,
+    /,
+    *,
+    check_finite: bool = False,
+    threads: Threads = "own",
+) -> Editing:
     """Change what passes while the session is open: ``with gaff.edit(model, {"layer3": gaff.edits.scale(0.5)}) as e``.
 
     Args:
@@ -115,8 +148,8 @@ def edit(model: Any, changes: Any = None, /, **options: Any) -> Editing:
             edit: one of ``gaff.edits``, a function ``tensor -> tensor``, a module, or a list of these; or a ``Plan``.
             At one site edits act in the order of the dict; sessions act in the order in which they were opened.
             Gradient edits at one tensor act as backward meets the calls, the last one first.
-        options: ``check_finite`` raises where an edit makes a NaN or inf (waits for the device at every event);
-            ``threads`` "own" or "all", as in ``capture``.
+        check_finite: raise where an edit makes a NaN or inf (waits for the device at every event).
+        threads: "own" or "all", as in ``capture``.
 
     Values and inputs stay edited in a recomputation by ``torch.utils.checkpoint``, also when ``backward()`` comes
     after the session: such modules keep a hook until the graph is freed (``receipt.armed``, ``release()``). Gradient
@@ -126,7 +159,7 @@ def edit(model: Any, changes: Any = None, /, **options: Any) -> Editing:
         SiteError, PlanError: before anything is installed, or where an edit returned another shape, dtype or device.
         NeverFiredError: at closing, for a pattern that never acted. ExactnessError: where an edit cannot be true.
     """
-    return make_edit(model, changes, options)
+    return make_edit(model, changes, given({"check_finite": check_finite, "threads": threads}))
 
 
 def anatomy(module: nn.Module, /, *inputs: Any, **keywords: Any) -> Anatomy:
@@ -142,7 +175,7 @@ def anatomy(module: nn.Module, /, *inputs: Any, **keywords: Any) -> Anatomy:
 
     Backward starts from the sum of the outputs' floating elements. Raises PlanError where there is no graph.
     """
-    from gaff.inspection.anatomy import explain
+    from gaff.inspection.explanation import explain
 
     return explain(module, inputs, keywords)
 
@@ -167,7 +200,7 @@ def find_nonfinite(step: Callable[[], Any], *, model: nn.Module | None = None, a
     return find(step, model, allow)
 
 
-def guard(model: nn.Module, *, action: str = "raise", allow: Sequence[str] = ()) -> Guard:
+def guard(model: nn.Module, *, action: Literal["raise", "warn"] = "raise", allow: Sequence[str] = ()) -> Guard:
     """Stop at the first NaN or inf, with its origin: ``with gaff.guard(model): train()``.
 
     Adds up one number a module output, and reads one flag a step: when the optimizer is about to use the gradients
@@ -186,7 +219,9 @@ def guard(model: nn.Module, *, action: str = "raise", allow: Sequence[str] = ())
     return MakeGuard(model, action, allow)
 
 
-def sample_norms(model: nn.Module, /, *patterns: Any, reduction: str = "mean") -> SampleNorms:
+def sample_norms(
+    model: nn.Module, /, *patterns: PatternLike, reduction: Literal["mean", "sum"] = "mean"
+) -> SampleNorms:
     """Gradient norms of every example: ``with gaff.sample_norms(model) as norms: loss.backward()``, ``norms.total``.
 
     Args:
@@ -207,20 +242,28 @@ def sample_norms(model: nn.Module, /, *patterns: Any, reduction: str = "mean") -
     return make_sample_norms(model, patterns, reduction)
 
 
-def take(model: nn.Module, /, *patterns: Any, **options: Any) -> Take:
+def take(
+    model: nn.Module,
+    /,
+    *patterns: PatternLike | Plan,
+    to: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    reduce: Reducer | None = None,
+    clone: bool = False,
+) -> Take:
     """A feature extractor: ``gaff.take(model, "layer4", "avgpool")(x)["avgpool"]``; see ``Take`` for what it promises.
 
     Args:
         model: any module; it becomes a submodule of the extractor, and runs only as far as the last wanted site.
         patterns: as ``capture`` takes them, forward values only.
-        options: ``to``, ``dtype``, ``reduce`` and ``clone``, as ``capture`` knows them.
+        to, dtype, reduce, clone: as ``capture`` knows them.
 
     Raises:
         SiteError, PlanError: before anything runs. NeverFiredError: from a call in which a pattern stayed silent.
     """
     from gaff.sessions.take import take as make_take
 
-    return make_take(model, patterns, options)
+    return make_take(model, patterns, given({"to": to, "dtype": dtype, "reduce": reduce, "clone": clone}))
 
 
 def trace(

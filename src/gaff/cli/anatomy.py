@@ -19,19 +19,19 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="INPUT", help=INPUT_HELP)
     parser.add_argument("path", nargs="?", default="", metavar="PATH", help="a module inside, such as layer1.0.conv1")
     parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
-    parser.add_argument("--svg", metavar="FILE", help="also write the graph as a picture")
+    parser.add_argument(
+        "--out", metavar="FILE", help="also write it, for gaff.load; or a picture (.svg)"
+    )
     add_table(parser)
-    parser.epilog = "example: gaff anatomy net.py:model randn:1x3x224x224 layer1 --svg backward.svg"
+    parser.epilog = "example: gaff anatomy net.py:model randn:1x3x224x224 layer1 --out backward.svg"
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the model forward, read its autograd graph, and print and draw it."""
-    from pathlib import Path
-
     from gaff.cli.inputs import load_inputs, need_input
     from gaff.cli.models import load_model
     from gaff.cli.printing import print_cells, print_data
-    from gaff.inspection.anatomy import explain, explain_inside
+    from gaff.inspection.explanation import explain, explain_inside
 
     loaded = load_model(options.model)
     args, kwargs = load_inputs([options.input], loaded)
@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
             told = explain(loaded.model, args, kwargs)
     except TypeError as error:
         raise need_input([options.input], error) from error
-    if options.svg:
-        Path(options.svg).write_text(told.to_svg() + "\n", encoding="utf-8")
+    if options.out:
+        told.save(options.out)
     if options.json:
         print_data(told.to_dict())
     elif options.tree:
@@ -54,6 +54,6 @@ def run(options: argparse.Namespace) -> int:
             print_cells([(str(row.number), row.name, row.site, row.place, handed)])
     else:
         print(told)
-    if options.svg:
-        print(f"written to {options.svg}")
+    if options.out:
+        print(f"written to {options.out}")
     return 0

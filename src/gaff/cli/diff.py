@@ -1,7 +1,7 @@
 """``gaff diff A B``: where two runs, or two traces, first part.
 
 Two trainings part at the first step and site at which they differ by more than noise, two traces at the first call.
-Neither needs torch: what is compared was written by ``gaff watch --out`` and ``gaff trace --save``.
+Neither needs torch: what is compared was written by ``gaff watch --out`` and ``gaff trace --out``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the two that are compared, and how much they may differ."""
     parser.description = f"{SUMMARY}; exit code 3 where they do"
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a watched run, or a file of gaff trace --save")
+        parser.add_argument(name, metavar=name.upper(), help="a watched run, or a file of gaff trace --out")
     parser.add_argument("--tolerance", type=number, metavar="SHARE", help="the relative difference that is allowed")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
     add_json(parser)

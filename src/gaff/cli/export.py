@@ -43,10 +43,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the run, check what is asked of it, and send it on."""
+    from gaff.inspection.saved import load
     from gaff.integrations import rows
-    from gaff.record.run import load
 
-    record = load(options.run)
+    record = load(options.run, "run")
     has_histograms = options.to == "tensorboard"
     rows.check(record, options.site, [one for one in options.stat if not has_histograms or one != rows.MAGNITUDES])
     if options.to in WRITERS:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gaff.cli.processes import Processes
 from gaff.errors import GaffError, RecordError
-from gaff.record.run import ENDING, HEAD, VERSION, load
+from gaff.record.run import ENDING, HEAD, VERSION, Record
 from gaff.training.watch.settings import VARIABLE, Settings
 from gaff.version import __version__
 from gaff.views import run_text
@@ -150,7 +150,7 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
 def _tell(folder: Path, *, quiet: bool, plain: bool) -> None:
     """The report, on standard error: standard output is the command's."""
     try:
-        record = load(folder)
+        record = Record(folder)
     except RecordError:
         sys.stderr.write(f"gaff: nothing was watched: the command trained no torch model; {folder} holds no record\n")
         return

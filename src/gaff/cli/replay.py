@@ -67,10 +67,10 @@ def _choose(options: argparse.Namespace) -> SavedBatch:
     """The batch of the step that was asked for, or the first that the run has kept."""
     from pathlib import Path
 
-    from gaff.record.run import load
+    from gaff.inspection.saved import load
     from gaff.training.watch.saved_batches import kept_of, read_kept
 
-    load(options.run)
+    load(options.run, "run")
     paths = kept_of(Path(options.run))
     if not paths:
         raise RecordError(

@@ -41,11 +41,11 @@ def run(options: argparse.Namespace) -> int:
     if options.live:
         return _live(options)
     from gaff.cli.printing import print_data
-    from gaff.record.run import load
+    from gaff.inspection.saved import load
     from gaff.views import run_text
     from gaff.views.text import printable
 
-    records = [load(one) for one in options.run]
+    records = [load(one, "run") for one in options.run]
     if options.html:
         return _html(records, options)
     for record in records:
@@ -83,12 +83,12 @@ def _live(options: argparse.Namespace) -> int:
     from contextlib import suppress
     from pathlib import Path
 
-    from gaff.record.run import load
+    from gaff.inspection.saved import load
     from gaff.views.page.live import Board, Server
 
     if options.idle is None:
         for one in options.run:
-            load(one)  # what is no run is told before anything is served
+            load(one, "run")  # what is no run is told before anything is served
     with suppress(OSError):  # a system that has no such thing: then the page is as important as the training
         os.nice(10)
     board = Board([Path(one) for one in options.run], options.rank)

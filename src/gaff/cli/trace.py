@@ -23,7 +23,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-flops", action="store_true", help="do not count operations; times are closer to bare ones"
     )
-    parser.add_argument("--save", metavar="FILE", help="also write the trace, as JSON")
+    parser.add_argument(
+        "--out", metavar="FILE", help="also write it, for gaff.load and gaff diff; or a page (.html)"
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page: table, tree, graph, activations as pictures")
     add_table(parser)
     parser.epilog = "example: gaff trace net.py:model randn:1x3x224x224 --backward"
@@ -50,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
             backward=backward,
             flops=not options.no_flops,
             ops=options.ops,
-            pictures=bool(options.html),
+            pictures=bool(options.html) or str(options.out).endswith(".html"),
             **kwargs,
         )
     except TypeError as error:
         raise need_input(options.input, error) from error
-    for path in (options.save, options.html):
+    for path in (options.out, options.html):
         if path:
             told.save(path)
     if options.json:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +153,10 @@ class Skip:
         raise PlanError(
             "skip takes the place of a whole module: expected it alone at a module, as 'path': edits.skip()"
         )
+
+
+# What a user may write where an edit is asked for: several act in their order.
+EditLike = Edit | Callable[[Tensor], Tensor] | nn.Module | Sequence[Any]
 
 
 def as_edit(value: Any) -> Edit:

@@ -67,7 +67,6 @@ class Run:
         "first_node",
         "frames",
         "functions",
-        "had_grad",
         "has_backward",
         "index",
         "is_waiting",
@@ -96,8 +95,7 @@ class Run:
         self.has_backward = False  # a gradient of this run has been seen
         self.first_node = 0  # sequence number of autograd nodes when it began
         self.life: ReferenceType[Any] | None = None  # of its graph, where somebody asks
-        self.had_grad = True  # grad mode, when it began
-        self.functions: list[Any] = []  # custom Functions in whose forward it runs without grad mode
+        self.functions: list[Any] | None = None  # custom Functions around it; None: it began with grad mode
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
 
     def __repr__(self) -> str:
@@ -151,7 +149,7 @@ class Clock:
         self.latest = run
         run.first_node = autograd.next_sequence()
         if not torch.is_grad_enabled():
-            run.had_grad, run.functions = False, checkpoints.enclosing_functions()
+            run.functions = checkpoints.enclosing_functions()
         for callback in self.at_begin:
             callback(run)
         return run
@@ -166,7 +164,7 @@ class Clock:
             callback(run, output)
         self._spans.append((run.thread, run.first_node, autograd.next_sequence()))
         run.once.clear()
-        run.functions = []
+        run.functions = run.functions and []
         run.arguments = {}
 
     def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
@@ -206,7 +204,7 @@ class Clock:
             run = self.begin((), {})
             if run is None:
                 return
-            run.had_grad, run.functions = True, []
+            run.functions = None
             self.open[run.thread] = run
         run.frames.append(Frame(owner))
 

@@ -74,7 +74,6 @@ class Node:
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
         self.clock = clock
-        self.open = clock.open  # the runs in progress, by thread
         self.index = index
 
     @cached_property
@@ -99,14 +98,12 @@ class Node:
             op.give_up(is_final=is_final)
         if not (self.entry_arms or self.arms or self.entry_changes or self.exit_changes):
             return
-        for passage in self.replay.give_up(is_final=is_final):
-            entries: tuple[EntryArm | EntryChange, ...] = (*self.entry_arms, *self.entry_changes)
-            for entry in entries:
-                entry.give_up(passage.run, passage.call)
-        for passage in self.exit_replay.give_up(is_final=is_final):
-            exits: tuple[ExitArm | ExitChange, ...] = (*self.arms, *self.exit_changes)
-            for leaving in exits:
-                leaving.give_up(passage.run, passage.call)
+        entries, exits = (*self.entry_arms, *self.entry_changes), (*self.arms, *self.exit_changes)
+        sides: tuple[tuple[Replay, tuple[Any, ...]], ...] = (self.replay, entries), (self.exit_replay, exits)
+        for replay, asked in sides:
+            for passage in replay.give_up(is_final=is_final):
+                for one in asked:
+                    one.give_up(passage.run, passage.call)
 
     def repeats(self) -> bool:
         """Whether an autograd graph is alive whose recomputation needs the edits of this module."""
@@ -254,13 +251,13 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
     Called with what the module and the hooks before it made of the output, and not after an exception.
     """
-    run = node.open.get(get_ident())
+    run = node.clock.open.get(get_ident())
     if run is None or backward_task() != -1 or transform_level() is not None:
         _after_unusual(node, module, args, kwargs, output)
         return
-    left = run.left
-    call = left[node.index]
-    left[node.index] = call + 1
+    left, index = run.left, node.index
+    call = left[index]
+    left[index] = call + 1
     for tap in node.exits:
         tap(output, run, call)
     if node.arms:
@@ -418,15 +415,15 @@ def _after_edit(
     The common case is one edit of the whole output, in a call that nothing can recompute: ``node.direct`` makes it
     without a passage, about as fast as a hook by hand. Everything else takes the long way, by ``change_exit``.
     """
-    run = node.open.get(get_ident())
+    run = node.clock.open.get(get_ident())
     if run is None or backward_task() != -1 or transform_level() is not None or output is MISSING:
         return _after_edit_unusual(node, module, args, kwargs, output)
-    left = run.left
-    call = left[node.index]
-    left[node.index] = call + 1
+    left, index = run.left, node.index
+    call = left[index]
+    left[index] = call + 1
     has_graph = is_grad_enabled()
     # nothing can recompute this call: in a graph only by saved hooks, without one only inside a custom Function
-    is_once = saved_hooks(True) is None and (has_graph or not (run.had_grad or run.functions))
+    is_once = saved_hooks(True) is None and (has_graph or run.functions == [])
     if is_once and node.direct is not None and type(output) is Tensor:
         new = node.direct(output)
         if new is not None:

@@ -70,7 +70,7 @@ class Replay:
         the first pass, and are made anew when the outer one recomputes.
         """
         run = passage.run
-        functions = checkpoints.enclosing_functions() if run.had_grad else run.functions
+        functions = checkpoints.enclosing_functions() if run.functions is None else run.functions
         if not functions:
             return False
         run.is_waiting = True

@@ -62,6 +62,13 @@ class Session:
         self._inside: Any = None  # hooks inside compiled code
         self._is_forced = False  # compiled code runs eagerly
 
+    def __enter__(self) -> Session:
+        self.open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     @property
     def is_open(self) -> bool:
         """Whether the hooks are in place."""

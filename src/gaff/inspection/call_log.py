@@ -23,18 +23,39 @@ from gaff.compat.memory import version_of
 from gaff.engine.streams import Stream
 from gaff.inspection.pictures import Album, are_probabilities
 from gaff.inspection.sketches import marks_of
-from gaff.record.trace_rows import Gradient, Statistics
+from gaff.record.trace_rows import Fingerprint, Gradient, Statistics
 
 _MOST_NODES = 500  # of the autograd graph between two calls
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a call has returned, and at what cost; as it is without arguments, that of a call that did not.
+
+    ``shapes`` are those of all tensors, ``dtype`` and ``statistics`` are of the first, ``memory_bytes`` and ``marks``
+    (digest and sketch) of all of them. Statistics and marks are 0-dim and short tensors on the device, read when rows
+    are made.
+    """
+
+    shapes: str = "did not return"
+    dtype: str = ""
+    time_s: float = 0.0
+    flops: int = 0
+    memory_bytes: int = 0
+    statistics: tuple[Tensor, ...] | None = None
+    marks: tuple[Tensor, Tensor] | None = None
+
+
+NOT_YET = Returned()
 
 
 @dataclass(slots=True)
 class CallNotes:
     """One call while it is traced, and after it.
 
-    Made by ``CallLog.enter``. ``started`` and ``flops`` are what the clock and the counter showed then; ``leave``
-    makes ``flops`` the difference. Statistics and marks are 0-dim and short tensors on the device, read when rows are
-    made.
+    Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed then. ``makers`` are
+    the calls whose values it is given, and whether that is known: else they came before, and who made it is not known.
+    ``returned`` is ``NOT_YET`` until ``CallLog.leave``, and stays so where an exception ended the call.
     """
 
     site: Site  # of the module or op, without call
@@ -45,15 +66,8 @@ class CallNotes:
     started: float
     flops: int
     input: str
-    output: str = ""
-    dtype: str = ""
-    time_s: float = 0.0
-    memory_bytes: int = 0
-    statistics: tuple[Tensor, ...] | None = None
-    marks: tuple[Tensor, Tensor] | None = None  # digest and sketch
-    takes: list[CallNotes] = field(default_factory=list)  # those that made what it is given
-    follows: list[CallNotes] = field(default_factory=list)  # those that came before, where it is not known who made it
-    is_complete: bool = False
+    makers: list[tuple[CallNotes, bool]] = field(default_factory=list)  # those that are known first
+    returned: Returned = NOT_YET
     gradients: dict[str, Gradient] = field(default_factory=dict)
 
 
@@ -70,7 +84,7 @@ class CallLog:
     def __init__(self, flops: Callable[[], int], device: torch.device, album: Album | None = None) -> None:
         self.calls: list[CallNotes] = []
         self.album = album
-        self.given: Tensor | None = None  # a digest of what the model was given
+        self.given: tuple[Tensor, Tensor] | None = None  # digest and sketch of what the model was given
         self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
         # who made a tensor, by its identity, and its version then; by its autograd node; what came before others
         self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes, int]] = {}
@@ -85,15 +99,14 @@ class CallLog:
         """A module, or an op (``cls``: its place in the code), is called with these arguments.
 
         On a GPU it waits for the device first, so that the time of the call is its own. The first call of all tells
-        what the model was given, of which a digest is kept.
+        what the model was given, of which digest and sketch are kept.
         """
         shapes = shapes_text((*args, kwargs) if kwargs else args)
         self._settle()
         notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
         self._find_makers(notes, (args, kwargs))
         if not self.calls:
-            marks = marks_of([tensor for _, tensor in iter_tensors((args, kwargs))])
-            self.given = marks[0] if marks is not None else None
+            self.given = marks_of([tensor for _, tensor in iter_tensors((args, kwargs))])
         if self.album is not None and not self._open and not site.path and site.op is None:
             for key, tensor in iter_tensors((args, kwargs)):
                 if tensor.is_floating_point():
@@ -113,18 +126,18 @@ class CallLog:
         while self._open and self._open[-1].site != site:
             self._open.pop()  # left by an exception
         notes = self._open.pop()
-        notes.time_s = ended - notes.started
-        notes.flops = self._flops() - notes.flops
         tensors = [tensor for _, tensor in iter_tensors(output)]
-        notes.output = shapes_text(output)
-        notes.memory_bytes = sum(size_bytes(tensor) for tensor in tensors)
-        notes.is_complete = True
+        notes.returned = Returned(
+            shapes_text(output),
+            str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            ended - notes.started,
+            self._flops() - notes.flops,
+            sum(size_bytes(tensor) for tensor in tensors),
+            measure(tensors[0]) if tensors else None,
+            marks_of(tensors),
+        )
         if self.calls[-1] is notes:  # it holds no other
             self._latest = notes
-        if tensors:
-            notes.dtype = str(tensors[0].dtype).removeprefix("torch.")
-            notes.statistics = measure(tensors[0])
-            notes.marks = marks_of(tensors)
         for tensor in tensors:
             self._note_maker(notes, tensor)
         if self.album is not None and site.op is None:
@@ -133,8 +146,8 @@ class CallLog:
     def _find_makers(self, notes: CallNotes, given: Any) -> None:
         """Note whose values a call is given, as edges of the data flow.
 
-        ``takes``: the calls that returned the very tensors, not written to since. ``follows``: where nobody is known
-        to have, since ops in between made them, the calls behind them. Parameters and buffers have no maker.
+        Known makers are the calls that returned the very tensors, not written to since. Where nobody is known to have,
+        since ops in between made them, it is the calls behind them. Parameters and buffers have no maker.
         """
         found: dict[int, tuple[CallNotes, bool]] = {}
         for _, tensor in iter_tensors(given):
@@ -146,8 +159,7 @@ class CallLog:
                 continue
             for maker in self._behind(tensor):
                 found.setdefault(id(maker), (maker, False))
-        notes.takes = [maker for maker, is_known in found.values() if is_known]
-        notes.follows = [maker for maker, is_known in found.values() if not is_known]
+        notes.makers = sorted(found.values(), key=lambda pair: not pair[1])
 
     def _note_maker(self, notes: CallNotes, tensor: Tensor) -> None:
         """Note ``notes`` as the maker of a tensor that it returned, unless a call inside it was.
@@ -156,12 +168,12 @@ class CallLog:
         at a container of it. Where a module that holds others returns what none of these has made, it follows those
         behind it.
         """
-        known = self._made.get(id(tensor))
-        inside = self.calls[self._place(notes) + 1 :]
-        if inside and known is not None and known[0]() is tensor and known[2] == version_of(tensor):
-            return
-        if inside:
-            notes.follows = [one for one in self._behind(tensor) if one is not notes]
+        if self.calls[-1] is not notes:  # it holds others
+            known = self._made.get(id(tensor))
+            if known is not None and known[0]() is tensor and known[2] == version_of(tensor):
+                return
+            behind = [(one, False) for one in self._behind(tensor) if one is not notes]
+            notes.makers = [pair for pair in notes.makers if pair[1]] + behind
         self._made[id(tensor)] = weakref.ref(tensor), notes, version_of(tensor)
         if tensor.grad_fn is not None:
             self._nodes[tensor.grad_fn] = notes
@@ -190,10 +202,6 @@ class CallLog:
             seen |= onward
             waiting += onward
         return list(found.values())
-
-    def _place(self, notes: CallNotes) -> int:
-        """The number of a call; looked for from the end, for it has mostly just been made."""
-        return next(at for at in range(len(self.calls) - 1, -1, -1) if self.calls[at] is notes)
 
     def _draw(self, notes: CallNotes, output: Any, tensors: list[Tensor]) -> None:
         """Give the album a module's output: the first tensor, and the second where it holds attention.
@@ -235,12 +243,10 @@ class GradientLog(Stream):
             album.add(name, value, is_gradient=True)
 
     def absent(self, run: Any, call: int, reason: str) -> None:
-        """No gradient comes to this call: the reason is shown in its place."""
+        """No gradient comes to this call, or it cannot be told exactly (``refuse``): the reason is in its place."""
         self._note(run, call, Gradient(reason=reason))
 
-    def refuse(self, run: Any, call: int, reason: str) -> None:
-        """The gradient cannot be told exactly: a trace shows the reason, where a capture would raise."""
-        self._note(run, call, Gradient(reason=reason))
+    refuse = absent
 
     def at(self, key: Key) -> GradientLog:
         """The stream of one tensor inside the value: this one, for the first that has a gradient is shown."""
@@ -327,14 +333,13 @@ def gradient_of(tensor: Tensor) -> Gradient:
         norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
         zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
         zeros = 1 - (x.numel() * (1 - zeros)) / max(tensor.numel(), 1)  # what a sparse gradient leaves out is zero
-        marks = marks_of([tensor])
-    told = (f"{marks[0].item():x}", numbers_of(marks[1])) if marks is not None else ("", ())
-    return Gradient(shape_text(tensor), norm, zeros, "", *told)
+        fingerprint = fingerprint_of(marks_of([tensor]))
+    return Gradient(shape_text(tensor), norm, zeros, "", fingerprint)
 
 
-def numbers_of(marks: Tensor) -> tuple[float, ...]:
-    """The numbers of a sketch. Synchronises with the device."""
-    return tuple(marks.tolist())
+def fingerprint_of(marks: tuple[Tensor, Tensor] | None) -> Fingerprint:
+    """What ``marks_of`` returned, as plain values. Synchronises with the device."""
+    return Fingerprint() if marks is None else Fingerprint(f"{marks[0].item():x}", tuple(marks[1].tolist()))
 
 
 def input_key(key: Key) -> str:

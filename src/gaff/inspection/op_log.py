@@ -80,6 +80,15 @@ class OpNotes:
     is_complete: bool = False
 
 
+def iter_state(model: nn.Module) -> Iterator[tuple[Tensor, Site]]:
+    """Every parameter and buffer with its address, module by module; one that has several names comes under each."""
+    for path, module, _ in iter_modules(model):
+        for port, owned in (("param", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    yield tensor, Site(join(path, name), port=port)
+
+
 class Producers:
     """Who made a tensor: a parameter, an input of the model, a module, an op. Holds none of them.
 
@@ -89,11 +98,9 @@ class Producers:
 
     def __init__(self, model: nn.Module) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        for path, module, _ in iter_modules(model):
-            for port, owned in (("param", module._parameters), ("buffer", module._buffers)):
-                for name, tensor in owned.items():
-                    if tensor is not None and not self.of(tensor):  # tied: the first of its names
-                        self.note(tensor, str(Site(join(path, name), port=port)))
+        for tensor, site in iter_state(model):
+            if not self.of(tensor):  # tied: the first of its names
+                self.note(tensor, str(site))
 
     def note(self, tensor: Tensor, name: str) -> None:
         """``name``, an address, has made ``tensor``."""
@@ -242,10 +249,6 @@ def list_ops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     log = OpLog(model)
     session = Session(model, list(log.taps()))
-    with untouched(model, [tensor for _, tensor in iter_tensors((args, kwargs))]):
-        session.open()
-        try:
-            model(*args, **kwargs)
-        finally:
-            session.close()
+    with untouched(model, [tensor for _, tensor in iter_tensors((args, kwargs))]), session:
+        model(*args, **kwargs)
     return rows_of(log), session.notes

@@ -12,9 +12,9 @@ from os import PathLike
 from pathlib import Path
 
 from gaff.compat import extras
-from gaff.errors import RecordError
+from gaff.errors import RecordError, SiteError
 from gaff.record.picture import Picture
-from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row
+from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row, row_dict
 from gaff.views import trace_text
 from gaff.views.notebook import framed
 
@@ -76,8 +76,10 @@ class Trace:
 
     def to_json(self) -> str:
         """Everything as JSON, with the number of the format; pictures as base64. ``from_json`` reads it back."""
-        pictures = [one.to_dict() for one in self.pictures]
-        return json.dumps({"gaff_trace": _FORMAT, **asdict(replace(self, pictures=())), "pictures": pictures}, indent=1)
+        told = asdict(replace(self, rows=(), parameters=(), pictures=()))
+        told |= {name: [row_dict(row) for row in getattr(self, name)] for name in ("rows", "parameters")}
+        told["pictures"] = [one.to_dict() for one in self.pictures]
+        return json.dumps({"gaff_trace": _FORMAT, **told}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
@@ -96,7 +98,7 @@ class Trace:
             data["edges"] = tuple((int(one), int(other), bool(known)) for one, other, known in data.get("edges", ()))
             data["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
             return build_row(cls, data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (SiteError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RecordError(f"trace cannot be read: {error!r}; expected what Trace.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -7,6 +7,7 @@ pass; no row holds one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -29,11 +30,12 @@ from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap, Tap
 from gaff.errors import PlanError
 from gaff.inspection.call_log import (
+    NOT_YET,
     CallLog,
     CallNotes,
     GradientLog,
     ParameterLog,
-    numbers_of,
+    fingerprint_of,
     shape_text,
     statistics_of,
 )
@@ -83,15 +85,12 @@ def trace_run(
         stack.enter_context(untouched(model, inputs))
         if backward is not None:
             stack.enter_context(torch.enable_grad())
-        session.open()
-        try:
-            with counter or nullcontext():
-                output = model(*args, **kwargs)
-            used = used_leaves([tensor for _, tensor in iter_tensors(output)])
-            if backward is not None:
-                _run_backward(backward, output)
-        finally:
-            session.close()
+        stack.enter_context(session)
+        with counter or nullcontext():
+            output = model(*args, **kwargs)
+        used = used_leaves([tensor for _, tensor in iter_tensors(output)])
+        if backward is not None:
+            _run_backward(backward, output)
     if backward is not None:
         _check_gradients(log, parameters)
     facts = {
@@ -99,7 +98,7 @@ def trace_run(
         "has_flops": has_flops,
         "device": str(device),
         "notes": (*session.notes, *_notes(model, counter, versions)),
-        "given": "" if log.given is None else f"{log.given.item():x}",
+        "given": fingerprint_of(log.given).digest,
     }
     return _build(model, modules, log, parameters, used, facts)
 
@@ -262,18 +261,15 @@ def _build(
     parameter is called unused without a backward pass. ``facts``: fields of the trace that are known already.
     """
     classes = {path: module for path, module, _ in modules}
-    counts: dict[Site, int] = {}
-    for call in log.calls:
-        counts[call.site] = counts.get(call.site, 0) + 1
-    shown = [call for call in log.calls if call.is_complete or call.site.op is None]
+    counts = Counter(call.site for call in log.calls)
+    shown = [call for call in log.calls if call.returned is not NOT_YET or call.site.op is None]
     rows = tuple(_row(call, classes[call.site.path], counts[call.site]) for call in shown)
     place = {id(call): at for at, call in enumerate(shown)}
     edges = tuple(
-        (place[id(one)], at, is_known)
+        (place[id(maker)], at, is_known)
         for at, call in enumerate(shown)
-        for is_known, makers in ((True, call.takes), (False, call.follows))
-        for one in makers
-        if id(one) in place
+        for maker, is_known in call.makers
+        if id(maker) in place
     )
     pictures = tuple(_named(one, counts) for one in log.album.pictures) if log.album is not None else ()
     called = {id(classes[site.path]) for site in counts}
@@ -298,23 +294,21 @@ def _row(call: CallNotes, module: nn.Module, count: int) -> CallRow:
     """
     owned = [] if call.site.op is not None else list(module._parameters.values())
     own = sum(parameter.numel() for parameter in owned if parameter is not None)
-    site = replace(call.site, call=call.call if count > 1 else None)
+    site, returned = replace(call.site, call=call.call if count > 1 else None), call.returned
     return CallRow(
         site=str(site),
-        path=call.site.path,
         cls=call.cls,
         call=call.call,
         depth=call.depth,
         input=call.input,
-        output=call.output if call.is_complete else "did not return",
-        dtype=call.dtype,
+        output=returned.shapes,
+        dtype=returned.dtype,
         parameters=own,
-        time_s=call.time_s,
-        memory_bytes=call.memory_bytes,
-        flops=call.flops if call.is_complete else 0,
-        statistics=statistics_of(call.statistics),
+        time_s=returned.time_s,
+        memory_bytes=returned.memory_bytes,
+        flops=returned.flops,
+        statistics=statistics_of(returned.statistics),
         grad_output=call.gradients.get("grad_output"),
         grad_input=call.gradients.get("grad_input"),
-        digest=f"{call.marks[0].item():x}" if call.marks is not None else "",
-        sketch=numbers_of(call.marks[1]) if call.marks is not None else (),
+        fingerprint=fingerprint_of(returned.marks),
     )

@@ -261,15 +261,6 @@ class Record:
         return names
 
 
-def load(path: str | Path) -> Record:
-    """Open the record of a run: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written.
-
-    Reads no tensor and needs no torch. A run that is still going on can be opened; ``refresh()`` reads on. Raises
-    RecordError where there is no record, or one of a later version.
-    """
-    return Record(path)
-
-
 def _find(names: dict[str, tuple[str, str]], site: str, path: Path) -> tuple[str, str]:
     """Model and address of a name; the model's may be left out. Raises RecordError with near names."""
     if site in names:

@@ -7,10 +7,10 @@ a file turns that into a ``RecordError``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, TypeVar
 
+from gaff.address.grammar import parse_site
 from gaff.record.picture import Picture
 
 _Row = TypeVar("_Row")
@@ -31,18 +31,30 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
-    """One gradient: shape as text, L2 norm, share of exact zeros. ``reason`` says why there is none.
+class Fingerprint:
+    """What stands for the elements of a tensor when traces are compared (``gaff.inspection.sketches``).
 
-    ``digest``, ``sketch``: as of a ``CallRow``.
+    ``digest`` is equal for equal bits, and empty where there is nothing to compare; the distance of two ``sketch``
+    tells how far their tensors are apart. In JSON both stand beside the other fields of what they are of.
     """
+
+    digest: str = ""
+    sketch: tuple[float, ...] = ()
+
+    def is_same_as(self, other: Fingerprint) -> bool:
+        """Whether both stand for the same bits, as far as they could be read."""
+        return bool(self.digest) and self.digest == other.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One gradient: shape as text, L2 norm, share of exact zeros. ``reason`` says why there is none."""
 
     shape: str = ""
     norm: float | None = None
     zeros: float | None = None
     reason: str = ""
-    digest: str = ""
-    sketch: tuple[float, ...] = ()
+    fingerprint: Fingerprint = Fingerprint()
 
     def __str__(self) -> str:
         if self.norm is None:
@@ -54,12 +66,11 @@ class Gradient:
 class CallRow:
     """One call of one module, or of an op, whose ``cls`` is its place in the code.
 
-    Shapes are texts such as ``1x3x8x8``; ``dtype`` is that of the first output tensor. ``digest`` is equal for equal
-    bits of it; ``sketch`` stands for it when traces are compared (``gaff.inspection.sketches``).
+    Shapes are texts such as ``1x3x8x8``; ``dtype`` and ``statistics`` are those of the first output tensor,
+    ``fingerprint`` is that of all of them.
     """
 
     site: str
-    path: str
     cls: str
     call: int
     depth: int
@@ -73,8 +84,12 @@ class CallRow:
     statistics: Statistics | None = None
     grad_output: Gradient | None = None
     grad_input: Gradient | None = None
-    digest: str = ""
-    sketch: tuple[float, ...] = ()
+    fingerprint: Fingerprint = Fingerprint()
+
+    @property
+    def path(self) -> str:
+        """The path of the module that was called, or in whose forward the op is."""
+        return parse_site(self.site).path
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +111,33 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def call_row(row: dict[str, Any]) -> CallRow:
-    """A ``CallRow`` from a dict of JSON.
+def row_dict(row: CallRow | ParameterRow) -> dict[str, Any]:
+    """A row as JSON has it: that of a call with its path, and fingerprints not as parts of their own."""
+    head = {"site": row.site, "path": row.path} if isinstance(row, CallRow) else {}
+    return {**head, **asdict(row, dict_factory=_flat)}
 
-    Raises TypeError for a value of a wrong type, ValueError for an unknown field.
+
+def _flat(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``asdict``: the fields as a dict, with those of a fingerprint beside the others."""
+    told = dict(items)
+    fingerprint = told.pop("fingerprint", {})
+    return {**told, **fingerprint}
+
+
+def call_row(row: dict[str, Any]) -> CallRow:
+    """Inverse of ``row_dict`` for a call; changes the dict.
+
+    Raises TypeError for a value of a wrong type, ValueError for an unknown field or a path that is not the site's,
+    SiteError for a site that cannot be read.
     """
     for name, kind in _KINDS.items():
         if name in row and not isinstance(row[name], kind):
             raise TypeError(f"a row has {name!r} {row[name]!r:.40}")
-    parts: dict[str, Callable[[Any], Any]] = {
-        "statistics": lambda value: optional_row(Statistics, value),
-        "grad_output": lambda value: optional_row(Gradient, value),
-        "grad_input": lambda value: optional_row(Gradient, value),
-    }
-    return build_row(CallRow, {name: parts[name](value) if name in parts else value for name, value in row.items()})
+    if parse_site(row["site"]).path != row.pop("path"):
+        raise ValueError(f"a row of {row['site']!r} has the path of another")
+    parts = {"statistics": Statistics, "grad_output": Gradient, "grad_input": Gradient}
+    told = {name: optional_row(part, row.get(name)) for name, part in parts.items()}
+    return build_row(CallRow, {**row, **told})
 
 
 def optional_row(cls: type[_Row], data: dict[str, Any] | None) -> _Row | None:
@@ -118,16 +146,17 @@ def optional_row(cls: type[_Row], data: dict[str, Any] | None) -> _Row | None:
 
 
 def build_row(cls: type[_Row], data: dict[str, Any]) -> _Row:
-    """A dataclass from a dict of JSON, in which a ``sketch`` is turned into a tuple of floats in place.
+    """A dataclass from a dict of JSON, out of which a fingerprint is taken where the class has one.
 
     Raises ValueError for a field that ``cls`` does not have, TypeError where one is missing.
     """
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    if "fingerprint" in known:
+        sketch = tuple(float(one) for one in data.pop("sketch", ()))
+        data["fingerprint"] = Fingerprint(data.pop("digest", ""), sketch)
     unknown = [name for name in data if name not in known]
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r} of {cls.__name__}")
-    if "sketch" in data:
-        data["sketch"] = tuple(float(one) for one in data["sketch"])
     return cls(**data)
 
 

@@ -151,18 +151,17 @@ class Editing:
         Raises ExactnessError where backward went on without an edit, NeverFiredError for a pattern that never acted;
         the latter not after an edit has failed, since the error that it raised says more.
         """
-        for stream in self._streams:
-            stream.is_open = False
+        self._family.is_open = False
         for tap, stream in zip(self._taps, self._streams, strict=False):
             if not is_there(tap.found):
                 stream.skip(REPLACED)
-                if stream.hits and not is_quiet:
+                if stream.size.hits and not is_quiet:
                     warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
         self._session.close()
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
         if lost and not is_quiet:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
-        if not is_quiet and not any(stream.has_failed for stream in self._streams):
+        if not is_quiet and not any(stream.checked.has_failed for stream in self._streams):
             raise_if_silent(self.receipt, self._ran())
 
     def _warn(self, run: Any, output: Any) -> None:
@@ -171,7 +170,7 @@ class Editing:
         Gradients are waited for until a step is completed, everything else until the first run ends. A run that an
         exception ended says nothing.
         """
-        if output is None or any(stream.has_failed for stream in self._streams):
+        if output is None or any(stream.checked.has_failed for stream in self._streams):
             return  # an exception ended the run
         if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
             self._has_warned = True

@@ -16,13 +16,14 @@ from gaff.compat import distributed, elements, modes
 
 
 class EditSize:
-    """How much one edit has changed at one site, over the events that were measured.
+    """How often one edit has acted at one site, and how much it has changed there, over the events that were measured.
 
-    Holds sums by device, read when somebody looks; ``events`` counts the events behind them. Made and owned by the
-    ``EditedSite`` that calls ``add``.
+    Holds sums by device, read when somebody looks; ``events`` counts the events behind them, ``hits`` all events. Made
+    and owned by the ``EditedSite``, which counts ``hits`` itself and calls ``add`` for those that it measures.
     """
 
     def __init__(self) -> None:
+        self.hits = 0
         self.events = 0
         self._sums: dict[torch.device, list[Tensor]] = {}
         self._seen = 0
@@ -49,6 +50,7 @@ class EditSize:
         totals = [sum(float(sums[at]) for sums in self._sums.values()) for at in range(5)]
         delta = (totals[3] / totals[4]) ** 0.5 if totals[4] else float(totals[3] > 0) and float("inf")
         return {
+            "hits": self.hits,
             "measured": self.events,
             "seen": self._seen,
             "changed": int(totals[0]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,6 +20,12 @@ from gaff.errors import PlanError, SiteError
 from gaff.sessions import plan_files
 from gaff.sessions.request import Options, Request, Resolved, edit_text, read_options, requests_of
 from gaff.views.text import table
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from gaff.edits.places import EditLike
+    from gaff.sessions.request import CaptureOptions, EditOptions, PatternLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class Plan:
     options: Options = field(default_factory=Options)
 
     @classmethod
-    def of(cls, *patterns: Any, **options: Any) -> Plan:
+    def of(cls, *patterns: PatternLike | Plan, **options: Unpack[CaptureOptions]) -> Plan:
         """A plan to capture by: ``patterns`` as ``gaff.capture`` takes them; ``options`` are the fields of ``Options``.
 
         A single ``Plan`` in their place is taken over, with other options where some are given. Raises SiteError for an
@@ -42,18 +48,22 @@ class Plan:
         if len(patterns) == 1 and isinstance(patterns[0], Plan):
             if not options:
                 return patterns[0]
-            return replace(patterns[0], options=replace(patterns[0].options, **read_options(options)))
-        return cls(tuple(requests_of(patterns)), Options(**read_options(options)))
+            return replace(patterns[0], options=replace(patterns[0].options, **read_options(dict(options))))
+        return cls(tuple(requests_of(patterns)), Options(**read_options(dict(options))))
 
     @classmethod
-    def edit(cls, changes: Any, **options: Any) -> Plan:
+    def edit(cls, changes: Mapping[Any, EditLike] | Plan, **options: Unpack[EditOptions]) -> Plan:
         """A plan to edit by; ``changes``: a dict from pattern to edit, as ``gaff.edit`` takes it, or a plan of edits.
 
         ``options``: ``check_finite`` and ``threads``. Raises SiteError for an address that cannot be read, PlanError
         for what is no edit.
         """
         if isinstance(changes, Plan):
-            return replace(changes, options=replace(changes.options, **read_options(options))) if options else changes
+            return (
+                replace(changes, options=replace(changes.options, **read_options(dict(options))))
+                if options
+                else changes
+            )
         if not isinstance(changes, Mapping) or not changes:
             raise PlanError(f"edits {changes!r:.60} are no dict: expected {{'layer3': gaff.edits.scale(0.5)}}")
         unknown = [name for name in options if name not in ("check_finite", "threads")]
@@ -63,7 +73,7 @@ class Plan:
         for pattern, edit in changes.items():
             asked = [Request(pattern)] if isinstance(pattern, Tensor) else requests_of([pattern])
             requests += [replace(request, edit=as_edit(edit)) for request in asked]
-        return cls(tuple(requests), Options(**read_options(options)))
+        return cls(tuple(requests), Options(**read_options(dict(options))))
 
     @property
     def is_edit(self) -> bool:

@@ -6,9 +6,9 @@ Everything that a user may write as a pattern (text, module, predicate, list, di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from gaff.edits.event import Edit
 from gaff.errors import PlanError
 
 Reducer = Callable[[Tensor], Tensor]
+Threads = Literal["own", "all"]
+Evict = Literal["raise", "oldest"]
 Target = Address | nn.Module | Tensor | Callable[[Site], bool]
-_THREADS = ("own", "all")
-_EVICT = ("raise", "oldest")
+_THREADS, _EVICT = get_args(Threads), get_args(Evict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,11 @@ class Maybe:
     patterns: tuple[Any, ...]
 
 
-def maybe(*patterns: Any) -> Maybe:
+# What a user may write where a pattern is asked for; a dict goes from such a pattern to what of it is kept.
+PatternLike = str | Address | nn.Module | Maybe | Callable[[Site], bool] | Mapping[Any, Reducer] | Iterable[Any]
+
+
+def maybe(*patterns: PatternLike) -> Maybe:
     """Allow these patterns to match nothing, or never to fire; the receipt still says so."""
     return Maybe(patterns)
 
@@ -98,6 +103,28 @@ class Options:
             raise PlanError(f"dtype={self.dtype!r} is no floating type: expected one, such as torch.float16")
         if self.reduce is not None and not callable(self.reduce):
             raise PlanError(f"reduce={self.reduce!r} cannot be called: expected gaff.keep.rows(0) or a function")
+
+
+class CaptureOptions(TypedDict, total=False):
+    """``Options`` as a user may write them, for ``Plan.of``; ``gaff.capture`` tells what each means."""
+
+    to: str | torch.device | None
+    dtype: torch.dtype | str | None
+    reduce: Reducer | None
+    last: int | None
+    budget: int | str | None
+    evict: Evict
+    clone: bool
+    reference: bool
+    graph: bool
+    threads: Threads
+
+
+class EditOptions(TypedDict, total=False):
+    """Options of ``Plan.edit``; ``gaff.edit`` tells what each means."""
+
+    check_finite: bool
+    threads: Threads
 
 
 class Resolved(NamedTuple):
@@ -219,3 +246,14 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"dtype={name!r} is no type of torch: expected 'float16', 'bfloat16', 'float32' or 'float64'")
     return dtype
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that are not as they are by default: what a plan in their place says, stays.
+
+    Raises PlanError where one is a tensor: it was meant as the name of one.
+    """
+    tensors = [name for name, value in options.items() if isinstance(value, Tensor)]
+    if tensors:
+        raise PlanError(f"{tensors[0]!r} is an option of capture, but was given a tensor: name the tensor differently")
+    return {name: value for name, value in options.items() if value != Options.__dataclass_fields__[name].default}

@@ -20,7 +20,7 @@ from gaff.address.nested import first_tensor, map_tensors
 from gaff.address.resolve import need_module
 from gaff.compat import distributed, libraries
 from gaff.engine.session import Session
-from gaff.engine.stop import StopForward
+from gaff.engine.stop import EarlyStop, StopForward
 from gaff.engine.taps import Tap
 from gaff.errors import PlanError, SiteError
 from gaff.sessions.capture import raise_if_silent
@@ -204,20 +204,15 @@ class Take(nn.Module):
         A ``StopForward`` that comes out leaves nothing behind: its frames, which hold activations, are let go, FSDP2
         forgets the forward, and grad mode is as it was.
         """
-        session.open()
-        had_grad = torch.is_grad_enabled()
-        try:
+        # the model may be stopped while it has switched grad mode off
+        with session, torch.set_grad_enabled(torch.is_grad_enabled()):
             for feature in features:
                 feature.keeper.is_foreign = session.clock.is_foreign
-            self.model(*args, **kwargs)
-        except StopForward as stop:
-            stop.__traceback__ = None  # its frames hold tensors
-            distributed.reset_sharded(self.model)
-            return True
-        finally:
-            torch.set_grad_enabled(had_grad)  # the model may have been stopped while it had switched it off
-            session.close()
-        return False
+            with EarlyStop() as early:
+                self.model(*args, **kwargs)
+            if early.is_stopped:
+                distributed.reset_sharded(self.model)
+        return early.is_stopped
 
     def _collect(self, features: list[Feature]) -> dict[str, Any]:
         """The values by address. Raises SiteError for a site that was called several times and named without a call."""
@@ -235,9 +230,6 @@ class Take(nn.Module):
 
 def take(model: nn.Module, patterns: tuple[Any, ...], options: dict[str, Any]) -> Take:
     """Make the extractor of ``gaff.take``, which explains the arguments. Raises PlanError if nothing is asked for."""
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown:
-        raise PlanError(f"option {unknown[0]!r} is not known to take: expected {', '.join(_OPTIONS)}")
     plan = Plan.of(*patterns, **options)
     if not plan.requests:
         raise PlanError("take was given no site: expected gaff.take(model, 'layer4', ...)")

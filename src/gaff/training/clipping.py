@@ -1,32 +1,32 @@
 """Holds ``gaff.clip_gradients``: gradients limited and guarded when the optimizer is about to use them.
 
 With ``when="step"`` all gradients are looked at in a hook before the optimizer's own step: they are complete then
-(accumulated, reduced over processes, unscaled), so limits mean what they say. With ``when="backward"`` each is changed
-as it comes, by a tensor hook. Norms and factors are tensors on the gradients' device from end to end; the host waits
-once a step, to see whether the norm is finite, and not even then where the optimizer can skip a step by itself.
+(accumulated, reduced over processes, unscaled), so limits mean what they say. Norms and factors are tensors on the
+gradients' device from end to end; the host waits once a step, to see whether the norm is finite, and not even then
+where the optimizer can skip a step by itself. With ``when="backward"`` each gradient is changed as it comes
+(``clipping_backward``).
 
-``Limits`` says what was asked for, ``Clipping`` does it, ``Audit`` keeps what was done.
+``Limits`` says what was asked for, ``LimitedParameters`` of what, ``Clipping`` does it, ``Audit`` keeps what was done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gaff.address.resolve import iter_modules, join, need_module
+from gaff.address.resolve import need_module
 from gaff.compat import distributed, foreach
-from gaff.engine.process.optimizer import AccumulationWatch, BackwardGuard, StepGuard, unwrap_optimizer
+from gaff.engine.process.optimizer import AccumulationWatch, StepGuard, unwrap_optimizer
 from gaff.errors import NonFiniteError, PlanError
 from gaff.sessions.receipt import CHANGING
 from gaff.training.clipping_audit import Audit
+from gaff.training.clipping_backward import BackwardClipping
 from gaff.training.clipping_limits import Limits
-
-_FLOOR = 1e-3  # of a weight's norm in adaptive clipping: Brock et al. 2021, section 4.1
-_TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+from gaff.training.clipping_parameters import TINY, LimitedParameters, any_each
 
 
 class Clipping:
@@ -64,29 +64,31 @@ class Clipping:
                 f"norm_type={limits.norm_type:g} over several processes: expected a positive number, or inf"
             )
         distributed.agree(distributed.ranks_of(spread_over), f"clip_gradients {limits}")
-        self._limits = limits
-        self._model = model
-        self._optimizer = real
-        is_at_step = limits.when == "step"
-        self._guard = StepGuard(real, self._before if is_at_step else self._at_step, self._begin, self._after)
-        self._parameters: list[Tensor] = []
         self.audit = Audit()
-        self._look()
+        self._limits = limits
+        self._parameters = LimitedParameters(real, limits, model)
+        self.audit.names = self._parameters.names
         self._norms = _Window(limits.window) if limits.deviations is not None else None
-        self._views = _Views([(name, self._named(name)) for name in ((views,) if isinstance(views, str) else views)])
-        self._backward = BackwardGuard(self._in_backward)
-        self._guard.open()
-        if not is_at_step:
-            self._backward.follow(self._parameters, self._model)
-        self._views.watch.open()
+        named = [(name, self._parameters.named(name)) for name in ((views,) if isinstance(views, str) else views)]
+        self._views = _Views(named)
+        backward = BackwardClipping(self._parameters, limits, self.audit, model) if limits.when == "backward" else None
+        before = self._before if backward is None else backward.step
+        self._guard = StepGuard(real, before, self._begin, self._views.note_applied)
+        with ExitStack() as opening:
+            opening.callback(self._guard.close)
+            self._guard.open()
+            if backward is not None:
+                opening.callback(backward.close)
+                backward.follow()
+            opening.callback(self._views.watch.close)
+            self._views.watch.open()
+            self._handles = opening.pop_all()
         self._is_open = True
         CHANGING.add(self)
 
     def remove(self) -> None:
         """Take the limits away; the audit stays readable. May be called twice."""
-        self._guard.close()
-        self._backward.close()
-        self._views.watch.close()
+        self._handles.close()
         self._is_open = False
 
     def __enter__(self) -> Clipping:
@@ -94,9 +96,7 @@ class Clipping:
             raise PlanError("these limits were removed: expected a new gaff.clip_gradients(...)")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.remove()
 
     def views(self, name: str) -> dict[str, Tensor | None]:
@@ -111,26 +111,10 @@ class Clipping:
     def __repr__(self) -> str:
         return f"<gaff clip_gradients, {'open' if self._is_open else 'removed'}>\n{self.audit}"
 
-    def _look(self) -> None:
-        """Read the optimizer's parameters again, for groups may have been added, and with them names and units."""
-        parameters = self._guard.parameters()
-        known = self._parameters
-        if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)):
-            return
-        self._parameters = parameters
-        self._names = self.audit.names = _names(self._optimizer, self._model)
-        self._units = _units(self._model, parameters, self._names) if self._limits.adaptive is not None else []
-
     def _begin(self) -> None:
         """Begin a step: the optimizer calls this before it evaluates a closure or uses a gradient."""
-        self._look()
+        self._parameters.look()
         self._views.begin()
-
-    def _at_step(self) -> bool:
-        """Count a step of limits that act in backward, and follow parameters that are new."""
-        self._backward.follow(self._parameters, self._model)
-        self.audit.add(None)
-        return False
 
     @torch.no_grad()
     def _before(self) -> bool | Tensor:
@@ -143,7 +127,7 @@ class Clipping:
         nothing of this waits for the device: the answer is a tensor. Raises NonFiniteError, and then nothing was
         stepped.
         """
-        given = [(number, one) for number, one in enumerate(self._parameters) if one.grad is not None]
+        given = [(number, one) for number, one in enumerate(self._parameters.all) if one.grad is not None]
         self._views.note("unscaled")
         if not given:
             self.audit.add(None)
@@ -159,7 +143,7 @@ class Clipping:
             if self._guard.is_overflow_of_scaler():
                 self.audit.add(total, skipped=True)
                 return False  # the scaler has this step skipped itself
-            bad = self._nonfinite(gradients, numbers)
+            bad = self._parameters.nonfinite(gradients, numbers)
             if bad and self._limits.nonfinite == "skip":
                 self.audit.add(total, skipped=True, nonfinite=bad)
                 return True
@@ -198,18 +182,14 @@ class Clipping:
         limit: Any = None  # to which gradients are scaled down
         told: Any = None  # what the audit tells
         if limits.value is not None:
-            changed = _any_each([distributed.local_of(one).abs() > limits.value for one in gradients], gradients)
+            changed = any_each([distributed.local_of(one).abs() > limits.value for one in gradients], gradients)
             foreach.clamp_all(gradients, limits.value)
             self.audit.add_each(numbers, changed)
         elif limits.adaptive is not None:
-            self.audit.add_each(
-                numbers,
-                [self._clip_units(number, gradient) for number, gradient in zip(numbers, gradients, strict=True)],
-            )
+            self.audit.add_each(numbers, list(map(self._parameters.clip_units, numbers, gradients)))
         elif limits.per == "tensor" and limits.norm is not None:
-            factors = [
-                (limits.norm / (one + _TINY)).clamp(max=1.0) for one in _each(gradients, norms, limits.norm_type)
-            ]
+            each = norms or [torch.linalg.vector_norm(one, limits.norm_type) for one in gradients]
+            factors = [(limits.norm / (one + TINY)).clamp(max=1.0) for one in each]
             foreach.scale_each(gradients, factors)
             self.audit.add_each(numbers, [one < 1 for one in factors])
         elif limits.norm is not None or self._norms is not None:
@@ -223,106 +203,11 @@ class Clipping:
                 else:
                     limit = told = usual if limit is None else usual.clamp(max=limit)
             if limit is not None:
-                factor = (limit / (total + _TINY)).clamp(max=1.0)
+                factor = (limit / (total + TINY)).clamp(max=1.0)
                 foreach.scale_all(gradients, factor)
         largest = largest if factor is not None else None
         self.audit.add(total, factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
         return skip
-
-    def _clip_units(self, number: int, gradient: Tensor) -> Tensor:
-        """Clip one gradient unit by unit, in place: Brock et al. 2021, equation 3. Returns whether anything changed.
-
-        A unit's gradient norm may be ``adaptive`` times its weight norm at most, which counts as no less than 1e-3:
-        weights that begin at zero could not move otherwise.
-        """
-        shape, dims = self._units[number]
-        ratio = self._limits.adaptive or 0.0
-        weight, change = self._parameters[number].detach().reshape(shape), gradient.reshape(shape)
-        most = _unit_norm(weight, dims).clamp(min=_FLOOR) * ratio
-        norm = _unit_norm(change, dims)
-        factor = torch.where(norm > most, most / norm.clamp(min=_TINY), 1.0).to(gradient.dtype)
-        new = (change * factor).reshape(gradient.shape)
-        if distributed.is_spread(gradient):
-            new = new.redistribute(placements=gradient.placements)  # type: ignore[attr-defined]
-        gradient.copy_(new)
-        is_any = (factor < 1).any()
-        return is_any.full_tensor() if distributed.is_spread(is_any) else is_any  # type: ignore[attr-defined]
-
-    def _in_backward(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient to go on with, of one that has just come; called inside backward, and waits for the device.
-
-        What comes is still scaled and one contribution of perhaps several: limits that need all gradients are refused
-        before. The gradient itself is not written to, since other nodes of the autograd graph may hold it.
-        """
-        limits = self._limits
-        if gradient.is_sparse:
-            raise PlanError("when='backward' cannot clip a sparse gradient as it comes: expected when='step'")
-        number = next(at for at, one in enumerate(self._parameters) if one is parameter)
-        if distributed.is_spread(gradient):
-            return self._in_backward_spread(number, gradient)
-        norm = torch.linalg.vector_norm(gradient, limits.norm_type)
-        if not bool(norm.isfinite()):
-            if self._nonfinite([gradient], [number]):
-                gradient = torch.where(gradient.isfinite(), gradient, 0)
-            norm = torch.linalg.vector_norm(gradient, limits.norm_type, dtype=torch.float64)
-        if limits.value is not None:
-            new = gradient.clamp(-limits.value, limits.value)
-            self.audit.add_each([number], [(gradient.abs() > limits.value).any()])
-        elif limits.norm is not None:
-            factor = (limits.norm / (norm + _TINY)).clamp(max=1.0)
-            new = gradient * factor.to(gradient.dtype)
-            self.audit.add_each([number], [factor < 1])
-        else:
-            new = gradient
-        return new
-
-    def _in_backward_spread(self, number: int, gradient: Tensor) -> Tensor:
-        """The gradient to go on with, of a parameter whose parts lie on several processes.
-
-        All of these come here together. The norm is that of the whole gradient, and each process scales its own part of
-        a copy.
-        """
-        limits = self._limits
-        gradient = distributed.settled(gradient).clone()
-        total = foreach.norms_of([gradient], limits.norm_type)[1]
-        local = distributed.local_of(gradient)
-        if not bool(total.isfinite()) and self._nonfinite([gradient], [number]):
-            local.masked_fill_(~local.isfinite(), 0)
-            total = foreach.norms_of([gradient], limits.norm_type)[1]
-        if limits.value is not None:
-            self.audit.add_each([number], _any_each([local.abs() > limits.value], [gradient]))
-            local.clamp_(-limits.value, limits.value)
-        elif limits.norm is not None:
-            factor = (limits.norm / (total + _TINY)).clamp(max=1.0)
-            self.audit.add_each([number], [factor < 1])
-            local.mul_(factor.to(local.dtype))
-        return gradient
-
-    def _nonfinite(self, gradients: list[Tensor], numbers: list[int]) -> tuple[str, ...]:
-        """The names of the parameters with NaN or inf in their gradients. Waits for the device.
-
-        With ``nonfinite="raise"`` it raises NonFiniteError instead, with the first eight of them.
-        """
-        found = _any_each([~distributed.local_of(one).isfinite() for one in gradients], gradients)
-        bad = tuple(self._names[number] for number, one in zip(numbers, found, strict=True) if bool(one))
-        if bad and self._limits.nonfinite == "raise":
-            names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
-            raise NonFiniteError(
-                f"{names}: the gradient is NaN or inf; nothing was stepped: expected finite ones, or nonfinite='skip' "
-                "or 'zero'"
-            )
-        return bad
-
-    def _after(self) -> None:
-        self._views.note_applied()
-
-    def _named(self, name: str) -> Tensor:
-        """The parameter of this name. Raises PlanError with names that there are."""
-        if name not in self._names:
-            raise PlanError(
-                f"views={name!r} is no parameter of the optimizer: expected one of {', '.join(self._names[:8])}"
-            )
-        return self._parameters[self._names.index(name)]
 
 
 class _Window:
@@ -405,72 +290,6 @@ class _Views:
         for name, known in self._parameters.items():
             if known is parameter and parameter.grad is not None:
                 self._scaled[name] = parameter.grad.detach().clone()
-
-
-def _names(optimizer: Any, model: nn.Module | None) -> list[str]:
-    """A name for each parameter: its path, the one the optimizer was given, or its place."""
-    paths = {}
-    if model is not None:
-        for path, module, _ in iter_modules(model):
-            paths.update(
-                {id(one): join(path, name) for name, one in module._parameters.items() if id(one) not in paths}
-            )
-    names = []
-    for at, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names") or [
-            f"group {at}, parameter {number}" for number in range(len(group["params"]))
-        ]
-        names += [paths.get(id(one), name) for one, name in zip(group["params"], given, strict=True)]
-    return names
-
-
-def _units(
-    model: nn.Module | None, parameters: Iterable[Tensor], names: Sequence[str]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each parameter a shape and the dimensions over which a unit's norm goes.
-
-    A unit is what feeds one output: a row of a linear weight or of an embedding, a filter of a convolution; of a
-    transposed one, and of GPT-2's Conv1D, outputs are dimension 1. Vectors (biases, gains) are one unit each.
-    """
-    if model is None:
-        raise PlanError("adaptive= needs model=, whose modules tell what a unit of each weight is")
-    owners = {id(one): module for _, module, _ in iter_modules(model) for one in module._parameters.values()}
-    units = []
-    for name, parameter in zip(names, parameters, strict=True):
-        owner = owners.get(id(parameter))
-        if owner is None:
-            raise PlanError(
-                f"parameter {name!r} of the optimizer is not in the model: adaptive= needs the model it is in"
-            )
-        shape = tuple(parameter.shape)
-        if parameter.dim() < 2:
-            units.append((shape, tuple(range(parameter.dim()))))
-        elif isinstance(owner, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
-            groups = owner.groups
-            units.append(((groups, shape[0] // groups, *shape[1:]), (1, *range(3, parameter.dim() + 1))))
-        elif type(owner).__name__ == "Conv1D" and parameter.dim() == 2:
-            units.append((shape, (0,)))
-        else:
-            units.append((shape, tuple(range(1, parameter.dim()))))
-    return units
-
-
-def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The norm of each unit, with dimensions kept; in float32 at least, and of a scalar its magnitude."""
-    wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().to(wide)
-
-
-def _any_each(flags: list[Tensor], owners: list[Tensor]) -> list[Tensor]:
-    """Whether any flag of each owner is set, in whatever process; communicates where owners are spread over several."""
-    if not any(distributed.is_spread(one) for one in owners):
-        return [flag.any() for flag in flags]
-    return [one > 0 for one in distributed.over_parts([flag.any().float() for flag in flags], owners, "max")]
-
-
-def _each(gradients: list[Tensor], norms: list[Tensor] | None, kind: float) -> list[Tensor]:
-    """The norm of each gradient, computed here where ``norms_of`` could not tell them in one call."""
-    return norms if norms is not None else [torch.linalg.vector_norm(one, kind) for one in gradients]
 
 
 def _dense(parameter: Tensor) -> Tensor:

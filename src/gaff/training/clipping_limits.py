@@ -6,8 +6,25 @@ They are apart from ``clipping`` so that a mistake is told without looking at an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 from gaff.errors import PlanError
+
+
+class ClippingLimits(TypedDict, total=False):
+    """The keywords of ``gaff.clip_gradients``, which tells what each means; those left out are as in ``Limits``."""
+
+    norm: float | None
+    value: float | None
+    adaptive: float | None
+    deviations: float | None
+    window: int
+    warmup: int
+    per: Literal["global", "tensor"]
+    spike: Literal["clip", "skip"]
+    nonfinite: Literal["raise", "skip", "zero"]
+    when: Literal["step", "backward"]
+    norm_type: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,56 @@ class Written:
             return args, {**kwargs, self.key: new}
         return (new, *args[1:]), kwargs
 
+    def target_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_values: bool) -> Tensor | None:
+        """What an edited op must write to in the end; None where it can do so itself.
+
+        The arguments are as edits left them; ``has_values``: whether an edit changes what the op returns. Raises
+        PlanError where an edit gave another input to an op that changes the shape of its input itself.
+        """
+        is_changed = self.target is not None and self.of(args, kwargs) is not self.target
+        if is_changed and self.is_reshaped:
+            raise PlanError("an op that changes the shape of its input itself cannot be given another: edit its output")
+        return self.target if (is_changed or has_values) and not self.is_reshaped else None
+
+
+def enter_op(events: list[OpEvent], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
+    """An op is about to run: let edits change what comes in, then tell listeners, then whoever looks.
+
+    ``events``: one for each session that asks, edits first. Returns the arguments for the op, and the listeners with
+    what they were told.
+    """
+    edits = [event for event in events if event.part.scope.is_edit]
+    for event in edits:
+        args, kwargs = event.before(args, kwargs)
+    heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
+    for listener, call in heard:
+        listener.enter(call)
+    for event in events[len(edits) :]:
+        event.before(args, kwargs)
+    return args, kwargs, heard
+
+
+def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any) -> Any:
+    """An op has run: make the edits of its value, then set gradient hooks and tell whoever looks.
+
+    Returns what the caller of the op gets.     ``written``: of an op that worked on a copy. The edited value is copied into what it should have written to.
+    """
+    value = args[0] if output is None else output
+    for event in events:
+        fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
+        given = args if written is None and fresh is None else ()  # what it returned is no mere input
+        new = event.change(value if fresh is None else fresh, given, kwargs)
+        if fresh is None:
+            value = new
+        elif new is not fresh:
+            value.copy_(new)
+    if written is not None and written.target is not None:
+        value = written.target.copy_(value)
+        args, kwargs = written.put(args, kwargs, value)
+    for event in events:
+        event.after(value, args, kwargs)
+    return None if output is None else value
+
 
 def is_at(place: tuple[int, Any, int] | None, frame: FrameType, own: FrameType) -> bool:
     """Whether an op is called from ``place`` again, in the very function that the call ``own`` runs.

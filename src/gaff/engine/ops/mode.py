@@ -31,7 +31,7 @@ from gaff.compat.autograd import backward_task, transform_level
 from gaff.compat.modes import call_frames
 from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook, Node
-from gaff.engine.ops.calls import CallShare, OpCall, OpEvent, Written, check_place, is_at
+from gaff.engine.ops.calls import CallShare, OpCall, OpEvent, Written, check_place, enter_op, is_at, leave_op
 from gaff.engine.ops.names import COMPOSITES, NAMES, is_tensors, name_of, opened
 from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
 from gaff.errors import PlanError
@@ -252,6 +252,16 @@ class ScopedCall:
             here = back
         return False
 
+    def note_slow_path(self, frame: FrameType) -> None:
+        """Note the attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
+        here: FrameType | None = frame
+        while here is not None and here.f_code not in call_frames().codes:
+            here = here.f_back
+        block = None if here is None else here.f_locals.get("self")
+        if block is not None and takes_fast_path([block]):
+            for part in self.parts:
+                part.scope.notes.append(SLOW_PATH) if SLOW_PATH not in part.scope.notes else None
+
 
 class OpMode(TorchFunctionMode):
     """Calls back at the ops of the modules that were asked, on one thread; made once for each.
@@ -327,7 +337,7 @@ class OpMode(TorchFunctionMode):
             return func(*args, **kwargs)
         rows = [part.scope.rows.get(name) or part.scope.row(name) for part in call.parts]
         if name in COMPOSITES:
-            self._note_slow_path(call, frame)
+            call.note_slow_path(frame)
         if not any(row.is_wanted for row in rows):
             return self._pass(call, rows, frame, func, args, kwargs)
         if len(rows) == 1 and call.parts[0].run is not None and rows[0].scope.is_plain and name not in COMPOSITES:
@@ -439,16 +449,6 @@ class OpMode(TorchFunctionMode):
                 part.scope.plain[func] = row  # passed on at once from now on
         return func(*args, **kwargs)
 
-    def _note_slow_path(self, call: ScopedCall, frame: FrameType) -> None:
-        """Note the attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
-        here: FrameType | None = frame
-        while here is not None and here.f_code not in call_frames().codes:
-            here = here.f_back
-        block = None if here is None else here.f_locals.get("self")
-        if block is not None and takes_fast_path([block]):
-            for part in call.parts:
-                part.scope.notes.append(SLOW_PATH) if SLOW_PATH not in part.scope.notes else None
-
     def _run(self, events: list[OpEvent], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that is asked for: edits act as if the module had done it, before anybody looks.
 
@@ -459,9 +459,9 @@ class OpMode(TorchFunctionMode):
             events.sort(key=lambda event: not event.part.scope.is_edit)
         try:
             written = Written(name, args, kwargs)
-            args, kwargs, heard = self._enter_op(events, func, args, kwargs)
+            args, kwargs, heard = enter_op(events, func, args, kwargs)
             has_values = any(event.has_values for event in events)
-            target = self._target(written, args, kwargs, has_values=has_values)
+            target = written.target_of(args, kwargs, has_values=has_values)
             if target is not None:
                 args, kwargs = written.put(args, kwargs, written.of(args, kwargs).clone())
             elif has_values and kwargs.get("out") is not None:
@@ -469,60 +469,13 @@ class OpMode(TorchFunctionMode):
             inside = opened(func) if name in COMPOSITES else None
             output = func(*args, **kwargs) if inside is None else self._open(inside, args, kwargs)
             if (output is None and name == "setitem") or is_tensors(output):
-                output = self._leave_op(events, output, written if target is not None else None, args, kwargs)
+                output = leave_op(events, output, written if target is not None else None, args, kwargs)
                 for listener, call in heard:
                     listener.leave(call, output if output is not None else args[0] if target is None else target)
             return output
         finally:
             for event in events:
                 event.close()
-
-    def _enter_op(self, events: list[OpEvent], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
-        """Let edits change what comes in, then tell listeners, then whoever looks.
-
-        Returns the arguments for the op, and the listeners with what they were told.
-        """
-        edits = [event for event in events if event.part.scope.is_edit]
-        for event in edits:
-            args, kwargs = event.before(args, kwargs)
-        heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
-        for listener, call in heard:
-            listener.enter(call)
-        for event in events[len(edits) :]:
-            event.before(args, kwargs)
-        return args, kwargs, heard
-
-    def _target(self, written: Written, args: Any, kwargs: Any, *, has_values: bool) -> Tensor | None:
-        """What an edited op must write to in the end; None where it can do so itself.
-
-        Raises PlanError where an edit gave another input to an op that changes the shape of its input itself.
-        """
-        is_changed = written.target is not None and written.of(args, kwargs) is not written.target
-        if is_changed and written.is_reshaped:
-            raise PlanError("an op that changes the shape of its input itself cannot be given another: edit its output")
-        return written.target if (is_changed or has_values) and not written.is_reshaped else None
-
-    def _leave_op(self, events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any) -> Any:
-        """Make the edits of the value first, then set gradient hooks and tell whoever looks; what the op returns.
-
-        ``written``: of an op that worked on a copy. The edited value is copied into what it should have written to.
-        """
-        value = args[0] if output is None else output
-        for event in events:
-            fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
-            given = args if written is None and fresh is None else ()  # what it returned is no mere input
-            new = event.change(value if fresh is None else fresh, given, kwargs)
-            if fresh is None:
-                value = new
-            elif new is not fresh:
-                value.copy_(new)
-        if written is not None and written.target is not None:
-            value = written.target.copy_(value)
-            args, kwargs = written.put(args, kwargs, value)
-        output = output if output is None else value
-        for event in events:
-            event.after(value, args, kwargs)
-        return output
 
     def _open(self, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an opened composite with the mode on torch's stack again: the ops inside are the module's own."""
@@ -568,9 +521,10 @@ def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
         if scope.repeats and (scope.is_edit or not scope.owner.clock.closed):
             _modes.mode.enter(CallShare(scope, None, -1, {}), sys._getframe(1), call_frames().position)
         return
-    run = scope.owner.open.get(get_ident())
+    owner = scope.owner
+    run = owner.clock.open.get(get_ident())
     if run is not None and kwargs is not None and transform_level() is None:
-        part = CallShare(scope, run, run.entered[scope.owner.index] - 1, {})
+        part = CallShare(scope, run, run.entered[owner.index] - 1, {})
         scope.was_called = True
         _modes.mode.enter(part, sys._getframe(1), call_frames().position)
 

@@ -13,6 +13,7 @@ from typing import Any
 from gaff.compat import extras
 from gaff.errors import PlanError
 from gaff.inspection.diff.difference import Difference
+from gaff.inspection.saved import load
 from gaff.inspection.trace import Trace
 from gaff.record.run import Record
 
@@ -52,7 +53,7 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
 def _read(value: Any) -> tuple[Any, str]:
     """What was given as a ``Trace`` or a ``Record``, and a name for it.
 
-    A path to a file is read as a trace, any other as the folder of a run. Raises PlanError for what is none of these.
+    A path is read by ``gaff.load``. Raises PlanError for what is none of these.
     """
     if isinstance(value, Trace):
         return value, f"trace of {value.model}"
@@ -60,8 +61,7 @@ def _read(value: Any) -> tuple[Any, str]:
         return value, str(value.path)
     if not isinstance(value, (str, os.PathLike)):
         raise PlanError(f"diff was given a {type(value).__name__}: expected a run, a trace, or the path of one")
-    path = Path(value)
-    return (Trace.load(path), str(path)) if path.is_file() else (Record(path), str(path))
+    return load(value), str(Path(value))
 
 
 def _kind(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
 from gaff.inspection.diff.pairs import Pair, pair_up
 from gaff.inspection.trace import Trace
-from gaff.record.trace_rows import CallRow, Gradient, ParameterRow
+from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
 
 # Unit roundoff: half the distance from 1 to the next number (IEEE 754-2019; Micikevicius et al. 2022 for float8).
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8,
@@ -130,7 +130,7 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     Digests decide first, then sketches; where the shapes differ, only moments can be compared. A pair that is not the
     same to the last bit, but shows no difference, gets the smallest one, so that it does not count as the same.
     """
-    if one.digest and one.digest == other.digest and one.dtype == other.dtype and one.output == other.output:
+    if one.fingerprint.is_same_as(other.fingerprint) and (one.dtype, one.output) == (other.dtype, other.output):
         return [DiffRow(one.site, other.site, "forward", "same", 0.0, tolerance, how=how)]
     if one.statistics is None or other.statistics is None:
         return _of_sketches(one, other, how, tolerance)
@@ -142,8 +142,8 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
         return [
             DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)
         ]
-    if delta < math.inf and one.sketch and other.sketch:
-        delta = _sketched(one.sketch, other.sketch)
+    if delta < math.inf and one.fingerprint.sketch and other.fingerprint.sketch:
+        delta = _sketched(one.fingerprint, other.fingerprint)
         counts = [one.statistics.nonfinite, other.statistics.nonfinite]
         if delta == 0 and counts[0] and one.dtype == other.dtype:  # then they are of other kinds, or elsewhere
             number, delta, values = "nonfinite", math.inf, counts
@@ -155,9 +155,9 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
 
 def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
     """The row of calls that have no moments, such as of complex numbers; empty where there is not even a sketch."""
-    if not one.sketch or not other.sketch:
+    if not one.fingerprint.sketch or not other.fingerprint.sketch:
         return []
-    delta = max(_sketched(one.sketch, other.sketch), _LITTLE)
+    delta = max(_sketched(one.fingerprint, other.fingerprint), _LITTLE)
     return [DiffRow(one.site, other.site, "forward", state_of(delta, tolerance), delta, tolerance, "sketch", how=how)]
 
 
@@ -177,13 +177,13 @@ def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
     return worst, known[worst] / size if size else float(known[worst] > 0)
 
 
-def _sketched(a: Sequence[float], b: Sequence[float], least: float = 0.0) -> float:
+def _sketched(one: Fingerprint, other: Fingerprint, least: float = 0.0) -> float:
     """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third.
 
     ``least``: a norm below which neither counts as the larger one, see ``_backward``.
     """
-    difference = math.hypot(*(one - other for one, other in zip(a, b, strict=True)))
-    size = max(least, *(math.hypot(*values) for values in (a, b)))
+    difference = math.hypot(*(a - b for a, b in zip(one.sketch, other.sketch, strict=True)))
+    size = max(least, math.hypot(*one.sketch), math.hypot(*other.sketch))
     return difference / size if size else float(difference > 0)
 
 
@@ -206,13 +206,13 @@ def _backward(
     a, b = _told(one), _told(other)
     if one.norm is None or other.norm is None:
         return [DiffRow(*sites, phase, "parted", math.inf, tolerance, "gradient", a, b, how)]
-    if one.digest and one.digest == other.digest and one.shape == other.shape:
+    if one.fingerprint.is_same_as(other.fingerprint) and one.shape == other.shape:
         return [DiffRow(*sites, phase, "same", 0.0, tolerance, how=how)]
     is_finite = math.isfinite(one.norm), math.isfinite(other.norm)
     if is_finite[0] != is_finite[1]:
         delta = math.inf
-    elif one.sketch and other.sketch and one.shape == other.shape:
-        delta = _sketched(one.sketch, other.sketch, least)
+    elif one.fingerprint.sketch and other.fingerprint.sketch and one.shape == other.shape:
+        delta = _sketched(one.fingerprint, other.fingerprint, least)
         delta = math.inf if delta == 0 and not all(is_finite) else delta
     else:
         size = max(one.norm, other.norm, least)

@@ -1,19 +1,41 @@
-"""What runs now, to tell whose a tensor is that no op of a module has made: hooks, other processes, the past.
+"""Whose a tensor is that is not finite: what an op has returned, and what no op of a module has made.
 
-The examination sees the ops of modules. A tensor that is not finite and came from none of them is met sooner or later,
-as an input of an op or of a module, and has to be blamed on something.
+The examination sees the ops of modules, and asks ``judge`` of each that returned something bad. A bad tensor that came
+from none of them (but from a hook, another process, the past) is met sooner or later, as an input of an op or of a
+module, and has to be blamed on something: ``Now`` knows what runs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import Site
+from gaff.address.grammar import Address, Site, fits_op
+from gaff.address.nested import map_tensors
 from gaff.address.resolve import join
 from gaff.compat import distributed
 from gaff.engine.gradients.nodes import NodeWatch
-from gaff.inspection.nonfinite.provenance import Made, has_nan, has_positive, is_mask
-from gaff.inspection.nonfinite.ranges import range_of
+from gaff.engine.ops.calls import OpCall
+from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, Case, cause_of
+from gaff.inspection.nonfinite.provenance import Made, own_path, shown, users_place
+from gaff.inspection.nonfinite.ranges import plain, range_of
+from gaff.inspection.nonfinite.report import Range
+from gaff.inspection.op_log import Producers
+
+
+class Begun(NamedTuple):
+    """An op that has begun. ``came``: what it is given, each tensor with what made it bad.
+
+    ``ranges`` are of those tensors as they were before, None where they can still be read afterwards.
+    """
+
+    call: OpCall
+    came: list[tuple[Tensor, Made | None]]
+    ranges: tuple[Range, ...] | None
 
 
 class Now:
@@ -27,6 +49,7 @@ class Now:
         self.modules: dict[str, nn.Module] = {}  # by path
         self.ops = 0  # that have run
         self.latest: Made | None = None  # of the last op
+        self.outside: Made | None = None  # of the last op outside the model, if it was not meant
         self.is_spread = False  # whether other processes have parts of the model
 
     def made_of(self, tensor: Tensor, nodes: NodeWatch, site: Site) -> Made:
@@ -65,7 +88,7 @@ class Now:
             made = self.latest  # what came between is moving between processes
         if made is None or not made.is_meant:
             return made
-        is_new = has_nan(tensor) or (has_positive(tensor) and not made.output.positive_inf)
+        is_new = has_nan(tensor) or (_has_positive(tensor) and not made.output.positive_inf)
         return None if is_new else made
 
     def _made_here(self, tensor: Tensor, site: Site) -> Made:
@@ -96,3 +119,97 @@ def before(tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:
     kind = {"param": "the parameter", "buffer": "the buffer", "grad": "the gradient"}.get(site.port, "the input")
     cause = f"{kind} held {output.kinds} before the step; what made it lies before this"
     return Made(site, "before", None, cause, output, is_meant=is_meant)
+
+
+def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, allow: Iterable[Address]) -> Made:
+    """Whose the NaN or inf in ``tensor`` is, which an op returned: of something that came in, meant, or of this op.
+
+    ``position``: how many ops ran before; ``allow``: patterns of sites whose values are meant. Waits for the device.
+    """
+    call, op = begun.call, begun.call.site.op or ""
+    came = [made for _, made in begun.came if made is not None]
+    real = [made for made in came if not made.is_meant]
+    if real:
+        return min(real, key=lambda made: made.number)
+    output = range_of(tensor, "output")
+    is_meant = _is_allowed(call.site, allow) or op in UNINITIALISED or _is_deliberate(call) or is_scaling(call)
+    lasting = [made for made in came if made.output.nan]  # a NaN that was put in stays one
+    is_asked = op in LOSSES and output.positive_inf and not any(_has_positive(one) for one, _ in begun.came)
+    if lasting or (came and not output.nan and not is_asked):
+        return (lasting or came)[0]
+    if not came and not is_meant and not output.nan and not output.positive_inf and _adds_masks(op, begun.came):
+        is_meant = True
+    given = ranges_of((one for one, _ in begun.came), producers) if begun.ranges is None else begun.ranges
+    place = users_place(call.place)
+    unseen = [one for one, (_, made) in zip(given, begun.came, strict=True) if made is None and not one.is_finite]
+    if unseen:
+        what = f"{unseen[0].name} held {unseen[0].kinds} that no op put there"
+        cause = f"{what}: it was written to past torch, by .data or NumPy"
+        return Made(call.site, "forward", place, cause, output, given, position)
+    args, kwargs = map_tensors((call.args, call.kwargs), distributed.local_of)  # other processes are not here now
+    case = Case(op, call.func, args, kwargs, given, output)
+    is_constant = is_meant and op not in UNINITIALISED
+    cause = "it was put in by a constant" if is_constant else cause_of(case)
+    return Made(call.site, "forward", place, cause, output, given, position, is_meant, is_scaling(call))
+
+
+def ranges_of(given: Iterable[Tensor], producers: Producers) -> tuple[Range, ...]:
+    """The ranges of an op's inputs, each named by its number and by what made it. Waits for the device."""
+    names = ((one, producers.of(one)) for one in given)
+    return tuple(
+        range_of(one, f"input[{number}]" + (f" <- {shown(name)}" if name else ""))
+        for number, (one, name) in enumerate(names)
+    )
+
+
+def is_scaling(call: OpCall) -> bool:
+    """Whether a GradScaler runs the op: what overflows there it skips by itself."""
+    return call.place.f_code.co_filename.endswith("grad_scaler.py")
+
+
+def _is_deliberate(call: OpCall) -> bool:
+    """Whether a constant among the arguments is itself infinite or NaN: it was put there on purpose."""
+    constants = [*call.args, *call.kwargs.values()]
+    flat = [one for value in constants for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    return any(isinstance(one, float) and not math.isfinite(one) for one in flat)
+
+
+def _is_allowed(site: Site, patterns: Iterable[Address]) -> bool:
+    """Whether one of ``patterns`` stands for the op at a site within the step, or for its whole module."""
+    path = own_path(site.path)
+    for pattern in patterns:
+        is_op = pattern.op is None or fits_op(pattern.op, site.op or "")
+        is_index = pattern.op_index in (None, site.op_index)
+        is_path = pattern.path == path if isinstance(pattern, Site) else pattern.matches(path) or not pattern.names
+        if is_op and is_index and is_path:
+            return True
+    return False
+
+
+def _adds_masks(op: str, marks: list[tuple[Tensor, Made | None]]) -> bool:
+    """Whether an op adds to the lowest number of a type, as masks do: the -inf that it may give is meant as well.
+
+    ``marks``: what the op is given. Half of the lowest number is low enough to count as such a mask.
+    """
+    if op.strip("_") not in ("add", "sub", "mul"):
+        return False
+    return any(float(plain(one).min()) <= torch.finfo(one.dtype).min / 2 for one, _ in marks if one.is_floating_point())
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor from outside holds -inf, 0 and nothing else that is not finite: an additive mask."""
+    value = plain(tensor)
+    if tensor.is_complex() or not bool((value == -math.inf).any()):
+        return False
+    rest = value[value != -math.inf]
+    return bool(torch.isfinite(rest).all()) and bool((rest == 0).all())
+
+
+def _has_positive(tensor: Tensor) -> bool:
+    """Whether an element is +inf. Waits for the device."""
+    return bool((plain(tensor) == math.inf).any())
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether an element is NaN. Waits for the device."""
+    return bool(plain(tensor).isnan().any())

@@ -140,7 +140,7 @@ class Trail:
         where = shown(str(Site(ran.site.path, op, ran.site.op_index)))
         if origin.cause is None and not feeding:
             cause = f"the gradient that backward began with, at {where}, is not finite: it was made outside the model"
-            return Report(True, STEP, "", STEP, "backward", cause=cause, notes=tuple(notes), ops=ops, position=position)
+            return Report(True, STEP, STEP, "backward", cause=cause, notes=tuple(notes), ops=ops, position=position)
         if origin.cause is None:  # what was given to it was finite piece by piece
             came = handed = None
             cause = f"the gradients that meet at {name} overflow when they are added up"
@@ -155,7 +155,6 @@ class Trail:
         return Report(
             found=True,
             site=where,
-            op=op,
             module=own_path(ran.site.path),
             direction="backward",
             line=place_text(ran.place) if ran.place else "",

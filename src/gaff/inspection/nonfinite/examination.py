@@ -16,39 +16,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import STATE_PORTS, Site, fits_op, parse
-from gaff.address.nested import iter_deep, iter_tensors, map_tensors
-from gaff.address.resolve import called_modules, iter_modules, join, need_module, resolve
+from gaff.address.grammar import Site, parse
+from gaff.address.nested import iter_deep, iter_tensors
+from gaff.address.resolve import called_modules, need_module, resolve
 from gaff.compat import distributed
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.process.optimizer import StepWatch
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import NonFiniteError, PlanError
-from gaff.inspection.nonfinite.attribution import Now, before
+from gaff.inspection.nonfinite.attribution import Begun, Now, before, has_nan, is_mask, is_scaling, judge, ranges_of
 from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.backward_causes import STEEP
-from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, Case, cause_of
-from gaff.inspection.nonfinite.provenance import (
-    NOWHERE,
-    RETURNED,
-    UPDATED,
-    Made,
-    Marks,
-    Ran,
-    adds_masks,
-    has_nan,
-    has_positive,
-    is_deliberate,
-    is_mask,
-    is_scaling,
-    own_path,
-    shown,
-    users_place,
-)
+from gaff.inspection.nonfinite.provenance import NOWHERE, RETURNED, UPDATED, Made, Marks, Ran, shown, users_place
 from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
-from gaff.inspection.nonfinite.report import BEFORE, Range, Report
-from gaff.inspection.op_log import Producers, code_at, place_text
+from gaff.inspection.nonfinite.report import BEFORE, Report
+from gaff.inspection.op_log import Producers, iter_state
 
 
 class Step(nn.Module):
@@ -75,14 +58,13 @@ class Examination:
     With ``from_step`` it looks at a whole training run, step by step, from the optimizer's step with this number on,
     and raises NonFiniteError at the first that is bad. Made for one ``run``. A tensor is looked at when it is first
     met, and marked (``_look``); an op that returned something bad is judged by the marks of what it was given
-    (``_judge``); what reached a loss, an output or a leaf's gradient is told at the end (``_report``), by the earliest
+    (``judge``); what reached a loss, an output or a leaf's gradient is told at the end (``_report``), by the earliest
     mark.
     """
 
     def __init__(self, model: nn.Module | None, allow: Iterable[str] = (), from_step: int | None = None) -> None:
         self._from_step = from_step
-        self._steps = 0
-        self._is_asleep = from_step is not None and from_step > 1
+        self._asleep = max((from_step or 0) - 1, 0)  # for how many steps of the optimizer nothing is looked at
         if model is not None:
             need_module(model)
         self._model = model
@@ -91,13 +73,11 @@ class Examination:
             if model is not None:
                 resolve(model, replace(pattern, op=None, op_index=None))  # a slip in the path is told
         self._marks = Marks()
-        self._open: list[tuple[OpCall, list[tuple[Tensor, Made | None]], list[Range] | None]] = []
+        self._open: list[Begun] = []
         self._trail = Trail()
         self._sinks: list[Made] = []
         self._before: deque[str] = deque(maxlen=BEFORE)  # the last ops that ran
-        self._chains: dict[int, tuple[str, ...]] = {}  # those before something that is not finite was made
         self._now = Now()
-        self._last: Made | None = None  # of the last op outside the model
         self._bad_gradients: set[int] = set()  # of parameters, before the step
         self.notes: list[str] = []
 
@@ -121,45 +101,41 @@ class Examination:
                 session.close()
             self.notes += session.notes
             self._sink(output)
-            if output is None and not len(self._trail) and self._last is not None:
-                self._sinks.append(self._last)  # neither returned nor sent backward: the last that the step computed
+            if output is None and not len(self._trail) and self._now.outside is not None:
+                self._sinks.append(self._now.outside)  # the step neither returned it nor sent it backward
             report = self._report()
             return report if report else self._look_after(around, report)
 
     def _before_step(self, optimizer: Any) -> None:
         """With ``from_step``, ahead of each optimizer's step: raise NonFiniteError if it was bad, else forget it."""
-        self._steps += 1
-        if not self._is_asleep:
-            report = self._report()
-            if report:
-                raise NonFiniteError(f"{report}", report)
-            self._trail.nodes.close()
-            self._trail, self._marks, self._sinks = Trail(), Marks(), []
-        self._is_asleep = self._steps + 1 < (self._from_step or 0)
+        if self._asleep:
+            self._asleep -= 1
+            return
+        report = self._report()
+        if report:
+            raise NonFiniteError(f"{report}", report)
+        self._trail.nodes.close()
+        self._trail, self._marks, self._sinks = Trail(), Marks(), []
 
     def _explain(self, error: Exception) -> None:
         """Add to an exception of the step what was not finite before: more often than not, that is why."""
-        if isinstance(error, NonFiniteError):
-            return
         bad = [made for made in self._marks if not made.is_meant]
-        if bad and hasattr(error, "add_note"):
+        if bad and hasattr(error, "add_note") and not isinstance(error, NonFiniteError):
             first = min(bad, key=lambda made: made.number)
-            error.add_note(f"gaff: before this was raised, {self._tell(first, self._now.ops)}")
+            error.add_note(f"gaff: before this was raised, {first.tell(self.notes, self._now.ops)}")
 
     def _look_after(self, around: nn.Module, report: Report) -> Report:
         """The report of a parameter that is bad after a step in which nothing was found; else ``report`` itself.
 
         Either its gradient was bad before the step and was added to, or the optimizer made it so.
         """
-        for path, module, _ in iter_modules(around):
-            for name, parameter in module._parameters.items():
-                site = Site(join(path, name), port="param")
-                grad = parameter.grad if parameter is not None and id(parameter) in self._bad_gradients else None
-                if grad is not None and has_nonfinite(grad):
-                    return self._tell(self._note_before(grad, replace(site, port="grad")), report.ops)
-                if parameter is not None and has_nonfinite(parameter):
-                    made = Made(site, "update", None, UPDATED, range_of(parameter, "value"))
-                    return self._tell(made, report.ops)
+        for parameter, site in (one for one in iter_state(around) if one[1].port == "param"):
+            grad = parameter.grad if id(parameter) in self._bad_gradients else None
+            if grad is not None and has_nonfinite(grad):
+                return before(grad, replace(site, port="grad")).tell(self.notes, report.ops)
+            if has_nonfinite(parameter):
+                made = Made(site, "update", None, UPDATED, range_of(parameter, "value"))
+                return made.tell(self.notes, report.ops)
         return report
 
     def _taps(self, around: nn.Module) -> Iterable[OpTap | CallTap]:
@@ -173,21 +149,13 @@ class Examination:
 
     def _note_state(self, around: nn.Module) -> None:
         """Mark parameters and buffers that are bad before the step: what comes of them began there."""
-        for path, module, _ in iter_modules(around):
-            for port, owned in (("param", module._parameters), ("buffer", module._buffers)):
-                for name, tensor in owned.items():
-                    self._now.is_spread |= tensor is not None and distributed.is_spread(tensor)
-                    if tensor is not None and has_nonfinite(tensor):
-                        site = Site(join(path, name), port=port)
-                        self._note_before(tensor, site, is_meant=port == "buffer" and is_mask(tensor))
-                    if tensor is not None and tensor.grad is not None and has_nonfinite(tensor.grad):
-                        self._bad_gradients.add(id(tensor))
-
-    def _note_before(self, tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:
-        """Mark a tensor as bad before the step."""
-        made = before(tensor, site, is_meant=is_meant)
-        self._marks.put(tensor, made)
-        return made
+        for tensor, site in iter_state(around):
+            self._now.is_spread |= distributed.is_spread(tensor)
+            if has_nonfinite(tensor):
+                is_meant = site.port == "buffer" and is_mask(tensor)
+                self._marks.put(tensor, before(tensor, site, is_meant=is_meant))
+            if tensor.grad is not None and has_nonfinite(tensor.grad):
+                self._bad_gradients.add(id(tensor))
 
     def _look(self, tensor: Tensor, site: Site = NOWHERE) -> Made | None:
         """The mark of a tensor that comes in; one that is not known yet is looked at."""
@@ -203,7 +171,7 @@ class Examination:
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
         """A module is called: what it is given belongs to the module around it, and is looked at."""
-        if self._is_asleep:
+        if self._asleep:
             return
         given = [tensor for _, tensor in iter_tensors((args, kwargs))]
         self._trail.nodes.follow(given, Ran(Site(self._now.inside[-1]), None, ()))
@@ -215,7 +183,7 @@ class Examination:
         """The tap for when the module at ``path`` returns: it has passed on what is bad, but did not make it."""
 
         def returned(output: Any, run: Any, call: int) -> None:
-            tensors = [tensor for _, tensor in iter_tensors(output)] if not self._is_asleep else []
+            tensors = [tensor for _, tensor in iter_tensors(output)] if not self._asleep else []
             self._trail.nodes.follow(tensors, Ran(Site(path), None, ()))
             while len(self._now.inside) > 1 and self._now.inside.pop() != path:
                 pass
@@ -231,33 +199,33 @@ class Examination:
 
     def _enter(self, call: OpCall) -> None:
         """An op begins: look at what it is given; keep the ranges of what it overwrites or backward may ask for."""
-        if self._is_asleep:
+        if self._asleep:
             return
         given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
-        marks = [(tensor, self._look(tensor)) for tensor in given]
+        came = [(tensor, self._look(tensor)) for tensor in given]
         writes = (call.site.op or "").endswith("_") or call.site.op == "setitem" or "out" in call.kwargs
         steep = (call.site.op or "").strip("_") in STEEP
-        ranges = [self._range(tensor, number) for number, tensor in enumerate(given)] if writes or steep else None
+        ranges = ranges_of(given, self._producers) if writes or steep else None
         if is_scaling(call):
             self._note_scale(call)
         self._trail.nodes.follow(given, Ran(Site(call.site.path), users_place(call.place), ()))
-        self._open.append((call, marks, ranges))
+        self._open.append(Begun(call, came, ranges))
 
     def _leave(self, call: OpCall, output: Any) -> None:
         """An op returned: mark its outputs with where they became bad, and note that for the backward pass."""
-        if self._is_asleep or not any(one[0] is call for one in self._open):
+        if self._asleep or not any(one.call is call for one in self._open):
             return
-        while self._open[-1][0] is not call:
+        while self._open[-1].call is not call:
             self._open.pop()
-        _, marks, ranges = self._open.pop()
+        begun = self._open.pop()
         self._now.ops += 1
         tensors = [tensor for _, tensor in iter_tensors(output)]
-        ran = self._ran_here(call, tuple(ranges or ()))
+        ran = Ran(call.site, users_place(call.place), begun.ranges or ())
         for tensor in tensors:
             made = self._marks.of(tensor)  # by an op inside a composite one
             if made is None and has_nonfinite(tensor):
-                made = self._judge(call, tensor, marks, ranges)
-                self._chains.setdefault(made.number, tuple(self._before))
+                made = judge(begun, tensor, self._producers, self._now.ops - 1, self._allow)
+                made.before = tuple(self._before) if made.before is None else made.before
             ran.made = ran.made or made
             if made is not None and tensor.grad_fn is not None:
                 ran.bad[tensor.grad_fn, tensor.output_nr] = made
@@ -268,59 +236,9 @@ class Examination:
         self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))
         self._now.latest = ran.made
         if not call.site.path:
-            self._last = ran.made if ran.made is None or not ran.made.is_meant else None
+            self._now.outside = ran.made if ran.made is None or not ran.made.is_meant else None
         self._producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
         self._trail.nodes.follow(tensors, ran)
-
-    def _ran_here(self, call: OpCall, given: tuple[Range, ...]) -> Ran:
-        """The op as the backward pass will want to know it, with the user's line."""
-        return Ran(call.site, users_place(call.place), given)
-
-    def _judge(
-        self, call: OpCall, tensor: Tensor, marks: list[tuple[Tensor, Made | None]], ranges: list[Range] | None
-    ) -> Made:
-        """Whose the NaN or inf in ``tensor`` is: of something that came in, meant, or of this op."""
-        came = [made for _, made in marks if made is not None]
-        real = [made for made in came if not made.is_meant]
-        if real:
-            return min(real, key=lambda made: made.number)
-        output = range_of(tensor, "output")
-        op = call.site.op or ""
-        is_meant = self._is_allowed(call.site) or op in UNINITIALISED or is_deliberate(call) or is_scaling(call)
-        lasting = [made for made in came if made.output.nan]  # a NaN that was put in stays one
-        is_asked = op in LOSSES and output.positive_inf and not any(has_positive(one) for one, _ in marks)
-        if lasting or (came and not output.nan and not is_asked):
-            return (lasting or came)[0]
-        if not came and not is_meant and not output.nan and not output.positive_inf and adds_masks(op, marks):
-            is_meant = True
-        given = ranges if ranges is not None else [self._range(one, number) for number, (one, _) in enumerate(marks)]
-        place, position = users_place(call.place), self._now.ops - 1
-        unseen = [one for one, (_, made) in zip(given, marks, strict=True) if made is None and not one.is_finite]
-        if unseen:
-            what = f"{unseen[0].name} held {unseen[0].kinds} that no op put there"
-            cause = f"{what}: it was written to past torch, by .data or NumPy"
-            return Made(call.site, "forward", place, cause, output, tuple(given), position)
-        args, kwargs = map_tensors((call.args, call.kwargs), distributed.local_of)  # other processes are not here now
-        case = Case(op, call.func, args, kwargs, tuple(given), output)
-        is_constant = is_meant and op not in UNINITIALISED
-        cause = "it was put in by a constant" if is_constant else cause_of(case)
-        return Made(call.site, "forward", place, cause, output, tuple(given), position, is_meant, is_scaling(call))
-
-    def _range(self, tensor: Tensor, number: int) -> Range:
-        """The range of an op's input, named by its number and by what made it."""
-        producer = self._producers.of(tensor)
-        return range_of(tensor, f"input[{number}]" + (f" <- {shown(producer)}" if producer else ""))
-
-    def _is_allowed(self, site: Site) -> bool:
-        """Whether ``allow`` has a pattern for the op at a site, or for its whole module."""
-        path = own_path(site.path)
-        for pattern in self._allow:
-            is_op = pattern.op is None or fits_op(pattern.op, site.op or "")
-            is_index = pattern.op_index in (None, site.op_index)
-            is_path = pattern.path == path if isinstance(pattern, Site) else pattern.matches(path) or not pattern.names
-            if is_op and is_index and is_path:
-                return True
-        return False
 
     def _note_scale(self, call: OpCall) -> None:
         """Note the factor by which a GradScaler multiplies the loss: backward asks what it would be without."""
@@ -329,7 +247,10 @@ class Examination:
             self._trail.scale = float(factors[1])
 
     def _sink(self, output: Any) -> None:
-        """Note what is bad in what the step or the model returned: here it matters, if it was not meant."""
+        """Note what is bad in what the step or the model returned: here it matters, if it was not meant.
+
+        Of what was meant a NaN matters, and a loss that is infinite, unless a GradScaler made it so.
+        """
         for _, tensor in iter_tensors(output):
             made = self._look(tensor, RETURNED)
             if made is not None and (not made.is_meant or has_nan(tensor)):
@@ -345,39 +266,13 @@ class Examination:
         if origin is not None:  # then a returned gradient is no input
             self._sinks = [made for made in self._sinks if made.site != RETURNED]
         if self._sinks:
-            return self._tell(min(self._sinks, key=lambda made: made.number), ops)
-        if origin is None:
-            return Report(False, notes=tuple(self.notes), ops=ops)
-        if origin.is_overflow_of_scale:
-            factor = f"{self._trail.scale:g}"
-            self.notes.append(
-                f"gradients overflowed under the GradScaler's factor {factor}: it skips such a step itself"
-            )
-            return Report(False, notes=tuple(self.notes), ops=ops)
-        return self._trail.tell(origin, self._producers, self.notes, ops)
-
-    def _tell(self, made: Made, ops: int) -> Report:
-        """The report of what ``made`` began, with addresses as they are in the model."""
-        path = own_path(made.site.path.rpartition(".")[0] if made.site.port in STATE_PORTS else made.site.path)
-        names = ("the model" if one == "model" else shown(one) for one in made.passed if one != made.site.path)
-        passed = tuple(dict.fromkeys(names))
-        return Report(
-            found=True,
-            site=shown(str(replace(made.site, call=None))),
-            op=made.site.op or "",
-            module=path,
-            direction=made.direction,
-            line=place_text(made.place) if made.place else "",
-            code=code_at(made.place) if made.place else "",
-            cause=made.cause,
-            output=made.output,
-            inputs=made.inputs,
-            passed=passed,
-            notes=tuple(self.notes),
-            ops=ops,
-            before=self._chains.get(made.number, ()),
-            position=ops if made.direction == "update" else made.position,
-        )
+            return min(self._sinks, key=lambda made: made.number).tell(self.notes, ops)
+        if origin is not None and not origin.is_overflow_of_scale:
+            return self._trail.tell(origin, self._producers, self.notes, ops)
+        if origin is not None:
+            told = f"gradients overflowed under the GradScaler's factor {self._trail.scale:g}"
+            self.notes.append(f"{told}: it skips such a step itself")
+        return Report(False, notes=tuple(self.notes), ops=ops)
 
 
 def find_nonfinite(step: Callable[[], Any], model: nn.Module | None, allow: Iterable[str]) -> Report:

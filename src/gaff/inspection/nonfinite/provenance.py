@@ -1,28 +1,25 @@
-"""Marks on tensors that are not finite: what made them, whether it was meant, and where that is.
+"""Marks on tensors that are not finite: what made them, and where that is.
 
 ``Made`` is an origin, ``Marks`` holds the origin of each tensor that was looked at, ``Ran`` carries it to the nodes of
-the backward pass. The functions tell what was put in on purpose, and name places as the user knows them.
+the backward pass. The functions name places as the user knows them.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import Site
+from gaff.address.grammar import STATE_PORTS, Site
 from gaff.compat.memory import version_of
-from gaff.engine.ops.calls import OpCall
-from gaff.inspection.nonfinite.ranges import plain
-from gaff.inspection.nonfinite.report import Range
-from gaff.inspection.op_log import place_of
+from gaff.inspection.nonfinite.report import Range, Report
+from gaff.inspection.op_log import code_at, place_of, place_text
 from gaff.version import FOLDER
 
 RETURNED = Site("returned")  # by the step, of a tensor that nothing seen has made, such as a gradient
@@ -55,6 +52,28 @@ class Made:
     is_scaling: bool = False  # by a GradScaler, which skips what overflows
     number: int = field(default_factory=itertools.count().__next__)  # in the order in which they were made
     passed: dict[str, None] = field(default_factory=dict)  # modules that passed it on, in order
+    before: tuple[str, ...] | None = None  # ops that ran before the first that returned it
+
+    def tell(self, notes: Iterable[str], ops: int) -> Report:
+        """The report of what this began, with addresses as they are in the model; ``ops``: those looked at by now."""
+        path = self.site.path.rpartition(".")[0] if self.site.port in STATE_PORTS else self.site.path
+        names = ("the model" if one == "model" else shown(one) for one in self.passed if one != self.site.path)
+        return Report(
+            found=True,
+            site=shown(str(replace(self.site, call=None))),
+            module=own_path(path),
+            direction=self.direction,
+            line=place_text(self.place) if self.place else "",
+            code=code_at(self.place) if self.place else "",
+            cause=self.cause,
+            output=self.output,
+            inputs=self.inputs,
+            passed=tuple(dict.fromkeys(names)),
+            notes=tuple(notes),
+            ops=ops,
+            before=self.before or (),
+            position=ops if self.direction == "update" else self.position,
+        )
 
 
 class Marks:
@@ -135,44 +154,3 @@ def users_place(frame: FrameType) -> tuple[str, int]:
             return place_of(here)
         here = here.f_back
     return first
-
-
-def is_scaling(call: OpCall) -> bool:
-    """Whether a GradScaler runs the op: what overflows there it skips by itself."""
-    return call.place.f_code.co_filename.endswith("grad_scaler.py")
-
-
-def is_deliberate(call: OpCall) -> bool:
-    """Whether a constant among the arguments is itself infinite or NaN: it was put there on purpose."""
-    constants = [*call.args, *call.kwargs.values()]
-    flat = [one for value in constants for one in (value if isinstance(value, (list, tuple)) else (value,))]
-    return any(isinstance(one, float) and not math.isfinite(one) for one in flat)
-
-
-def adds_masks(op: str, marks: list[tuple[Tensor, Made | None]]) -> bool:
-    """Whether an op adds to the lowest number of a type, as masks do: the -inf that it may give is meant as well.
-
-    ``marks``: what the op is given. Half of the lowest number is low enough to count as such a mask.
-    """
-    if op.strip("_") not in ("add", "sub", "mul"):
-        return False
-    return any(float(plain(one).min()) <= torch.finfo(one.dtype).min / 2 for one, _ in marks if one.is_floating_point())
-
-
-def is_mask(tensor: Tensor) -> bool:
-    """Whether a tensor from outside holds -inf, 0 and nothing else that is not finite: an additive mask."""
-    value = plain(tensor)
-    if tensor.is_complex() or not bool((value == -math.inf).any()):
-        return False
-    rest = value[value != -math.inf]
-    return bool(torch.isfinite(rest).all()) and bool((rest == 0).all())
-
-
-def has_positive(tensor: Tensor) -> bool:
-    """Whether an element is +inf. Waits for the device."""
-    return bool((plain(tensor) == math.inf).any())
-
-
-def has_nan(tensor: Tensor) -> bool:
-    """Whether an element is NaN. Waits for the device."""
-    return bool(plain(tensor).isnan().any())

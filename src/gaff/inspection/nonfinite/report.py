@@ -5,15 +5,20 @@ A ``Report`` is made by an examination, or by a guard that could find no more; i
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 BEFORE = 20
+_OP = re.compile(r"(?:`(?:[^`]|``)*`|[^`/:\[])*/([^#@:\[]+)")  # of a site; a path may hold a slash in backticks
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What is in one tensor. ``min``, ``max``: of the finite elements, None where there are none."""
+    """What is in one tensor. ``min``, ``max``: of the finite elements, None where there are none.
+
+    ``first``: the index of the first element that is not finite, None where all are.
+    """
 
     name: str  # what it is to the op, and what made it
     shape: str
@@ -25,7 +30,7 @@ class Range:
     positive_inf: int = 0
     negative_inf: int = 0
     zeros: int = 0
-    first: tuple[int, ...] | None = None  # index of the first element that is not finite
+    first: tuple[int, ...] | None = None
 
     @property
     def largest(self) -> float:
@@ -44,6 +49,7 @@ class Range:
         return ", ".join(f"{count} {name}" for count, name in counts if count)
 
     def __str__(self) -> str:
+        """Shape and type, the range of the finite elements, and what is not finite; ``name`` is for who prints it."""
         text = f"{self.shape} {self.dtype}"
         if self.min is not None and self.max is not None:
             text += f", {self.min:.4g} to {self.max:.4g}"
@@ -65,7 +71,6 @@ class Report:
 
     found: bool
     site: str = ""
-    op: str = ""
     module: str = ""  # path of the module in whose forward it is; empty for the model itself
     direction: str = ""
     line: str = ""
@@ -80,10 +85,17 @@ class Report:
     rank: int | None = None  # of the process that found it, where several have looked together
     position: int = 0  # how many ops ran before, forward and backward; the same on processes that share a model
 
+    @property
+    def op(self) -> str:
+        """The name of the op, as ``site`` has it; empty where it was none."""
+        found = _OP.match(self.site.removeprefix(self.module))
+        return found[1] if found is not None else ""
+
     def __bool__(self) -> bool:
         return self.found
 
     def __str__(self) -> str:
+        """What began where and why on the first lines, then what went in and came out, who passed it on, and notes."""
         if not self.found:
             return "\n".join([f"no NaN or inf in {self.ops} ops", *(f"note: {note}" for note in self.notes)])
         what = "inf" if self.output is not None and not self.output.nan else "NaN"
@@ -102,8 +114,8 @@ class Report:
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values that JSON takes, the ranges as dicts."""
-        return asdict(self)
+        """All fields and the op as plain values that JSON takes, the ranges as dicts."""
+        return {"found": self.found, "site": self.site, "op": self.op, **asdict(self)}
 
 
 _BEGAN = {

@@ -72,16 +72,14 @@ def run_again(
     examination = Examination(model, allow)
     if changed:
         examination.notes.append("the batch was written to after the run: this is of what it is now")
+    if assume_ones:
+        examination.notes.append("backward was run from ones, for what the loss sent back is not known any more")
     try:
         args, kwargs = map_tensors((batch.args, batch.kwargs), _Own(), _itself)
         inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
         with ExitStack() as stack:
             stack.enter_context(untouched(model, inputs))
             replayed(stack, batch)
-            if assume_ones:
-                examination.notes.append(
-                    "backward was run from ones, for what the loss sent back is not known any more"
-                )
             return examination.run(lambda: _again(model, args, kwargs, batch.gradients, assume_ones)), ""
     except _FAILURES as error:  # what fails when it is run again must not take the place of the alarm
         return Report(False), f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0]

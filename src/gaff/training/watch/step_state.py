@@ -49,18 +49,9 @@ _ENDINGS = {
     LoopEvent.OTHER_STEP_ENDS: State.IDLE,
     LoopEvent.STEP_SKIPPED: State.IDLE,
 }
-_INSIDE = (
-    LoopEvent.RUN_BEGINS,
-    LoopEvent.EVALUATION_BEGINS,
-    LoopEvent.RUN_ENDS,
-    LoopEvent.BACKWARD_BEGINS,
-)  # of a closure
-_FOLLOWING = (
-    LoopEvent.STEP_BEGINS,
-    LoopEvent.CLOSURE_BEGINS,
-    LoopEvent.RUN_ENDS,
-    LoopEvent.OTHER_STEP_ENDS,
-)  # of the same step
+# What a closure may do inside its optimizer's step, and what still belongs to a step that has ended.
+_INSIDE = (LoopEvent.RUN_BEGINS, LoopEvent.EVALUATION_BEGINS, LoopEvent.RUN_ENDS, LoopEvent.BACKWARD_BEGINS)
+_FOLLOWING = frozenset(LoopEvent) - {*_INSIDE[:2], LoopEvent.BACKWARD_BEGINS, LoopEvent.STEP_SKIPPED}
 
 # State and event -> the state that follows. An exception of the script's may leave out any ending: every beginning is
 # therefore possible in every state.

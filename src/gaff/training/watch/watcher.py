@@ -12,7 +12,7 @@ import atexit
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -64,12 +64,7 @@ class Watcher:
             self._calls.know(self._models.add(name, model), model)
         self.reporter = Reporter(settings, self._flight)
         self._losses = Losses()
-        told_of: tuple[Callable[..., Any], ...] = (
-            self._backward_begins,
-            self._step_begins,
-            self._step_ended,
-            self._step_skipped,
-        )
+        told_of: list[Any] = [self._backward_begins, self._step_begins, self._step_ended, self._step_skipped]
         self._outer = Outer(Told(*map(around, (*told_of, self._losses.note_scale, self._calls.compiled))))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))

@@ -37,6 +37,9 @@ _SHARE = 0.05  # of a core that reading them again may take
 _BEAT_S = 10.0  # between signs of life to viewers
 _MOST_VIEWERS = 512
 _KEPT = 8  # documents: of the latest versions, and of what was zoomed into
+# what reading a record raises that is damaged, or replaced while it is read
+_WRONG = (RecordError, OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
 
 
 class Board:
@@ -160,7 +163,7 @@ class Board:
                 share = 1 / len(self.paths)
                 cache = self._caches.setdefault(path, Cache()) if is_new else None
                 runs.append(run_of(record, chunks, rank=self._rank, share=share, begin=begin, end=end, cache=cache))
-            except Exception as error:  # noqa: BLE001  # whatever is wrong with one record, the page stays
+            except _WRONG as error:  # whatever is wrong with one record, the page stays
                 self._caches.pop(path, None)
                 self._records.pop(path, None)  # replaced or damaged: it is opened anew when it has changed
                 kind = "" if isinstance(error, RecordError) else f"{type(error).__name__}: "

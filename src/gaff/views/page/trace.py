@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from gaff.record.picture import Picture
+from gaff.record.trace_rows import Traced
 from gaff.version import __version__
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document
 
-if TYPE_CHECKING:
-    from gaff.record.picture import Picture
-    from gaff.record.trace_rows import Traced
-
-_HIDDEN = ("digest", "sketch")  # for comparing traces, not for reading
-
 
 def document(trace: Traced) -> Document:
-    """The page of a trace: rows and notes go into the head as they are, pictures into chunks."""
+    """The page of a trace: rows and notes go into the head as they are, pictures into chunks.
+
+    A row of a call has its path beside its fields.
+    """
     chunks = Chunks()
     told = {
         "model": trace.model,
-        "rows": [_without_marks(asdict(row)) for row in trace.rows],
-        "parameters": [_without_marks(asdict(row)) for row in trace.parameters],
+        "rows": [{"path": row.path, **asdict(row, dict_factory=_shown)} for row in trace.rows],
+        "parameters": [asdict(row, dict_factory=_shown) for row in trace.parameters],
         "unused_modules": trace.unused_modules,
         "unused_parameters": trace.unused_parameters,
         "has_backward": trace.has_backward,
@@ -36,16 +35,9 @@ def document(trace: Traced) -> Document:
     return Document({"kind": "trace", "title": trace.model, "gaff": __version__, "trace": told}, chunks)
 
 
-def _without_marks(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without the digests and sketches in it, at any depth.
-
-    They serve to compare traces, and would only be in a reader's way.
-    """
-    return {
-        name: _without_marks(value) if isinstance(value, dict) else value
-        for name, value in row.items()
-        if name not in _HIDDEN
-    }
+def _shown(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``asdict``: a row, or a part of one, without fingerprints, which serve to compare traces, not to be read."""
+    return {name: value for name, value in fields if name != "fingerprint"}
 
 
 def _picture(one: Picture, chunks: Chunks) -> dict[str, Any]:

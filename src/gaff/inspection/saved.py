@@ -1,0 +1,107 @@
+"""``gaff.load``: what gaff has saved, read back; anything else is told for what it is. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from gaff.errors import RecordError
+from gaff.inspection.anatomy import Anatomy
+from gaff.inspection.trace import Trace
+from gaff.record.flight import ENDING as RING
+from gaff.record.run import ENDING, Record
+
+_MOST_BYTES = 500 * 2**20
+_KINDS: dict[type, str] = {Record: "run", Trace: "trace", Anatomy: "anatomy"}
+# What else there is: by the ending of a file, what it is and what reads it.
+_OTHERS = {
+    ".html": ("a page", "open it in a browser"),
+    ".svg": ("a picture", "open it in a browser"),
+    ENDING: ("the log of one process of a run", "give its folder"),
+    RING: ("the flight recorder of one process of a run", "give its folder"),
+    ".safetensors": ("a file of tensors", "read it with safetensors; a plan's tensors lie beside its JSON"),
+    ".npy": ("an array of NumPy", "read it with numpy.load"),
+    ".pt": ("a file of torch", "read it with torch.load"),
+    ".pth": ("a file of torch", "read it with torch.load"),
+    ".pt2": ("an exported program", "read it with torch.export.load"),
+    ".csv": ("a table", "gaff export has written it; give the run's folder"),
+    ".parquet": ("a table", "gaff export has written it; give the run's folder"),
+}
+
+
+@overload
+def load(path: str | PathLike[str], kind: Literal["run"]) -> Record: ...
+@overload
+def load(path: str | PathLike[str], kind: Literal["trace"]) -> Trace: ...
+@overload
+def load(path: str | PathLike[str], kind: Literal["anatomy"]) -> Anatomy: ...
+@overload
+def load(path: str | PathLike[str], kind: None = None) -> Any: ...
+def load(path: str | PathLike[str], kind: str | None = None) -> Any:
+    """Read back what was saved: a run (a folder), a trace or an anatomy (a file).
+
+    Args:
+        path: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written, as a ``Record``; or a file of
+            ``Trace.save`` or ``Anatomy.save``, or of ``--out`` of their commands.
+        kind: "run", "trace" or "anatomy", where only that will do; editors then know what comes back.
+
+    Reads no tensor, unpickles nothing, and needs no torch. A run that is still going on can be opened; its
+    ``refresh()`` reads on.
+
+    Raises:
+        RecordError: where there is nothing, where it is damaged or of a later version; for anything else it says what
+            it is, and what reads it.
+    """
+    if kind is not None and kind not in _KINDS.values():
+        raise RecordError(f"kind={kind!r} is not known: expected one of {', '.join(map(repr, _KINDS.values()))}")
+    found = _read(Path(path))
+    if kind is not None and _KINDS[type(found)] != kind:
+        raise RecordError(f"{str(path)!r} is of kind {_KINDS[type(found)]!r}: expected one of kind {kind!r}")
+    return found
+
+
+def _read(path: Path) -> Record | Trace | Anatomy:
+    if not path.exists():
+        raise RecordError(f"{str(path)!r} is not there: expected the folder of a run, or a file that gaff has saved")
+    if path.is_dir():
+        inside = [one for one in sorted(path.iterdir()) if one.is_dir() and any(one.glob(f"*{ENDING}"))]
+        if inside and not any(path.glob(f"*{ENDING}")):
+            names = ", ".join(str(one) for one in inside[:4]) + (" ..." if len(inside) > 4 else "")
+            raise RecordError(f"{str(path)!r} is a folder of {len(inside)} runs: expected one of them, such as {names}")
+        return Record(path)
+    what, remedy = _OTHERS.get(path.suffix.lower(), ("", ""))
+    if what:
+        raise RecordError(f"{str(path)!r} is {what}: expected a run, a trace or an anatomy; {remedy}")
+    if path.stat().st_size > _MOST_BYTES:
+        raise RecordError(f"{str(path)!r} is larger than {_MOST_BYTES} bytes: not read")
+    text = _text_of(path)
+    told = _parsed(text)
+    if "gaff_trace" in told:
+        return Trace.from_json(text)
+    if "gaff_anatomy" in told:
+        return Anatomy.from_json(text)
+    if "gaff_plan" in told:
+        raise RecordError(f"{str(path)!r} is a plan: expected a run, a trace or an anatomy; gaff.Plan.load reads it")
+    is_other = "other JSON" if told else "a text that is no JSON" if text.strip() else "empty"
+    raise RecordError(f"{str(path)!r} is {is_other}: expected a run, a trace or an anatomy")
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file. Raises RecordError where it is no text, or cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecordError(f"{str(path)!r} is no text: expected a run, a trace or an anatomy") from None
+    except OSError as error:
+        raise RecordError(f"{str(path)!r} cannot be read: {error}") from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The object that a text holds as JSON; empty where it holds none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {"": found}

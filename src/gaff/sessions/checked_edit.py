@@ -1,0 +1,176 @@
+"""One edit as a function that can be trusted: what it returns fits, and a recomputation gets what the first pass got.
+
+A wrong shape, a write into the argument, or another result in a recomputation raises before the model goes on with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.address.grammar import Site
+from gaff.compat import elements, memory, modes
+from gaff.edits.event import Edit, Event, uses_event
+from gaff.edits.files import tensors_of
+from gaff.errors import ExactnessError, GaffError, PlanError
+from gaff.sessions.edit_size import plain
+
+# What is kept of a first pass: the strength, checksums of what went in and came out, versions of the edit's constants.
+FirstPass = tuple[float, tuple[Tensor, Tensor] | None, tuple[int, ...]]
+
+
+class CheckedEdit:
+    """One edit at one site: called, mixed with what passed by a strength, and checked. Counts and measures nothing.
+
+    ``has_failed``: its last event ended in an error; closing must then not complain that the edit never acted.
+    """
+
+    __slots__ = ("_any_event", "_constants", "_edit", "_is_pure", "_site", "has_failed")
+
+    def __init__(self, edit: Edit, site: Site) -> None:
+        self.has_failed = False
+        self._edit = edit
+        self._site = site
+        self._is_pure = edit.is_pure
+        self._any_event = None if uses_event(edit) else Event(site)  # made once, where it is not asked for
+        self._constants = tuple(tensors_of(edit)) if edit.is_pure else ()
+
+    def change(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
+        """What the edit makes of ``value``, mixed by ``strength`` and checked: a tensor alike, and ``value`` untouched.
+
+        Errors of a function of the user pass as they are, with a note of the site; those of torch in an edit of our own
+        are about its constants, and become a PlanError. Our own edits get float8 as float32, rounded back afterwards,
+        since torch computes with no float8.
+        """
+        edit, is_pure = self._edit, self._is_pure
+        version = 0 if is_pure else memory.version_of(value)
+        try:
+            event = self._any_event or event_at(self._site, run, call)
+            if value.is_sparse:
+                new = _change_sparse(edit, value, event)
+            elif is_pure and elements.is_small_float(value):
+                new = edit.change(value.float(), event).to(value.dtype)
+            else:
+                new = edit.change(value, event)
+        except Exception as error:
+            self.has_failed = True
+            self._raise_ours(error, value)
+            if hasattr(error, "add_note"):
+                error.add_note(f"gaff: in the edit at {self._site}, run {run.index}, call {call}")
+            raise
+        self.has_failed = True  # unless what follows is right
+        if not is_pure and memory.version_of(value) != version:
+            raise PlanError(
+                f"{self._site}: the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
+            )
+        if not isinstance(new, Tensor):
+            raise PlanError(f"{self._site}: the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
+        if not _is_alike(new, value):
+            raise PlanError(f"{self._site}: the edit returned {_text(new, value)} where {_text(value, new)} passes")
+        if strength != 1.0:
+            new = _mix(value, new, strength, self._site)
+        self.has_failed = False
+        return new
+
+    def first_pass(self, value: Tensor, new: Tensor, strength: float) -> FirstPass:
+        """What ``again`` needs of a first pass that a checkpoint may repeat: sums only, where the edit is not pure."""
+        return strength, None if self._is_pure else (_checksum(value), _checksum(new)), self._versions()
+
+    def again(self, value: Tensor, run: Any, call: int, first: FirstPass) -> Tensor:
+        """Change a value in a recomputation as in the first pass, and see that nothing is different from it.
+
+        What came out is compared only where what went in has the same bits: without that nothing can be expected.
+        Raises ExactnessError for a function that returned something else, and for constants that were written to.
+        """
+        strength, checksums, versions = first
+        if versions != self._versions():
+            raise ExactnessError(
+                f"{self._site}: a tensor of the edit was written to between the forward and the recomputation of a "
+                "checkpoint: expected it unchanged until backward() is done"
+            )
+        new = self.change(value, run, call, strength)
+        if checksums and _is_same(_checksum(value), checksums[0]) and not _is_same(_checksum(new), checksums[1]):
+            raise ExactnessError(
+                f"{self._site}: the edit returned another value in the recomputation of a checkpoint, so gradients "
+                "would be wrong: expected a function of the tensor alone; noise goes by gaff.edits.noise"
+            )
+        return new
+
+    def _raise_ours(self, error: Exception, value: Tensor) -> None:
+        """Raise again, with the site, an error of gaff's own, and one of torch in a pure edit. Others are the user's."""
+        if isinstance(error, GaffError):
+            raise type(error)(f"{self._site}: {error}") from error
+        if self._is_pure and isinstance(error, RuntimeError):
+            kind = "" if value.layout == torch.strided else f" as {value.layout}"
+            what = f"{_text(value, value)}{kind}: {str(error).splitlines()[0][:160]}"
+            raise PlanError(f"{self._site}: the edit does not fit {what}") from error
+
+    def _versions(self) -> tuple[int, ...]:
+        """How often each constant was written to: another number than before means that it has changed."""
+        return tuple(memory.version_of(constant) for constant in self._constants)
+
+
+def event_at(site: Site, run: Any, call: int) -> Event:
+    """What an edit is told of the ``call``-th call in ``run``."""
+    return Event(site, run.index, call, run.step)
+
+
+def need_mixable(value: Tensor, strength: float, site: Site) -> None:
+    """Raises PlanError for a mixture of tensors that have no values between: integers and truth values."""
+    if strength != 1.0 and not (value.is_floating_point() or value.is_complex()):
+        raise PlanError(f"{site}: strength {strength} of an edit of {value.dtype}: expected 0 or 1, it cannot be mixed")
+
+
+def _change_sparse(edit: Edit, value: Tensor, event: Event) -> Tensor:
+    """Edits that leave zeros zero act on the values that a sparse gradient has; others get it as it is."""
+    if not getattr(edit, "keeps_zero", False):
+        return edit.change(value, event)
+    value = value.coalesce()
+    new = edit.change(value.values(), event)
+    return torch.sparse_coo_tensor(value.indices(), new, value.shape, is_coalesced=True, check_invariants=False)
+
+
+def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
+    """``value + strength * (new - value)``: float8 by way of float32, sparse ones by sums, the rest by ``lerp``."""
+    need_mixable(value, strength, site)
+    if value.layout != torch.strided:
+        return value * (1 - strength) + new * strength
+    if elements.is_small_float(value):
+        return torch.lerp(value.float(), new.float(), strength).to(value.dtype)
+    return torch.lerp(value, new, strength)
+
+
+def _is_alike(new: Tensor, old: Tensor) -> bool:
+    """Whether a tensor can take the place of another: the same dtype, shape, device and layout."""
+    return new.dtype is old.dtype and new.shape == old.shape and new.device == old.device and new.layout is old.layout
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Some hundred sums that tell one tensor from another, by value and by place; they stay on the device.
+
+    64 sums of the columns and 64 of the rows of the elements laid out as 64 columns and as 64 rows, then the rest that
+    does not fill a row: a changed element shows, and so does a changed order.
+    """
+    with torch.no_grad(), modes.outside_modes():
+        flat = plain(tensor).flatten()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
+        flat = flat.to(torch.float64 if flat.dtype == torch.float64 or not flat.is_floating_point() else torch.float32)
+        side = flat.numel() // 64
+        body, rest = flat[: side * 64], flat[side * 64 :]
+        return torch.cat([body.view(-1, 64).sum(0), body.view(64, -1).sum(1), rest])
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two checksums have the same bits, by which NaN is equal to itself. Waits for the device."""
+    with modes.outside_modes():
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # bits: NaN is equal to itself
+
+
+def _text(tensor: Tensor, other: Tensor) -> str:
+    """Shape and dtype for a message, and device and layout where they differ from those of ``other``."""
+    text = f"{'x'.join(map(str, tensor.shape)) or 'a scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+    text += f" on {tensor.device}" if tensor.device != other.device else ""
+    return text + (f" as {tensor.layout}" if tensor.layout != other.layout else "")

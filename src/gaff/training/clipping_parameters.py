@@ -1,0 +1,143 @@
+"""The parameters whose gradients are limited: what each is called, and what in it is a unit of its own.
+
+``clipping`` knows them by number, their place in the optimizer, and asks here what concerns single ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.resolve import iter_modules, join
+from gaff.compat import distributed
+from gaff.errors import NonFiniteError, PlanError
+from gaff.training.clipping_limits import Limits
+
+_FLOOR = 1e-3  # of a weight's norm in adaptive clipping: Brock et al. 2021, section 4.1
+TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+Unit = tuple[tuple[int, ...], tuple[int, ...]]  # a shape of the parameter, and the dimensions its norm goes over
+
+
+class LimitedParameters:
+    """The parameters of an optimizer, in its order, as they were when ``look`` was last called.
+
+    ``all`` holds them, ``names`` what they are called: a path in the model, the name that the optimizer was given, or a
+    place in it. ``names`` is one list for good, so that whoever has it sees what is new.
+    """
+
+    def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None) -> None:
+        """Raises PlanError for limits of units where the model does not tell what a unit is."""
+        self.all: list[Tensor] = []
+        self.names: list[str] = []
+        self._optimizer = optimizer
+        self._limits = limits
+        self._model = model
+        self._units: list[Unit] = []
+        self.look()
+
+    def look(self) -> None:
+        """Read the optimizer's parameters again, for groups may have been added, and with them names and units."""
+        new = [one for group in self._optimizer.param_groups for one in group["params"]]
+        if len(self.all) == len(new) and all(a is b for a, b in zip(self.all, new, strict=True)):
+            return
+        self.all = new
+        self.names[:] = _names(self._optimizer, self._model)
+        if self._limits.adaptive is not None:
+            owners = _owners(self._model)
+            self._units = [_unit(one, owners.get(id(one)), name) for one, name in zip(new, self.names, strict=True)]
+
+    def named(self, name: str) -> Tensor:
+        """The parameter of this name. Raises PlanError with names that there are."""
+        if name not in self.names:
+            raise PlanError(
+                f"views={name!r} is no parameter of the optimizer: expected one of {', '.join(self.names[:8])}"
+            )
+        return self.all[self.names.index(name)]
+
+    def nonfinite(self, gradients: list[Tensor], numbers: list[int]) -> tuple[str, ...]:
+        """The names of the parameters with NaN or inf in their gradients. Waits for the device.
+
+        With ``nonfinite="raise"`` it raises NonFiniteError instead, with the first eight of them.
+        """
+        found = any_each([~distributed.local_of(one).isfinite() for one in gradients], gradients)
+        bad = tuple(self.names[number] for number, one in zip(numbers, found, strict=True) if bool(one))
+        if bad and self._limits.nonfinite == "raise":
+            names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
+            raise NonFiniteError(
+                f"{names}: the gradient is NaN or inf; nothing was stepped: expected finite ones, or nonfinite='skip' "
+                "or 'zero'"
+            )
+        return bad
+
+    def clip_units(self, number: int, gradient: Tensor) -> Tensor:
+        """Clip one gradient unit by unit, in place: Brock et al. 2021, equation 3. Returns whether anything changed.
+
+        A unit's gradient norm may be ``adaptive`` times its weight norm at most, which counts as no less than 1e-3:
+        weights that begin at zero could not move otherwise.
+        """
+        shape, dims = self._units[number]
+        ratio = self._limits.adaptive or 0.0
+        weight, change = self.all[number].detach().reshape(shape), gradient.reshape(shape)
+        most = _unit_norm(weight, dims).clamp(min=_FLOOR) * ratio
+        norm = _unit_norm(change, dims)
+        factor = torch.where(norm > most, most / norm.clamp(min=TINY), 1.0).to(gradient.dtype)
+        new = (change * factor).reshape(gradient.shape)
+        if distributed.is_spread(gradient):
+            new = new.redistribute(placements=gradient.placements)  # type: ignore[attr-defined]
+        gradient.copy_(new)
+        is_any = (factor < 1).any()
+        return is_any.full_tensor() if distributed.is_spread(is_any) else is_any  # type: ignore[attr-defined]
+
+
+def any_each(flags: list[Tensor], owners: list[Tensor]) -> list[Tensor]:
+    """Whether any flag of each owner is set, in whatever process; communicates where owners are spread over several."""
+    if not any(distributed.is_spread(one) for one in owners):
+        return [flag.any() for flag in flags]
+    return [one > 0 for one in distributed.over_parts([flag.any().float() for flag in flags], owners, "max")]
+
+
+def _names(optimizer: Any, model: nn.Module | None) -> list[str]:
+    """A name for each parameter: its path, the one the optimizer was given, or its place."""
+    paths: dict[int, str] = {}
+    for path, module, _ in iter_modules(model) if model is not None else ():
+        for name, one in module._parameters.items():
+            paths.setdefault(id(one), join(path, name))
+    names: list[str] = []
+    for at, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [f"group {at}, parameter {place}" for place in range(len(group["params"]))]
+        names += [paths.get(id(one), name) for one, name in zip(group["params"], given, strict=True)]
+    return names
+
+
+def _owners(model: nn.Module | None) -> dict[int, nn.Module]:
+    """The module that holds each parameter, by the identity of that; raises PlanError where no model is known."""
+    if model is None:
+        raise PlanError("adaptive= needs model=, whose modules tell what a unit of each weight is")
+    return {id(one): module for _, module, _ in iter_modules(model) for one in module._parameters.values()}
+
+
+def _unit(parameter: Tensor, owner: nn.Module | None, name: str) -> Unit:
+    """The shape in which a parameter is seen, and the dimensions over which the norm of one unit goes.
+
+    A unit is what feeds one output: a row of a linear weight or of an embedding, a filter of a convolution; of a
+    transposed one, and of GPT-2's Conv1D, outputs are dimension 1. Vectors (biases, gains) are one unit each.
+    """
+    if owner is None:
+        raise PlanError(f"parameter {name!r} of the optimizer is not in the model: adaptive= needs the model it is in")
+    shape = tuple(parameter.shape)
+    if parameter.dim() < 2:
+        return shape, tuple(range(parameter.dim()))
+    if isinstance(owner, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        groups = owner.groups
+        return (groups, shape[0] // groups, *shape[1:]), (1, *range(3, parameter.dim() + 1))
+    if type(owner).__name__ == "Conv1D" and parameter.dim() == 2:
+        return shape, (0,)
+    return shape, tuple(range(1, parameter.dim()))
+
+
+def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The norm of each unit, with dimensions kept; in float32 at least, and of a scalar its magnitude."""
+    wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().to(wide)

@@ -1,0 +1,140 @@
+"""Where it began: the search that a guard starts when something in the runs that it kept is not finite.
+
+Processes that share a model (FSDP2, tensor parallel) run a batch again together: whatever decides that is agreed first,
+or one would wait for the others forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from gaff.compat import distributed
+from gaff.inspection.nonfinite.examination import Examination
+from gaff.inspection.nonfinite.provenance import STEP
+from gaff.inspection.nonfinite.ranges import has_nonfinite
+from gaff.inspection.nonfinite.report import Report
+from gaff.inspection.nonfinite.rerun import Batch, run_again
+from gaff.training.guard_runs import KeptRuns, Probe
+
+_UNSEEN_GRADIENT = (
+    "a gradient is not finite, and running the model again does not show why: it began outside the model (a loss, a "
+    "penalty, a hook), in a batch from before, on another thread, or something has changed since"
+)
+_UNSEEN_OUTPUT = (
+    "the model returned NaN, and running it again on the same batch does not: something it depends on has changed since"
+)
+_UNSEEN_CALL = (
+    "the model was called inside compiled code, which tells no arguments to run it again with; call what torch.compile "
+    "returned of the model itself, or repeat the step without compiling"
+)
+OPEN: list[OriginSearch] = []  # of the guards that are open in this process
+
+
+class OriginSearch:
+    """Runs the kept batches of a model again, with every op looked at, until one tells where it began.
+
+    ``meshes``: of the processes that share the model, and must search together; what is returned is the same on all of
+    them. Why a batch could not be run again is added to ``notes``.
+    """
+
+    def __init__(self, model: nn.Module, allow: Iterable[str], runs: KeptRuns, notes: list[str]) -> None:
+        """Raises PlanError for an ``allow`` that names nothing. ``notes``: the guard's own list."""
+        self.meshes = distributed.meshes_of(model)
+        self._allow = tuple(allow)
+        Examination(model, self._allow)  # tells a slip in ``allow`` at once
+        # without DistributedDataParallel around it: the other processes do not run this batch again
+        self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._runs = runs
+        self._notes = notes
+        self._failure = ""  # why a batch could not be run again
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether ``flag`` holds in any process that shares the model; all of them must ask together."""
+        return distributed.any_process(flag, self.meshes)
+
+    def origin(self, hits: dict[Probe, Tensor], *, has_gradients: bool) -> Report:
+        """The origin of what is not finite, or what is known of it; False where none of it is wrong.
+
+        ``hits``: what modules returned; ``has_gradients``: a gradient is among it. Nothing is wrong with infinite
+        values that are healed again, as those of a mask. Gradients may come from another guarded model.
+        """
+        report = self.first()
+        if has_gradients and (not report or report.site == STEP):  # another guarded model may have made it
+            others = [other.first() for other in OPEN if other is not self]  # all of them: processes look together
+            report = next((one for one in others if one and one.site != STEP), report)
+        if not report and hits and self._failure:  # then nobody knows whether it was meant
+            first = next(iter(hits)).path
+            cause = f"what it returned is not finite, and where that began cannot be told: {self._failure}"
+            report = Report(True, first or ":output", module=first, direction="forward", cause=cause)
+        if not report and has_gradients:
+            report = Report(True, STEP, direction="backward", cause=self._why_not_shown())
+        if not report and any(not one.path and value.isnan().item() for one, value in hits.items()):
+            report = Report(True, site=":output", direction="forward", cause=_UNSEEN_OUTPUT)
+        return self.agreed(report)
+
+    def first(self) -> Report:
+        """The first origin that running the batches again shows, in the order in which they were given.
+
+        Batches whose gradients overflowed come last: with a loss scale that is too high they say least.
+        """
+        self._failure = ""
+        report = Report(False)
+        last = {id(batch): self.anywhere(_is_overflow(batch)) for batch in self._runs.batches}
+        for batch in sorted(self._runs.batches, key=lambda one: last[id(one)]):
+            report = self.agreed(self._examine(batch))
+            if report:
+                break
+        return report
+
+    def hidden(self) -> Report:
+        """What a GradScaler hides, which takes a NaN for overflow and skips every step for good.
+
+        With gradients scaled down to size 1 there is no overflow: what is not finite then began in the model.
+        """
+        batch = next((one for one in reversed(self._runs.batches) if one.gradients), None)
+        if batch is None or _is_overflow(batch):
+            return Report(False)
+        largest = max(float(gradient.abs().max()) for _, gradient in batch.gradients) or 1.0
+        return self._examine(replace(batch, gradients=[(at, gradient / largest) for at, gradient in batch.gradients]))
+
+    def agreed(self, report: Report) -> Report:
+        """The report of the process in which it began first, the same on all that share the model.
+
+        Those that found something are preferred.
+        """
+        if self.meshes and report and report.rank is None and report.site != STEP:  # which all tell
+            report = replace(report, rank=torch.distributed.get_rank())
+        first: Report = distributed.best_of(report, self.meshes, lambda one: (not one, one.position))
+        return first
+
+    def _examine(self, batch: Batch) -> Report:
+        """Run one batch again with every op looked at, and return what was found; why it failed is noted."""
+        if batch.is_unseen:
+            self._failure = _UNSEEN_CALL
+            return Report(False)
+        KeptRuns.is_examining = True
+        try:
+            report, failure = run_again(self._model, batch, self._allow)
+        finally:
+            KeptRuns.is_examining = False
+        if failure:
+            self._failure = failure
+            self._notes.append(failure)
+        return report
+
+    def _why_not_shown(self) -> str:
+        """The cause to tell for a gradient that is not finite, when no batch tells why."""
+        batches = self._runs.batches
+        if any(batch.is_unseen for batch in batches):
+            return f"a gradient is not finite, and where that began cannot be told: {_UNSEEN_CALL}"
+        tried = f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
+        return f"{_UNSEEN_GRADIENT} (run again: {tried})"
+
+
+def _is_overflow(batch: Batch) -> bool:
+    """Whether a gradient was not finite already when it came to the batch's outputs, from outside the model."""
+    return any(has_nonfinite(gradient) for _, gradient in batch.gradients)

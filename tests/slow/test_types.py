@@ -1,0 +1,65 @@
+"""Types that users can rely on: strict type checkers read every public name in use, and the README's own block."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gaff
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent.parent
+USAGE = ROOT / "tests" / "typed_usage.py"
+# What is off is torch's own: Tensor.backward has no types. An expression alone is what a README shows.
+STRICT = "# pyright: strict, reportUnknownMemberType=false, reportUnusedExpression=false\n"
+
+
+@pytest.fixture(params=["usage", "readme"])
+def file(request, tmp_path):
+    path = tmp_path / f"{request.param}.py"
+    if request.param == "usage":
+        text = USAGE.read_text().partition("\n")[2]
+    else:
+        [text] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    path.write_text(STRICT + text)
+    return path
+
+
+def test_every_public_name_is_in_use():
+    text = USAGE.read_text()
+    assert [name for name in gaff.__all__ if f"gaff.{name}" not in text] == []
+
+
+def test_pyright_strict(file):
+    if shutil.which("node") is None:
+        pytest.skip("pyright runs on node, and there is none here")
+    told = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(file)], capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stdout
+
+
+def test_mypy_strict(file, tmp_path):
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\nstrict = True\nuntyped_calls_exclude = torch\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(tmp_path), str(file)]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout
+
+
+def test_a_wrong_option_is_told_by_the_type_checker(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text(
+        "import gaff\nfrom torch import nn\n"
+        "gaff.capture(nn.ReLU(), 'x', evict='newest')\n"
+        "gaff.clip_gradients(None, nrom=1.0)\n"
+        "gaff.watch(evry=2)\n"
+    )
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\nstrict = True\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(tmp_path), str(path)]
+    told = subprocess.run(command, capture_output=True, text=True).stdout
+    assert all(f"wrong.py:{line}: error" in told for line in (3, 4, 5)), told
