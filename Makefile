@@ -5,7 +5,7 @@ PEERS := .venv-peers
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml constraints.txt
 RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
-# run once more with every model compiled, by the slow tests with every model spread over two processes
+# run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
 .PHONY: demo more test slow vision partners page page-check check house bench docs format clean
@@ -35,10 +35,10 @@ more: $(VENV)/.ready  ## what else there is
 
 test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 	$(RUN) -m pytest -m "not slow" -n 2
-	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside aot_eager -W ignore
 
-slow: $(VENV)/.ready  ## compile, forty architectures, examples
+slow: $(VENV)/.ready  ## compile, forty architectures, examples, types as users see them
 	$(RUN) -m pytest -m slow -n 2
+	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside aot_eager -W ignore
 	BACKEND=inductor $(RUN) -m pytest tests/test_settings.py -n 2
 	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside inductor -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside ddp -W ignore

@@ -32,7 +32,7 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 22_000  # of code, without the page's script
+MOST_LINES = 22_200  # of code, without the page's script
 MOST_OF_CORE = 9_000  # of them in what sees, keeps and changes
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
@@ -216,7 +216,8 @@ def without_docstring() -> list[str]:
     for file in files():
         for node in file.tree.body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
-                if not ast.get_docstring(node):
+                is_overload = any("overload" in ast.unparse(one) for one in node.decorator_list)
+                if not ast.get_docstring(node) and not is_overload:
                     found.append(f"{file.name}: {node.name}")
                 inner = node.body if isinstance(node, ast.ClassDef) else []
                 found += [

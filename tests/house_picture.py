@@ -32,7 +32,9 @@ def inside(room: str) -> str:
     """Folders and files in a room, by name."""
     names = dict.fromkeys(one.name.split("/")[1] for one in house.files() if one.name.startswith(f"{room}/"))
     folders = [f"{name}/" for name in names if not name.endswith(".py")]
-    return ", ".join([*folders, *(name.removesuffix(".py") for name in names if name.endswith(".py") and name[0] != "_")])
+    return ", ".join(
+        [*folders, *(name.removesuffix(".py") for name in names if name.endswith(".py") and name[0] != "_")]
+    )
 
 
 def arrows() -> set[tuple[str, str]]:

@@ -86,7 +86,7 @@ def test_a_class_activation_map_is_grad_cam():
 
 def test_large_maps_are_averaged_and_many_cut_and_it_is_said():
     model = nn.Sequential(nn.Conv2d(1, 100, 1))
-    picture = pictured(model, torch.randn(1, 1, 400, 400))["0", "feature maps"]
+    picture = pictured(model, torch.randn(1, 1, 200, 200))["0", "feature maps"]
     assert picture.size[0] == 36
     assert picture.title == "feature maps (first 36 of 100 channels, averaged to fit)"
     assert len(picture.data) <= 50_000

@@ -42,7 +42,7 @@ class Conv(nn.Module):
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile", "blocks"])
 def test_a_guard_over_compiled_code_runs_the_batch_that_went_wrong(how, fault, monkeypatch):
     """Inductor uses the memory of a batch in another layout again: what is run again is what the caller gave."""
-    from gaff.training import guard as guards
+    from gaff.training import guard_search as guards
 
     net, x = nn.Sequential(Conv(), Conv()), torch.randn(8, 16, 32, 32)
     compiled = torch.compile(net) if how == "torch.compile" else net

@@ -204,7 +204,8 @@ def before(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if node.clock.closed or kwargs is None:
         return
     if backward_task() != -1:
-        _before_again(node, args, kwargs)
+        node.clock.replay_frames().append(Frame(node))
+        arm_before_again(node, args, kwargs)
         return
     run = _enter(node, module, args, kwargs)
     if run is not None and node.entry_arms:
@@ -326,12 +327,6 @@ def leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             is_found = frame.owner is node
             for callback in frame.at_leave:
                 callback()
-
-
-def _before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A watched module is entered in a recomputation: note its frame, and set gradient hooks that are due."""
-    node.clock.replay_frames().append(Frame(node))
-    arm_before_again(node, args, kwargs)
 
 
 def arm_before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ class StopForward(Exception):  # an Exception, not a BaseException: torch cleans
 class EarlyStop:
     """Catches a ``StopForward`` around a call of a model; ``is_stopped``: one came out.
 
-    The frames of the call, which hold activations, are let go at once. A model that catches every ``Exception`` swallows
-    the stop and runs on: then none comes out.
+    The frames of the call, which hold activations, are let go at once. A model that catches every ``Exception``
+    swallows the stop and runs on: then none comes out.
     """
 
     is_stopped = False

@@ -99,7 +99,7 @@ class CheckedEdit:
         return new
 
     def _raise_ours(self, error: Exception, value: Tensor) -> None:
-        """Raise again, with the site, an error of gaff's own, and one of torch in a pure edit. Others are the user's."""
+        """Raise again, with the site, an error of ours, and one of torch in a pure edit; others are the user's."""
         if isinstance(error, GaffError):
             raise type(error)(f"{self._site}: {error}") from error
         if self._is_pure and isinstance(error, RuntimeError):

@@ -199,8 +199,7 @@ class EditedSite:
         if self._passed:
             reasons.append((f"let pass {self._passed} times, by when() or off()", 1))
         if not self.size.hits and not reasons:
-            is_gradient = self.site.port in (*GRADIENT_PORTS, "grad")
-            reasons.append((NO_BACKWARD if is_gradient else NOT_CALLED, 1))
+            reasons.append((NO_BACKWARD if self.site.port in (*GRADIENT_PORTS, "grad") else NOT_CALLED, 1))
         numbers = self.size.read()
         if numbers["added_nonfinite"]:
             reasons.insert(0, (f"ADDED {numbers['added_nonfinite']} NON-FINITE ELEMENTS", 1))

@@ -71,14 +71,14 @@ class Clipping:
         self._norms = _Window(limits.window) if limits.deviations is not None else None
         named = [(name, self._parameters.named(name)) for name in ((views,) if isinstance(views, str) else views)]
         self._views = _Views(named)
-        backward = BackwardClipping(self._parameters, limits, self.audit, model) if limits.when == "backward" else None
+        backward = BackwardClipping(self._parameters, limits, self.audit) if limits.when == "backward" else None
         before = self._before if backward is None else backward.step
         self._guard = StepGuard(real, before, self._begin, self._views.note_applied)
         with ExitStack() as opening:
             opening.callback(self._guard.close)
             self._guard.open()
             if backward is not None:
-                opening.callback(backward.close)
+                opening.callback(backward.hooks.close)
                 backward.follow()
             opening.callback(self._views.watch.close)
             self._views.watch.open()
@@ -177,7 +177,6 @@ class Clipping:
         """
         limits = self._limits
         skip: bool | Tensor = ~total.isfinite() if limits.nonfinite == "skip" and is_told else False
-        largest = torch.stack(norms).argmax() if norms is not None else None
         factor: Tensor | None = None
         limit: Any = None  # to which gradients are scaled down
         told: Any = None  # what the audit tells
@@ -205,7 +204,7 @@ class Clipping:
             if limit is not None:
                 factor = (limit / (total + TINY)).clamp(max=1.0)
                 foreach.scale_all(gradients, factor)
-        largest = largest if factor is not None else None
+        largest = torch.stack(norms).argmax() if norms is not None and factor is not None else None
         self.audit.add(total, factor, told, largest, numbers=numbers, skipped=skip, nonfinite=bad)
         return skip
 

@@ -5,8 +5,6 @@ What comes is still scaled and one contribution of perhaps several: limits that 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,23 +17,20 @@ from gaff.training.clipping_parameters import TINY, LimitedParameters, any_each
 
 
 class BackwardClipping:
-    """Changes gradients by tensor hooks, from ``follow`` until ``close``, and tells ``audit`` which were changed."""
+    """Changes gradients by ``hooks`` on their tensors, from ``follow`` until these are closed.
 
-    def __init__(self, parameters: LimitedParameters, limits: Limits, audit: Audit, model: Any) -> None:
-        """``model`` tells which of the parameters are FSDP2's; None takes all of them for ordinary ones."""
+    ``audit`` is told which were changed.
+    """
+
+    def __init__(self, parameters: LimitedParameters, limits: Limits, audit: Audit) -> None:
+        self.hooks = BackwardGuard(self._change)
         self._parameters = parameters
         self._limits = limits
         self._audit = audit
-        self._model = model
-        self._hooks = BackwardGuard(self._change)
 
     def follow(self) -> None:
         """Follow the optimizer's parameters, besides those that are followed already."""
-        self._hooks.follow(self._parameters.all, self._model)
-
-    def close(self) -> None:
-        """Remove all hooks. May be called twice."""
-        self._hooks.close()
+        self.hooks.follow(self._parameters.all, self._parameters.model)
 
     def step(self) -> bool:
         """Count a step, which is not to be skipped, and follow parameters that are new."""

@@ -24,7 +24,8 @@ class LimitedParameters:
     """The parameters of an optimizer, in its order, as they were when ``look`` was last called.
 
     ``all`` holds them, ``names`` what they are called: a path in the model, the name that the optimizer was given, or a
-    place in it. ``names`` is one list for good, so that whoever has it sees what is new.
+    place in it. ``names`` is one list for good, so that whoever has it sees what is new. ``model``: theirs, if it is
+    known.
     """
 
     def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None) -> None:
@@ -33,7 +34,7 @@ class LimitedParameters:
         self.names: list[str] = []
         self._optimizer = optimizer
         self._limits = limits
-        self._model = model
+        self.model = model
         self._units: list[Unit] = []
         self.look()
 
@@ -43,9 +44,9 @@ class LimitedParameters:
         if len(self.all) == len(new) and all(a is b for a, b in zip(self.all, new, strict=True)):
             return
         self.all = new
-        self.names[:] = _names(self._optimizer, self._model)
+        self.names[:] = _names(self._optimizer, self.model)
         if self._limits.adaptive is not None:
-            owners = _owners(self._model)
+            owners = _owners(self.model)
             self._units = [_unit(one, owners.get(id(one)), name) for one, name in zip(new, self.names, strict=True)]
 
     def named(self, name: str) -> Tensor:

@@ -31,8 +31,6 @@ from gaff.training.guard_runs import KEPT, KeptRuns, Probe, are_finite
 from gaff.training.guard_search import OPEN, OriginSearch
 from gaff.views.text import counted
 
-ELSEWHERE = "another process tells where"
-
 
 class Guard:
     """A context that raises or warns at the first NaN or inf, with its origin; see ``gaff.guard``. Opens once.
@@ -77,9 +75,8 @@ class Guard:
     def __enter__(self) -> Guard:
         distributed.agree(distributed.processes_of(self._model), "guard")
         with ExitStack() as opening:
-            self._session.open()
+            opening.enter_context(self._session)
             opening.callback(self._runs.forget)
-            opening.callback(self._session.close)
             self._runs.is_traced = self._session.is_traced
             self.notes += self._session.notes
             if self.notes and self._outermost is None:
@@ -151,7 +148,7 @@ class Guard:
             if has_gradients or self._search.anywhere(not are_finite(sums)):
                 self._alarm(has_gradients=has_gradients)
         if is_bad_elsewhere:
-            self._tell(Report(True, STEP, direction="forward", cause=ELSEWHERE))
+            self._tell(Report(True, STEP, direction="forward", cause="another process tells where"))
         self._runs.forget()
 
     def _check_forward(self) -> None:

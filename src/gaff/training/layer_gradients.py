@@ -5,11 +5,13 @@ of two such sums, need only the products of the factors: ``sum over t, s of (out
 So no example's gradient is ever made, unless that is cheaper: of few weights and many positions.
 
 ``find_rule`` gives the function that turns a layer's input and the gradient at its output into ``Terms``; ``measure``
-makes norms of them. Everything is computed in float32 or wider, under no autocast (see ``sample_norms``).
+makes norms of them. Everything is computed in float32 or wider, under no autocast (see ``sample_norms``): a rule is
+given a gradient that is ``wide`` already.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -60,7 +62,7 @@ def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> Measured
     reach = float(sum((_bound(one) * one.inner.shape[2] ** 0.5).sum() for one in new))
     [only] = terms if len(terms) == 1 else [None]
     if only is not None and only.outer is not None and only.outer.is_floating_point() and _is_cheaper_whole(only, only):
-        weight = _wide(gradient).reshape(only.outer.shape[1], only.outer.shape[3], only.inner.shape[3])
+        weight = wide(gradient).reshape(only.outer.shape[1], only.outer.shape[3], only.inner.shape[3])
         squares, explained = [], 0.0
         for mine in _iter_whole(only):
             squares.append(mine.square().sum((1, 2, 3)))
@@ -86,7 +88,7 @@ def _squares_of(terms: list[Terms]) -> Tensor:
 
 def _meeting(terms: Terms, gradient: Tensor) -> Tensor:
     """The inner product of all examples' terms together with a gradient of the whole parameter."""
-    gradient = _wide(gradient.to_dense() if gradient.is_sparse else gradient)
+    gradient = wide(gradient.to_dense() if gradient.is_sparse else gradient)
     if terms.outer is None:
         return (terms.inner.sum((0, 1, 2)) * gradient.reshape(-1)).sum()
     if not terms.outer.is_floating_point():
@@ -103,16 +105,19 @@ def find_rule(layer: nn.Module) -> Rule:
     Raises PlanError for a layer that has no rule: a kind that is not known, a class or an instance with another
     ``forward``, or an embedding that divides gradients by how often a row was read.
     """
+    own = [kind for kind in type(layer).__mro__[-9:] if kind.__module__.startswith("torch.nn.modules")]
+    is_own = "forward" not in vars(layer) and any(type(layer).forward is getattr(kind, "forward", 0) for kind in own)
     for kinds, rule in _RULES:
-        is_own = isinstance(layer, kinds) and "forward" not in vars(layer)
-        if is_own and any(type(layer).forward is getattr(kind, "forward", None) for kind in type(layer).__mro__[-9:]
-                          if kind.__module__.startswith("torch.nn.modules")):  # fmt: skip
-            found: Rule = rule
-            if not getattr(layer, "scale_grad_by_freq", False):
-                return found
+        if is_own and isinstance(layer, kinds) and not getattr(layer, "scale_grad_by_freq", False):
+            return rule
     if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # transformers' transposed linear layer
         return _linear_transposed
     raise PlanError(f"no rule for {type(layer).__name__}")
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 where it is of half precision or less; any other as it is."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def is_batched(layer: nn.Module, given: Tensor) -> bool:
@@ -205,17 +210,12 @@ def _iter_whole(one: Terms) -> Iterator[Tensor]:
         yield one.outer[at : at + block].mT @ one.inner[at : at + block]
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 where it is of half precision or less; any other as it is."""
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
-
-
 def _linear(layer: nn.Linear, name: str, given: Tensor, gradient: Tensor) -> Terms:
     """A linear layer, ``y = x W^T + b``: the weight's gradient is the sum over positions of ``grad_y * x^T``."""
-    gradient = _wide(gradient).reshape(len(gradient), 1, -1, gradient.shape[-1])
+    gradient = gradient.reshape(len(gradient), 1, -1, gradient.shape[-1])
     if name == "bias":
         return Terms(gradient)
-    return Terms(_wide(given).reshape(len(given), 1, -1, given.shape[-1]), gradient)
+    return Terms(wide(given).reshape(len(given), 1, -1, given.shape[-1]), gradient)
 
 
 def _linear_transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
@@ -229,85 +229,48 @@ def _embedding(layer: nn.Embedding, name: str, given: Tensor, gradient: Tensor) 
     rows = given.reshape(len(given), 1, -1)
     if layer.padding_idx is not None:
         rows = torch.where(rows == layer.padding_idx, -1, rows)
-    return Terms(_wide(gradient).reshape(len(gradient), 1, -1, gradient.shape[-1]), rows)
+    return Terms(gradient.reshape(len(gradient), 1, -1, gradient.shape[-1]), rows)
 
 
 def _convolution(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
-    """A convolution as a linear layer whose inputs are the windows under the kernel, padded as the layer pads."""
+    """A convolution as a linear layer whose inputs are the windows under the kernel, padded as the layer pads.
+
+    In a transposed one the gradient at the output takes the part of the input, and the other way round.
+    """
     if name == "bias":
-        return Terms(_wide(gradient).flatten(2).mT[:, None])
+        return _by_channel(gradient)
+    if layer.transposed:
+        sides = [side for padding in reversed(layer.padding) for side in (padding, padding)]
+        return _windows(layer, F.pad(gradient, sides), wide(given))
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    padded = F.pad(_wide(given), layer._reversed_padding_repeated_twice, mode=mode)
-    return _windows(layer, padded, _wide(gradient))
-
-
-def _transposed(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
-    """A transposed convolution: the gradient at the output takes the part of the input, and the other way round."""
-    if name == "bias":
-        return Terms(_wide(gradient).flatten(2).mT[:, None])
-    sides = [side for padding in reversed(layer.padding) for side in (padding, padding)]
-    return _windows(layer, F.pad(_wide(gradient), sides), _wide(given))
+    return _windows(layer, F.pad(wide(given), layer._reversed_padding_repeated_twice, mode=mode), gradient)
 
 
 def _windows(layer: Any, padded: Tensor, small: Tensor) -> Terms:
     """Terms with one position for each place of the kernel.
 
-    ``inner`` is the window of ``padded`` under the kernel, ``outer`` the values of ``small`` at that place.
+    ``inner`` is the window of ``padded`` under the kernel, ``outer`` the values of ``small`` at that place; a transposed
+    convolution with output padding leaves some places over. ``F.unfold`` is not used: it copies where nothing has to be
+    copied, and has no code for three dimensions.
     """
-    groups = layer.groups
-    unfold = _unfold_plane if len(layer.kernel_size) <= 2 else _unfold_space
-    windows = unfold(layer, padded, small.shape[2:])  # batch, channels * kernel, positions
-    values = small.flatten(2).unflatten(1, (groups, -1))
-    return Terms(windows.unflatten(1, (groups, -1)).mT, values.mT)
-
-
-def _unfold_plane(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
-    """The windows of one or two dimensions, ``[batch, channels * kernel, positions]``, by ``F.unfold``.
-
-    ``places``: how many there shall be in each dimension; a transposed convolution with output padding leaves some
-    over.
-    """
-    shape = [layer.kernel_size, layer.dilation, layer.stride]
-    if len(places) == 1:  # a row of a plane
-        padded, shape, places = padded[:, :, None], [(1, *sides) for sides in shape], torch.Size((1, *places))
-    kernel, dilation, stride = shape
-    windows = F.unfold(padded, kernel, dilation, stride=stride)
-    sides = zip(padded.shape[2:], kernel, dilation, stride, strict=True)
-    found = [(size - spread * (width - 1) - 1) // step + 1 for size, width, spread, step in sides]
-    if tuple(found) == tuple(places):
-        return windows
-    kept: Tensor = windows.unflatten(2, found)[:, :, : places[0], : places[1]]  # a transposed one leaves some over
-    return kept.flatten(2)
-
-
-def _unfold_space(layer: Any, padded: Tensor, places: torch.Size) -> Tensor:
-    """The windows of three dimensions, for which ``F.unfold`` has no code; the shape is that of ``_unfold_plane``."""
-    windows = padded
-    for dim, size in enumerate(places):
+    spatial, windows = small.dim() - 2, padded
+    for dim, size in enumerate(small.shape[2:]):
         reach = layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
         windows = windows.unfold(2 + dim, reach, layer.stride[dim]).narrow(2 + dim, 0, size)
         windows = windows[..., :: layer.dilation[dim]]
-    spatial = len(places)
     windows = windows.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
-    return windows.flatten(2 + spatial).flatten(1, 1 + spatial)
+    windows = windows.flatten(2 + spatial).flatten(1, 1 + spatial)  # batch, channels * kernel, positions
+    values = small.flatten(2).unflatten(1, (layer.groups, -1))
+    return Terms(windows.unflatten(1, (layer.groups, -1)).mT, values.mT)
 
 
 def _layer_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
     """Layer and RMS norms: the gain's gradient is that at the output times the normalised input."""
-    gradient = _wide(gradient)
+    shape = tuple(layer.normalized_shape)
     if name == "weight":
-        shape = tuple(layer.normalized_shape)
-        is_rms = isinstance(layer, nn.RMSNorm)
-        plain = (
-            F.rms_norm(_wide(given), shape, None, layer.eps)
-            if is_rms
-            else F.layer_norm(_wide(given), shape, eps=layer.eps)
-        )
-        gradient = gradient * plain
-    width = 1
-    for size in layer.normalized_shape:
-        width *= size
-    return Terms(gradient.reshape(len(gradient), 1, -1, width))
+        norm: Any = F.rms_norm if isinstance(layer, nn.RMSNorm) else F.layer_norm
+        gradient = gradient * norm(wide(given), shape, eps=layer.eps)
+    return Terms(gradient.reshape(len(gradient), 1, -1, math.prod(shape)))
 
 
 def _channel_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Terms:
@@ -316,9 +279,8 @@ def _channel_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Ter
     Positions are places in space. The normalised input is computed again from the input, without gain and bias; running
     statistics keep their values.
     """
-    gradient = _wide(gradient)
     if name == "weight":
-        given = _wide(given)
+        given = wide(given)
         if isinstance(layer, nn.GroupNorm):
             plain = F.group_norm(given, layer.num_groups, eps=layer.eps)
         elif isinstance(layer, nn.modules.instancenorm._InstanceNorm):
@@ -329,14 +291,18 @@ def _channel_norm(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Ter
         else:
             plain = F.batch_norm(given, layer.running_mean, layer.running_var, eps=layer.eps)
         gradient = gradient * plain
+    return _by_channel(gradient)
+
+
+def _by_channel(gradient: Tensor) -> Terms:
+    """The gradient of what is added to each channel: places in space are the positions, one where there are none."""
     return Terms(gradient.flatten(2).mT[:, None] if gradient.dim() > 2 else gradient[:, None, None])
 
 
-_RULES: tuple[tuple[Any, Any], ...] = (
+_RULES: tuple[tuple[Any, Rule], ...] = (
     (nn.Linear, _linear),
     (nn.Embedding, _embedding),
-    ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _transposed),
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
     ((nn.LayerNorm, nn.RMSNorm), _layer_norm),
     ((nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm), _channel_norm),
 )

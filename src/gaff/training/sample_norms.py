@@ -12,7 +12,7 @@ of a parameter is complete the norms of it are computed and checked against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from gaff.engine.session import Session
 from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
 from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
-from gaff.training.layer_gradients import Terms, find_rule, is_batched, measure
+from gaff.training.layer_gradients import Terms, find_rule, is_batched, measure, wide
 
 
 class _Use:
@@ -75,16 +75,21 @@ class SampleNorms:
         for name in self._names:
             taps.append(Tap(find_site(model, Site(name, port="grad"))[0], _Part(self._see_total, name), False))
         self._session = Session(model, taps)
+        self._closing = ExitStack()
 
     def __enter__(self) -> SampleNorms:
-        self._session.open()
+        with ExitStack() as opening:
+            opening.push(self._look_last)
+            opening.enter_context(self._session)
+            self._closing = opening.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.close()
-        if kind is None and not self._has_gradient:
+    def __exit__(self, *exc: Any) -> None:
+        self._closing.__exit__(*exc)
+
+    def _look_last(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Raise NeverFiredError where the block ends well and there was nothing to measure in it."""
+        if error is None and not self._has_gradient:
             raise NeverFiredError("sample_norms saw no gradient: expected model(...) and backward() inside the session")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -123,9 +128,8 @@ class SampleNorms:
             )
         if index in self._refused:
             raise ExactnessError(self._refused[index])
-        squares, size = self._squares[index], self._sizes[index]
+        squares, factor = self._squares[index], self._sizes[index] if self._is_mean else 1
         like = next(iter(squares.values()))
-        factor = size if self._is_mean else 1
         return {
             name: squares.get(name, torch.zeros_like(like)).clamp(min=0).sqrt().to(like.dtype) * factor
             for name in self._names
@@ -203,7 +207,7 @@ class SampleNorms:
                 if memory.version_of(use.given) != use.version:
                     self._refuse(index, f"{path}: its input was changed in place after the call")
                 layer = self._layers[path]
-                terms = find_rule(layer)(layer, own, use.given, gradient)
+                terms = find_rule(layer)(layer, own, use.given, wide(gradient))
                 (before if (path, own) in use.told else new).append(terms)
                 use.told.add((path, own))
         return before, new
@@ -296,11 +300,10 @@ def _has_rule(module: nn.Module) -> bool:
 
     It must be a layer of a known kind, with a weight and a bias only.
     """
-    try:
+    with suppress(PlanError):
         find_rule(module)
-    except PlanError:
-        return False
-    return set(_trainable(module)) <= {"weight", "bias"}  # others come from weight_norm, pruning and the like
+        return set(_trainable(module)) <= {"weight", "bias"}  # others come from weight_norm, pruning and the like
+    return False
 
 
 def _group_parameters(layers: dict[str, nn.Module]) -> dict[str, list[tuple[str, str]]]:

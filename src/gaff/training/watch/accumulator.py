@@ -16,6 +16,7 @@ from gaff.training.statistics import plain as in_torch
 
 _ROOM = 64
 _UNITS = 1 << 14
+_NO_UNITS = [[-float("inf")], [float("inf")], [0.0]]  # largest, smallest, sum of magnitudes, before the first
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -33,7 +34,11 @@ def readable(tensor: Tensor) -> Tensor | None:
 
 
 class Accumulator:
-    """Rows by key. ``units``: tables of units by key, see ``statistics``. Adding to a row needs no lock: one thread."""
+    """What is counted in one sampled step, by key: the model's name and the address of a tensor stream.
+
+    Rows of numbers for each stream, ``units``: tables of its units (both as in ``gaff.training.statistics``), and
+    ``shares`` of it by name. All stays on the devices of the tensors until ``take``. Adding needs no lock: one thread.
+    """
 
     def __init__(self) -> None:
         self._kernel = kernel.load()
@@ -42,6 +47,7 @@ class Accumulator:
         self._room: dict[torch.device, list[Tensor]] = {}
         self.units: dict[Key, Tensor] = {}
         self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
+        self.shares: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
 
     def observe(self, key: Key, tensor: Tensor, histogram: bool = True) -> None:
         """Add a readable tensor's numbers to the row of ``key``. No synchronisation."""
@@ -57,13 +63,14 @@ class Accumulator:
         some = tensor[: max(1, _UNITS // each)]
         table = self.units.get(key)
         if table is None or table.shape[1] != count:
-            table = self.units[key] = _new_table(count, tensor.device)
+            empty = torch.tensor(_NO_UNITS, dtype=torch.float64, device=tensor.device)
+            table = self.units[key] = empty.repeat(1, count)
         self.inputs[key] = self.inputs.get(key, 0) + some.numel() // (count * inner) * inner
         with modes.outside_modes():
             self._ops(tensor.device).observe_units_(some, self._scratch(tensor.device), table, inner, False)
 
     def observe_many(self, keys: Sequence[Key], tensors: Sequence[Tensor], histogram: bool = True) -> None:
-        """The same of many readable tensors, each to a new row, in one call for each device."""
+        """Add the numbers of many readable tensors, each to a new row, in one call for each device."""
         by_device: dict[torch.device, list[int]] = {}
         for at, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(at)
@@ -72,6 +79,11 @@ class Accumulator:
                 rows = torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(len(places), 1)
                 self._ops(device).observe_many_([tensors[at] for at in places], rows, histogram)
                 self._rows.update(zip((keys[at] for at in places), rows.unbind(0), strict=True))
+
+    def add_share(self, name: str, key: Key, value: Tensor, count: int) -> None:
+        """Add to a share of ``key`` a sum, and how many numbers there are in it. No synchronisation."""
+        known, number = self.shares.get((name, key), (0.0, 0))
+        self.shares[name, key] = known + value.double(), number + count
 
     def alias(self, key: Key, known: Key) -> None:
         """``key`` is the same tensor stream as ``known``, and comes just after it."""
@@ -82,22 +94,23 @@ class Accumulator:
             self.units[key], self.inputs[key] = self.units[known], self.inputs[known]
 
     def rows(self, ending: str) -> Iterator[tuple[Key, Tensor]]:
-        """Those whose address ends so."""
+        """The keys whose address ends so, with their rows, which go on being filled."""
         return ((key, row) for key, row in self._rows.items() if key[1].endswith(ending))
 
     def take(self) -> tuple[list[Key], list[Tensor]]:
-        """All keys, and their rows stacked: one tensor a device, in order. The bank is empty afterwards."""
-        by_device: dict[torch.device, tuple[list[Key], list[Tensor]]] = {}
+        """All keys, and their rows stacked: one tensor a device, in order.
+
+        No row is left afterwards; tables of units and shares stay as they are.
+        """
+        by_device: dict[torch.device, list[Key]] = {}
         for key in self._ordered():
-            row = self._rows[key]
-            keys, rows = by_device.setdefault(row.device, ([], []))
-            keys.append(key)
-            rows.append(row)
-        self._rows = {}
-        keys = [key for one, _ in by_device.values() for key in one]
-        return keys, [torch.stack(rows) for _, rows in by_device.values()]
+            by_device.setdefault(self._rows[key].device, []).append(key)
+        rows, self._rows = self._rows, {}
+        keys = [key for several in by_device.values() for key in several]
+        return keys, [torch.stack([rows[key] for key in several]) for several in by_device.values()]
 
     def _ordered(self) -> list[Key]:
+        """All keys in the order in which they came, each followed by those that are the same stream."""
         aliases = {key for several in self._aliases.values() for key in several}
         waiting = [key for key in reversed(self._rows) if key not in aliases]
         found = []
@@ -107,20 +120,16 @@ class Accumulator:
         return found
 
     def _ops(self, device: torch.device) -> Any:
+        """What computes there: the compiled kernel on a CPU, if there is one, else plain torch."""
         return self._kernel if self._kernel is not None and device.type == "cpu" else in_torch
 
     def _scratch(self, device: torch.device) -> Tensor:
+        """An empty row that nobody reads."""
         return torch.tensor(EMPTY, dtype=torch.float64, device=device)
 
     def _new_row(self, device: torch.device) -> Tensor:
+        """An empty row; many are made at once, since a launch on a device costs more than their memory."""
         room = self._room.setdefault(device, [])
         if not room:
             room.extend(torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(_ROOM, 1).unbind(0))
         return room.pop()
-
-
-def _new_table(count: int, device: torch.device) -> Tensor:
-    table = torch.zeros(3, count, dtype=torch.float64, device=device)
-    table[0] = -float("inf")
-    table[1] = float("inf")
-    return table

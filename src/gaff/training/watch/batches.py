@@ -22,7 +22,11 @@ class StepBatches:
         self._size = self._largest = 0
 
     def add(self, model: Model, args: Any, kwargs: Any) -> Batch:
-        """A run of ``model`` begins; at most 16 batches, and 256 MB, are held."""
+        """Keep what a run of ``model`` that begins is given, and return it, with the random state that it meets.
+
+        At most the last 16 batches of a step are held, and at most 256 MB of inputs, but always the latest one. Waits
+        for no device.
+        """
         batch = Batch.of(args, kwargs)
         self.kept.append((model, batch))
         while len(self.kept) > 1 and (len(self.kept) > _KEPT or self._bytes() > _KEPT_BYTES):
@@ -37,7 +41,7 @@ class StepBatches:
         return bool(self.kept) and 2 * self._size < self._largest
 
     def take_samples(self) -> int:
-        """How many samples models were given since the last time."""
+        """How many samples models were given since this was last asked; counting begins anew."""
         samples, self.samples = self.samples, 0
         return samples
 
@@ -46,4 +50,5 @@ class StepBatches:
         self.kept.clear()
 
     def _bytes(self) -> int:
+        """The bytes of all inputs that are held; a tensor that several batches share counts in each of them."""
         return sum(size_bytes(one) for _, batch in self.kept for _, one in iter_tensors((batch.args, batch.kwargs)))

@@ -1,4 +1,10 @@
-"""Hooks inside compiled models, on while a step is looked at."""
+"""Hooks inside compiled models, on while a step is looked at.
+
+torch's global module hooks are of no use there: code that is compiled while they are on is compiled with them, and
+compiled once more when they are gone. ``ModelCalls`` therefore leaves them off as soon as one model is compiled, and
+asks ``InsideCompiled`` for hooks that compiled code is made for once and that are switched on and off without compiling
+again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class InsideCompiled:
-    """``listener`` is told of every module of ``models`` that returns, once one of them is compiled."""
+    """Hooks in the compiled code of watched models; ``listener`` is told of every module in it that returns.
+
+    Made and closed by ``ModelCalls``. The hooks of a model are made when it is first looked at, for all its modules,
+    and kept until ``close``. Does nothing in a process without a compiled model, and with a torch before 2.13, whose
+    compiled code takes no gradient hooks: there only parameters and their gradients are looked at, which the notes of
+    the record say.
+    """
 
     def __init__(self, models: Models, listener: Any) -> None:
         self._models = models
@@ -24,7 +36,11 @@ class InsideCompiled:
         return any(model.is_compiled for model in self._models.all)
 
     def look(self, model: Model, *, is_on: bool) -> None:
-        """On as long as a step is looked at: a checkpoint runs the same code again, and needs the same graph."""
+        """Switch the hooks inside one model on or off; they are made when they are first needed.
+
+        They stay on for as long as a step is looked at, and not for a forward alone: a checkpoint runs the same code
+        again in the backward pass, and needs the same compiled graph for it.
+        """
         if not self.is_needed() or not compiler.traces_gradient_hooks():
             return
         looks = self._looks.get(model.name)
@@ -40,12 +56,12 @@ class InsideCompiled:
             looks.switch_off()
 
     def close(self) -> None:
-        """Nothing of ours stays on a module."""
+        """Take the hooks of all models away, so that nothing of gaff's stays on a module."""
         for looks in self._looks.values():
             looks.close()
         self._looks.clear()
 
 
 def _needs_args(entry: WatchedModule) -> bool:
-    """Whether a window asks compiled code what the module was given."""
+    """Whether compiled code is asked what this module was given, too: of a dropout, for it may be given attention."""
     return entry.is_wanted and entry.kind == "dropout"

@@ -1,4 +1,9 @@
-"""The flight recorder: every step leaves a row, looked at or not; what went wrong is kept when it is asked for."""
+"""The flight recorder: every step leaves a row, looked at or not; what went wrong is kept when it is asked for.
+
+Rows go into a ring of fixed size beside the record (``gaff.record.flight``), which outlives a process that is killed.
+The last of them are also held in memory, and the reporter writes these into the record where a rule has fired, the run
+has failed, or somebody has sent SIGUSR1. Batches are written only with ``keep_batch``, by a ``BatchSaver``.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +37,11 @@ Batches = Sequence[tuple[Model, Batch]]
 
 
 class FlightRecorder:
-    """Rows of the last steps, and the batches that did harm. ``is_asked``: somebody wants to see the last steps now.
+    """Keeps a row of each of the last steps, and the batches that did harm.
 
-    ``out``: None keeps nothing. Values that are on a GPU are not waited for: they are NaN here.
+    ``out`` is the folder of the record; with None nothing is kept. ``is_asked`` is set by SIGUSR1, and cleared by
+    whoever writes the last steps. Made and closed by the watcher; all but ``open`` is called on the thread that trains.
+    A value that is on a GPU is not waited for: it is NaN here.
     """
 
     def __init__(self, out: Path | None, *, keeps_batches: bool) -> None:
@@ -50,10 +57,15 @@ class FlightRecorder:
 
     @property
     def notes(self) -> list[str]:
+        """What could not be kept, and why, for the record's notes."""
         return [*self._notes, *(self._keeper.notes if self._keeper is not None else ())]
 
     def open(self, log: Path | None) -> Path | None:
-        """``log``: the file of this process's record; the ring lies beside it, if there is room for it."""
+        """Open the ring beside ``log``, the file of this process's record, and return ``log`` as it is.
+
+        Called when the record is made, perhaps on the writer's thread. Where there is no room for the ring, the run
+        goes on without one, and ``notes`` says so.
+        """
         if self._ring is None and log is not None:
             try:
                 self._ring = RingWriter(log.with_suffix(ENDING))
@@ -62,7 +74,11 @@ class FlightRecorder:
         return log
 
     def begins(self, batch: Batch) -> None:
-        """The first run of a step."""
+        """Note what the first run of a step meets: a checksum of its batch, and the state of torch's CPU generator.
+
+        Later runs of the same step are passed over, as is everything without a ring. At most 4,096 bytes of each tensor
+        are read, and none that is on a device.
+        """
         if self._ring is not None and not self._first[0]:
             began = time.perf_counter()
             state = batch.random[0]
@@ -71,7 +87,11 @@ class FlightRecorder:
             self._spent_s += time.perf_counter() - began
 
     def ended(self, step: int, seconds: float, numbers: StepNumbers, samples: int) -> None:
-        """A step has ended, or the run in the middle of one."""
+        """Write the row of a step that has ended, or of one in whose middle the run has.
+
+        ``seconds`` is 0 for the latter. ``samples``: how many the models were given. Waits neither for a device nor for
+        the disk.
+        """
         (batch, random), self._first = self._first, ("", b"")
         if self._ring is not None:
             began = time.perf_counter()
@@ -87,7 +107,13 @@ class FlightRecorder:
         return spent
 
     def keep(self, step: int, why: str, batches: Batches) -> str:
-        """Keep the last batch of the step, with its model. Where it is; empty where nothing is kept."""
+        """Write the last of ``batches`` to disk, with its model's weights; the path of the file, or an empty text.
+
+        It is empty where batches are not kept, the model is gone, or the file could not be written, which ``notes``
+        then says. ``why`` is the name of the rule and becomes part of the file's name. Waits for devices and the disk.
+        No error gets out, since a finding is on its way to the record at this moment and must not be lost with the
+        batch.
+        """
         model, batch = batches[-1] if batches else (None, None)
         root = model.root() if model is not None else None
         if self._keeper is None or root is None or model is None or batch is None:
@@ -108,7 +134,10 @@ class FlightRecorder:
         return replace(finding, evidence={**finding.evidence, "kept": path}, remedy=f"{finding.remedy}; {again}")
 
     def follow_signal(self) -> None:
-        """From now on SIGUSR1 asks for the last steps, unless the script has a use for it."""
+        """Let SIGUSR1 ask for the last steps from now on, unless the script has a use for it.
+
+        Does nothing off the main thread, where Python sets no handlers, nor on a system without that signal.
+        """
         number = getattr(signal, "SIGUSR1", None)
         is_main = threading.current_thread() is threading.main_thread()
         if number is not None and is_main and signal.getsignal(number) == signal.SIG_DFL:
@@ -116,6 +145,7 @@ class FlightRecorder:
             signal.signal(number, self._ask)
 
     def close(self) -> None:
+        """The run is over: the signal is the script's again, and the ring is closed."""
         if self._before is not None and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGUSR1) == self._ask:
                 signal.signal(signal.SIGUSR1, self._before)
@@ -129,7 +159,11 @@ class FlightRecorder:
 
 
 def changes() -> Iterator[tuple[str, list[str]]]:
-    """What gaff's own limits and edits, those that are still there, have done in this process: what, and its lines."""
+    """What gaff's own limits and edits have done in this process: for each that is still alive its kind, and its lines.
+
+    The kind is ``clip_gradients`` or ``edit``. Told when the run ends, so that a record shows what changed the
+    training.
+    """
     for one in list(CHANGING):
         try:
             lines = str(one).splitlines()
@@ -139,7 +173,7 @@ def changes() -> Iterator[tuple[str, list[str]]]:
 
 
 def _here(value: Any) -> float:
-    """A number that can be read without waiting."""
+    """A value as a number if it can be read without waiting for a device; else NaN, as of None."""
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" else math.nan
     return math.nan if value is None else float(value)

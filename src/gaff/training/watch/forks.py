@@ -1,4 +1,9 @@
-"""Forks of a watched process: children of it are not watched, and find no lock held."""
+"""Forks of a watched process: children of it are not watched, and find no lock held.
+
+A forked child has the memory of its parent and only the thread that forked. Were the writer's thread in the middle of a
+write, the child would have its locks for ever, and half a frame in a buffer that both would write out. So the writer
+finishes and ends before each fork, and the child gives up all that it has inherited.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,13 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """Who is told of forks."""
+    """One that is told of forks of this process, on the thread that forks; a ``Watcher`` is one."""
 
     def pause(self) -> None:
-        """The process is about to fork."""
+        """Let go of every lock and thread: the process is about to fork. Called in the parent."""
 
     def abandon(self) -> None:
-        """This is the child."""
+        """Give up what was inherited, and write nothing that the parent also writes to. Called in the child."""
 
 
 _FOLLOWED: weakref.WeakSet[Forked] = weakref.WeakSet()
@@ -30,10 +35,12 @@ def follow(watcher: Forked) -> None:
 
 
 def _before() -> None:
+    """Pause whoever follows; Python calls this in the parent before each fork."""
     for one in list(_FOLLOWED):
         one.pause()
 
 
 def _in_child() -> None:
+    """Let whoever follows give up; Python calls this in the child after each fork."""
     for one in list(_FOLLOWED):
         one.abandon()

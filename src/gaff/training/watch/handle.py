@@ -1,4 +1,4 @@
-"""``gaff.watch``: a handle on a watcher, and a context."""
+"""What ``gaff.watch`` returns: a handle on a watcher that is also a context, and how it is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from gaff.training.watch.watcher import Watcher
 
 
 class Watch:
-    """See ``gaff.watch``. Watches from when it is made until ``remove()``, or the end of a ``with`` block."""
+    """A training run that is being watched; see ``gaff.watch``, which makes it.
+
+    It watches from when it is made until ``remove()``, or the end of a ``with`` block; the block tells it the exception
+    that ended the run, ``remove`` does not. What was found stays readable after that. Holding it is not needed: the
+    watcher lives until it is closed, or until the process ends.
+    """
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -34,7 +39,10 @@ class Watch:
         self._watcher.close(error)
 
     def remove(self) -> None:
-        """Stop watching; nothing of gaff's stays. What was found stays readable."""
+        """Stop watching and finish the record: no hook or wrapper of gaff's stays. What was found stays readable.
+
+        Waits until the looks taken so far are judged and written. May be called twice.
+        """
         self._watcher.close()
 
     @property
@@ -44,12 +52,12 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """Optimizer steps completed."""
+        """How many steps of the run are completed; of several optimizers those of the leading one count."""
         return self._watcher.steps_made
 
     @property
     def overhead(self) -> float:
-        """The share of the time since the beginning that watching took."""
+        """The share of the time since the beginning that went into watching, such as 0.01; 0 before the first step."""
         return self._watcher.pace.overhead
 
     @property
@@ -62,9 +70,10 @@ class Watch:
 
 
 def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any, options: Mapping[str, Any]) -> Watch:
-    """See ``gaff.watch``: check everything, then open.
+    """Do what ``gaff.watch`` promises: check everything, then open.
 
-    Raises PlanError, SiteError or RecordError before anything is installed.
+    ``options`` are the keywords of ``WatchOptions``. An optimizer may be wrapped, as accelerate does. Raises TypeError
+    for an unknown keyword, PlanError, SiteError or RecordError for what cannot be done, before anything is installed.
     """
     settings = Settings.of(rank=rank_of_process(), **options)
     models = _named(model)
@@ -77,7 +86,7 @@ def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any
 
 
 def rank_of_process() -> int:
-    """As torch knows it, or launchers of several processes tell it."""
+    """The number of this process among those that train together: torch's if it knows one, else of ``RANK``, else 0."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
@@ -86,6 +95,10 @@ def rank_of_process() -> int:
 
 
 def _named(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Module] | None:
+    """The models by name, as a new dict; a single one is named after the variable that holds it, else ``model``.
+
+    None stands for whatever is trained in this process. Raises PlanError for what is no module.
+    """
     from gaff.training.watch.variable_names import name_of_variable
 
     if model is None:

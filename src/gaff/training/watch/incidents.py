@@ -1,4 +1,9 @@
-"""What is found out at the moment that something goes wrong, while the batch and the weights are still there."""
+"""What is found out at the moment that something goes wrong, while the batch and the weights are still there.
+
+Health rules judge numbers, later and on another thread. The three functions ``of_...`` here run on the thread that
+trains, at the event itself, and make a finding at once: of a NaN or inf, of a GradScaler that skips every step, of a
+loss that jumps. They look at copies and change nothing of the user's.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +38,16 @@ Batches = Sequence[tuple[Model, Batch]]
 
 
 def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool) -> tuple[Finding, Batches]:
-    """A NaN or inf: the batches of the step are run again, with every op looked at, until one tells where it began.
+    """Where a NaN or inf began: run the batches of the step again, with every op looked at, until one tells.
 
-    A batch that was given a NaN tells little: one that made it is looked for among those before. Returns it as well.
-    A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its graph
-    and its counters notice nothing.
+    ``what`` names what was not finite, ``has_gradients`` whether a backward pass has run, which is then looked into,
+    too. The batches are tried from the latest back. One that was given a NaN tells little: one that made it is looked
+    for among those before. Returns the finding, and the batch that it is about: none, where every op of the model is
+    fine.
+
+    A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its
+    autograd graph and its counters notice nothing. Takes the time of one run of the model at least, and its memory;
+    waits for devices.
     """
     known = RULES["nonfinite"]
     told = "NaN or inf"
@@ -83,7 +93,7 @@ def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool)
 
 
 def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:
-    """A GradScaler that has skipped every step for long."""
+    """The finding about a GradScaler that has left out ``skipped`` steps in a row, whose factor by now is ``scale``."""
     known = RULES["scaler_stuck"]
     return Finding(
         rule=known.name,
@@ -100,7 +110,10 @@ def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:
 
 
 def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) -> Finding:
-    """A loss far above those before it, with the batch behind it and the samples in it that stand out."""
+    """The finding about a loss far above those before it, with a checksum of its batch and the samples that stand out.
+
+    Of ``batches`` the last one counts. Waits for the device of its inputs.
+    """
     evidence: dict[str, Any] = {"loss": spike.value, "mean_before": spike.mean, "deviation_before": spike.deviation}
     samples: list[int] = []
     for model, batch in batches[-1:]:
@@ -127,7 +140,12 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
 
 
 def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> Report:
-    """On a thread of its own: no line of the user's code that is running now is taken for one of the model's."""
+    """Run a batch once more on a copy of ``model``; what that shows, or an empty report where it could not be run.
+
+    It runs on a thread of its own, which is waited for: there no line of the user's code that is running now is on the
+    stack, and could be taken for one of the model's. ``assume_ones``: backward begins with ones, since what the loss
+    sent back is not known any more.
+    """
     found: list[Report] = []
 
     def job() -> None:
@@ -172,7 +190,10 @@ class _Muted:
 
 @contextmanager
 def _muted() -> Iterator[None]:
-    """What this thread prints is not shown; other threads print as ever."""
+    """Show nothing of what this thread prints inside the block; other threads print as ever.
+
+    Where somebody has replaced ``sys.stdout`` in the meantime, theirs stays.
+    """
     real = sys.stdout
     ours = sys.stdout = _Muted(real)
     try:
@@ -192,6 +213,7 @@ def odd_samples(args: Any, kwargs: Any) -> list[int]:
 
 
 def _odd_rows(value: Tensor) -> list[int]:
+    """Which rows of ``value`` stand out, see ``odd_samples``; the comparison is such that a NaN counts as odd."""
     with torch.no_grad():
         sizes = value.reshape(value.shape[0], -1).float().square().mean(1).sqrt()
         is_odd = ~(sizes <= _ODD * sizes.nanmedian())
@@ -203,6 +225,7 @@ def _first_line(report: Report) -> str:
 
 
 def _evidence(report: Report) -> dict[str, Any]:
+    """What a report tells, as JSON takes it, with what is empty left out."""
     told: dict[str, Any] = {"op": report.op, "direction": report.direction, "line": report.line, "code": report.code}
     told["inputs"] = [f"{one.name}: {one}" for one in report.inputs]
     if report.output is not None:

@@ -1,4 +1,8 @@
-"""Inside a watched command: begins to watch when torch has been imported, ends when the process does."""
+"""Inside a watched command: begins to watch when torch has been imported, ends when the process does.
+
+``gaff watch`` starts the command with its settings in an environment variable, which the command's own children
+inherit, too. ``inject/sitecustomize.py`` calls ``start`` in each of these processes once torch is there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,10 @@ from gaff.training.watch.settings import VARIABLE
 
 
 def start() -> None:
-    """Called once torch is imported. Whatever goes wrong here is told once and stops nothing."""
+    """Begin to watch this process; called once, right after its first import of torch.
+
+    Whatever goes wrong here is told in one line on the standard error, and stops nothing: the command runs unwatched.
+    """
     try:
         settings = json.loads(os.environ[VARIABLE])
         _watch(settings)
@@ -20,6 +27,11 @@ def start() -> None:
 
 
 def _watch(told: dict[str, Any]) -> None:
+    """Open a watcher with the settings ``told``; the exit of the process closes it.
+
+    Only rank 0 tells anything on the terminal. The record is made with the first model, since many processes of a
+    command import torch and train nothing.
+    """
     from gaff.training.watch.settings import Settings
     from gaff.training.watch.watcher import Watcher
 
@@ -29,7 +41,11 @@ def _watch(told: dict[str, Any]) -> None:
 
 
 class _Told:
-    """Lines for the terminal, on the standard error of the command."""
+    """Writes lines for the terminal to the standard error of the command; ``plain`` keeps to ASCII.
+
+    Called on the writer's thread and on the one that trains. A terminal that takes no line is passed over without an
+    error.
+    """
 
     def __init__(self, plain: bool) -> None:
         self._plain = plain

@@ -18,10 +18,11 @@ _MOST_RUNS = 256  # without any step
 
 
 class Looks:
-    """Holds the sampled step in progress, and hands it what hooks tell; closes a look at an evaluation with its run.
+    """Decides which runs are looked at, and hands what hooks tell to the sampled step in progress.
 
-    ``evaluated`` gets such a look; ``is_endless``: so many runs came without an optimizer's step that nobody can be
-    training with one.
+    The watcher makes one, begins and ends looks at training steps by it, and tells it of each run. Looks at an
+    evaluation it opens by itself, and closes with the run: ``evaluated`` gets each of them. ``is_endless``: so many
+    runs came without an optimizer's step that nobody can be training with one. All on the thread that trains.
     """
 
     def __init__(self, models: Models, calls: ModelCalls, evaluated: Callable[[SampledStep], None]) -> None:
@@ -38,7 +39,7 @@ class Looks:
         self._random: Tensor | None = None  # state of the random numbers when an evaluation began
 
     def begin(self, step: int) -> None:
-        """Look at the step that begins."""
+        """Begin to look at step number ``step``: hooks are on from here until ``end``."""
         self.sampled = self._target = SampledStep(step, "train", self._models)
         self._calls.look(is_on=True)
 
@@ -57,7 +58,11 @@ class Looks:
         self.sampled = self._target = None
 
     def run_begins(self, step: int, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A run in training mode."""
+        """A run in training mode begins: in a sampled step its inputs, batch size and precision are noted.
+
+        ``module`` is what was called, ``model`` the watched model it belongs to. Beyond 256 runs before the first step
+        the look is called endless.
+        """
         self._evals = 0
         self._in_training_mode.clear()
         sampled = self._target = self.sampled
@@ -73,7 +78,15 @@ class Looks:
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
     ) -> None:
-        """The first run of each evaluation is looked at, and then ever fewer; ``distance``: steps between looks."""
+        """A run that does not train begins: the first of each evaluation is looked at, and then ever fewer.
+
+        ``given``: the positional and keyword arguments of the call; ``distance``: steps between looks at training,
+        which looks at evaluations keep to as well. Hooks are on for this one run.
+
+        A model that is in training mode though it runs without gradients is reported to the rules (``train_mode``) only
+        where it has a dropout or a BatchNorm and looks like an evaluation: ten such runs, or five steps since the one
+        before. A rollout or a teacher that runs in each step does so on purpose.
+        """
         self._evals += 1
         since, self._latest_eval = step - self._latest_eval, step
         if module.training and not torch.is_grad_enabled():
@@ -90,11 +103,15 @@ class Looks:
             self._random = torch.get_rng_state()
 
     def follow(self, model: Model) -> None:
-        """The run that begins is of ``model``: hooks inside its compiled code are on where somebody looks."""
+        """A run of ``model`` begins: hooks inside its compiled code are on exactly where somebody looks."""
         self._calls.look_inside(model, is_on=self._target is not None or self.sampled is not None)
 
     def run_ends(self, step: int, model: Model, module: nn.Module) -> None:
-        """An outermost call has returned, or raised."""
+        """An outermost call has returned, or raised: a look at an evaluation is over with it.
+
+        Random numbers that an evaluation in eval mode has drawn are noted for the rules: they make its result
+        uncertain. What a checkpoint recomputes later belongs to the training step in progress.
+        """
         target, self._target = self._target, self.sampled  # for what a checkpoint recomputes
         if target is not None and target.phase == "eval":
             random, self._random = self._random, None
@@ -107,15 +124,15 @@ class Looks:
         self._calls.switch(is_on=self.sampled is not None)
 
     def pass_over(self) -> None:
-        """A run has begun for which it is too late: its hooks are past."""
+        """Leave out a run that was noticed too late, when the hooks at its beginning are past."""
         self._target = None
 
     def go_on(self) -> None:
-        """What comes belongs to the step in progress again."""
+        """Let what comes belong to the training step in progress again, after a run that was noticed late."""
         self._target = self.sampled
 
     def left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None) -> None:
-        """A module has returned."""
+        """A module has returned: tell whoever looks. ``stands`` is that of ``SampledStep.left``."""
         if self._target is not None:
             self._target.left(module, args, output, stands)
 

@@ -1,4 +1,8 @@
-"""Losses: the numbers on which backward is called, under the names that they have in the script."""
+"""Losses: the numbers on which backward is called, under the names that they have in the script.
+
+A tensor of one element from which a backward pass begins is a loss; where a GradScaler has multiplied it, the number
+before that is meant. Values are added up over the backward passes of a step, since gradients may be accumulated.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,10 @@ class Spike:
 
 
 class Noted(NamedTuple):
-    """What was noted of one loss. ``scale``: by which its gradients are too large; a tensor where it is on a device."""
+    """What was noted of one loss.
+
+    ``scale``: the factor by which its gradients are too large, a GradScaler's or 1; a tensor where it is on a device.
+    """
 
     name: str
     is_nonfinite: bool
@@ -38,7 +45,10 @@ class Noted(NamedTuple):
 
 
 class StepNumbers(NamedTuple):
-    """What the losses of a step tell, at one moment; values and scale may be tensors on a device."""
+    """What the losses of a step tell, at one moment; values and scale may be tensors on a device.
+
+    ``lr``: the learning rate of the first parameter group of the optimizer that stepped last, NaN before that.
+    """
 
     lr: float
     losses: dict[str, Any]
@@ -46,7 +56,12 @@ class StepNumbers(NamedTuple):
 
 
 class Losses:
-    """Of the current step. Values on the CPU are read at once; others are copied and read later, by another thread."""
+    """The losses of the step in progress, by name, and what is remembered of those before it.
+
+    Values on the CPU are read at once; those on a device are copied there and read later, by another thread, so that
+    nothing waits. ``names`` stay for the whole run; ``facts`` are what the autograd graphs behind losses have told
+    rules so far. Used on the thread that trains.
+    """
 
     def __init__(self) -> None:
         self.names: dict[Any, str] = {}  # by place in the code
@@ -58,7 +73,10 @@ class Losses:
         self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
 
     def note_scale(self, loss: Tensor, scaled: Tensor, scaler: Any) -> None:
-        """A GradScaler has multiplied ``loss``: what comes back is ``scaled``."""
+        """Remember that a GradScaler has multiplied ``loss``: the backward pass will begin from ``scaled``.
+
+        Both are held weakly, the last eight pairs are kept, and the loss's value by reference to its memory.
+        """
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
@@ -94,20 +112,26 @@ class Losses:
         return {name: total / count for name, (total, count) in self._now.items()}
 
     def numbers(self) -> StepNumbers:
-        """What there is of this step by now."""
+        """The losses, the learning rate and the factor of a GradScaler as they are now, for the row of this step."""
         return StepNumbers(self.lr, self.values(), self.scale)
 
     def forget(self) -> None:
-        """The step is over."""
+        """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now = {}
 
     def _new_name(self, name: str) -> str:
+        """A name for a loss that comes from another place in the code than all others: numbered where it is taken."""
         taken = set(self.names.values())
         numbered = (name if not number else f"{name}#{number + 1}" for number in range(len(taken) + 1))
         return next(one for one in numbered if one not in taken)
 
     def _spike(self, name: str, value: float) -> Spike | None:
-        """Six standard deviations above the last 128 (OLMo-core), three times their mean, half of the first loss."""
+        """The spike that ``value`` is, or None; it is remembered for later ones either way.
+
+        A spike is six standard deviations above the mean of the last 128 values (as in OLMo-core's SkipStep), above
+        three times that mean, and above half of the first value; the last two conditions are chosen, against alarms
+        from a loss that has hardly varied or is still on its way down. With fewer than 32 values none is told.
+        """
         past = self._past.setdefault(name, PastLosses(value))
         found = None
         if len(past.values) >= _LEAST:
@@ -119,7 +143,10 @@ class Losses:
 
 
 class PastLosses:
-    """The last values of a loss, with their sums kept up."""
+    """The last 128 values of one loss, with their sums kept up, so that a step costs the same however many there are.
+
+    Sums are of differences to the first value, which keeps the rounding of a variance small where values are large.
+    """
 
     def __init__(self, first: float) -> None:
         self.first = first
@@ -128,13 +155,14 @@ class PastLosses:
         self._squares = 0.0
 
     def add(self, value: float) -> None:
+        """Take in a new value; the one before the last 128 is forgotten, and taken out of the sums."""
         self.values.append(value)
         self._count(value - self.first, 1)
         if len(self.values) > _LENGTH:
             self._count(self.values.popleft() - self.first, -1)
 
     def moments(self) -> tuple[float, float]:
-        """Mean and standard deviation."""
+        """Mean and standard deviation (of the population) of the values held; there must be one at least."""
         offset = self._sum / len(self.values)
         return self.first + offset, math.sqrt(max(0.0, self._squares / len(self.values) - offset * offset))
 
@@ -144,7 +172,13 @@ class PastLosses:
 
 
 def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
-    """What the autograd nodes just behind a loss tell: the number of classes, and functions applied twice."""
+    """What the autograd nodes just behind a loss tell the rules about how it was computed.
+
+    Follows the first input of each node, six nodes deep, past views. ``classes``: how many classes a mean of the
+    negative log-likelihood has; ``nll``: that it was not given log-probabilities; ``axis``: that its log_softmax ran
+    over the batch; ``doubled``: that a softmax or a sigmoid was applied twice. Reads no value of a tensor, so it waits
+    for no device.
+    """
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
     chain: list[Any] = []
@@ -177,6 +211,7 @@ _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "Squeeze
 
 
 def _is_view(name: str) -> bool:
+    """Whether an autograd node of this name only passes values on, in another shape, order or type."""
     return name in _VIEWS
 
 
@@ -189,5 +224,5 @@ def _scale_of(scaler: Any) -> Any:
 
 
 def read(value: Any) -> float:
-    """A loss as a number; waits for its device."""
+    """A loss or a factor as a number; waits for its device, so it is called on the writer's thread."""
     return float(value.item()) if isinstance(value, torch.Tensor) else float(value)

@@ -70,6 +70,7 @@ class Model:
                     self.parameters.setdefault(id(parameter), (weakref.ref(parameter), join(path, name)))
 
     def name_of(self, parameter: Tensor) -> str | None:
+        """The path of a parameter in this model, told by identity; None where it is not in it."""
         known = self.parameters.get(id(parameter))
         return known[1] if known is not None and known[0]() is parameter else None
 
@@ -88,6 +89,7 @@ class Models:
         self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def named(self, name: str) -> Model:
+        """The model that goes by this name; raises StopIteration where there is none."""
         return next(one for one in self.all if one.name == name)
 
     def find(self, module: nn.Module) -> Model | None:
@@ -104,6 +106,7 @@ class Models:
         return self.add(name, holder)
 
     def add(self, name: str, root: nn.Module) -> Model:
+        """The model whose root this is, made known if it is new, under a name of its own; its modules are read."""
         known = next((one for one in self.all if one.root() is root), None)
         if known is not None:
             self._read(known, root)

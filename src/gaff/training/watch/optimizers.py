@@ -57,4 +57,5 @@ class Optimizers:
         return True
 
     def forget(self) -> None:
+        """Watching has ended: hold none of the user's optimizers."""
         self._given.clear()

@@ -38,6 +38,7 @@ class Pace:
         return next((one for one in _SERIES if one >= wanted), _SERIES[-1])
 
     def is_due(self, step: int) -> bool:
+        """Whether step number ``step`` is to be looked at, as far as time is left for it."""
         if self._every is not None:
             return step % self._every == 0
         distance = self.distance

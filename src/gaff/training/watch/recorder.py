@@ -79,12 +79,14 @@ class Recorder:
             self._log.write(SERIES, pack_series(columns), int(columns["step"][0]))
 
     def event(self, kind: str, step: int = 0, **told: Any) -> None:
+        """Write one event, with what is told of it as JSON; before there is a log it waits for it."""
         if self._log is not None:
             self._log.write_json(EVENT, {"kind": kind, **told}, step)
         elif not self._is_closed:
             self._waiting.append((kind, step, told))
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
+        """Write all findings as they are; readers take the latest."""
         self.event("findings", step, findings=[one.to_dict() for one in findings])
 
     def close(self) -> None:

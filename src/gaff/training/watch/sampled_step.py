@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,43 @@ _LEAST_ROWS = 2  # of an attention matrix that is looked at
 _MOST_INPUTS = 8
 
 
-class SampledStep:
-    """Hooks call ``left`` for modules; gradients come by themselves. All in the thread that trains.
+class LookedAt(NamedTuple):
+    """A tensor that was looked at, held weakly. ``key``: under which address its numbers are, if a module returned it.
 
-    A module that returns what the last one returned is not read twice. What a checkpoint recomputes is not counted
-    twice; gradients that only the recomputation can bring are taken from it.
+    What a module passes on as it is need not be read twice. Once somebody has written to the tensor it is another one.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    key: Key | None
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the one, and nobody has written to it since."""
+        return self.tensor() is tensor and memory.version_of(tensor) == self.version
+
+
+@dataclass(eq=False, slots=True)
+class SampledOutput:
+    """One tensor among what a module returns, in one sampled step: how often it came, and whose numbers are its own.
+
+    A module that returns the very tensor that another one has just returned gives it a second address (``is_alias``).
+    It is looked at under the first address alone, which is ``known`` as long as each call has done so.
+    """
+
+    gradient: Key  # the address of its gradient
+    calls: int = 0
+    is_alias: bool = False
+    known: Key | None = None
+    is_followed: bool = False  # a hook of the first pass brings its gradient
+
+
+class SampledStep:
+    """What is seen of one step of training (``phase`` "train"), or of one run of an evaluation ("eval").
+
+    Hooks call ``left`` for modules; gradients come by themselves. All in the thread that trains. A module that returns
+    what the last one returned is not read twice. What a checkpoint recomputes is not counted twice; gradients that only
+    the recomputation can bring are taken from it. ``cost_s`` is the time that the looking took, ``modules_called`` are
+    models and paths, ``notes`` what could not be looked at.
     """
 
     def __init__(self, step: int, phase: str, models: Models) -> None:
@@ -37,29 +69,24 @@ class SampledStep:
         self.numbers = Accumulator()
         self.cost_s = 0.0
         self.runs = 0
-        self.calls: dict[Key, int] = {}
-        self.shares: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
         self.notes: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.modules_called: set[Key] = set()
         self.is_open = True
         self.scale: Any = 1.0  # of the loss whose gradients come; a tensor where it is on a device
         self._models = models
-        self._latest: weakref.ref[Tensor] | None = None  # the last tensor that was looked at
-        self._latest_version = 0
-        self._latest_key: Key | None = None
-        self._aliases: dict[Key, Key | None] = {}  # None: not always
-        self._gradient_keys: dict[Key, Key] = {}
-        self._graded: set[Key] = set()
-        self._channels_at = -1
+        self._latest: LookedAt | None = None  # the last tensor that was looked at
+        self._outputs: dict[Key, SampledOutput] = {}
+        self._channels_at = -1  # the dimension of the units of the last layer that has some
         self._stands: dict[int, Tensor] | None = None
 
     def close(self) -> None:
+        """Look at nothing from now on; tensors with several addresses have their numbers under each of them."""
         self.is_open = False
-        for key, known in self._aliases.items():
-            if known is not None and self.calls.get(key) == self.calls.get(known):
-                self.numbers.alias(key, known)
-                self.numbers.alias(self._gradient_keys[key], self._gradient_keys[known])
+        for key, one in self._outputs.items():
+            if one.known is not None and one.calls == (other := self._outputs[one.known]).calls:
+                self.numbers.alias(key, one.known)
+                self.numbers.alias(one.gradient, other.gradient)
 
     def nonfinite_gradient(self) -> Key | None:
         """A parameter's gradient that holds NaN or inf. Only of those on the CPU: never waits for a device."""
@@ -78,11 +105,11 @@ class SampledStep:
             if autograd.backward_task() != -1:
                 self._recomputed(entry, output)
             else:
-                self._called(entry, module, args, output)
+                self._called(entry, args, output)
         self.cost_s += perf_counter() - began
 
     def root_given(self, model: str, args: Any, kwargs: Any) -> None:
-        """The outermost module is about to be called."""
+        """The outermost module is about to be called: the first of its floating tensors are looked at."""
         began = perf_counter()
         self.runs += 1
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
@@ -93,7 +120,11 @@ class SampledStep:
                 self._remember(tensor, None)
         self.cost_s += perf_counter() - began
 
-    def _called(self, entry: WatchedModule, module: nn.Module, args: Any, output: Any) -> None:
+    def _called(self, entry: WatchedModule, args: Any, output: Any) -> None:
+        """A module has returned in an ordinary forward: look at what it was given and at each tensor that it returned.
+
+        Units of one that has none of its own, as an activation, lie where those of the layer before it do.
+        """
         self.modules_called.add((entry.model, entry.path))
         if entry.channels_at is not None:
             self._channels_at = entry.channels_at
@@ -111,23 +142,30 @@ class SampledStep:
 
     def _given(self, entry: WatchedModule, tensor: Tensor) -> None:
         """What a layer was given, where no module returned it: the result of a functional op."""
-        if self._is_latest(tensor) or not entry.path:
+        if self._latest_if(tensor) is not None or not entry.path:
             return
         value = readable(tensor)
         if value is not None:
             self._observe(entry.key("input"), value, entry.channels_at or -1)
 
-    def _returned(self, entry: WatchedModule, place: tuple[int | str, ...], tensor: Tensor) -> None:
+    def _returned(self, entry: WatchedModule, place: Place, tensor: Tensor) -> None:
+        """One tensor was returned: look at it, unless it has just been looked at under another address.
+
+        Whether that is so in each call is seen too late, so outputs of modules that are called several times in a step
+        are looked at in any case in later steps.
+        """
         key = entry.key("output", place)
-        calls = self.calls[key] = self.calls.get(key, 0) + 1
-        self._gradient_keys[key] = entry.key("grad_output", place)
-        if calls > 1 and key in self._aliases:  # of its first call only the tensor's other name was looked at
-            self._aliases[key] = self._aliases[key] if self._is_latest(tensor) else None
+        one = self._outputs.get(key)
+        if one is None:
+            one = self._outputs[key] = SampledOutput(entry.key("grad_output", place))
+        one.calls += 1
+        latest = self._latest_if(tensor)
+        if one.is_alias:  # of its first call only the tensor's other address was looked at
+            one.known = None if latest is None else one.known
             self._models.called_often.add(key)
             return
-        is_known = self._is_latest(tensor) and self._latest_key is not None
-        if is_known and calls == 1 and key not in self._models.called_often:
-            self._aliases[key] = self._latest_key
+        if latest is not None and latest.key is not None and one.calls == 1 and key not in self._models.called_often:
+            one.is_alias, one.known = True, latest.key
             return
         value = readable(tensor)
         if value is None:
@@ -139,23 +177,20 @@ class SampledStep:
         if entry.kind in ("tanh", "sigmoid"):
             self._count_saturated(key, value, entry.kind)
         self._remember(tensor, key)
-        self._follow(entry, place, tensor)
+        one.is_followed = self._follow(entry, place, tensor) or one.is_followed
 
     def _remember(self, tensor: Tensor, key: Key | None) -> None:
-        if self._stands is not None:
-            self._latest = None
-            return
-        self._latest, self._latest_version, self._latest_key = weakref.ref(tensor), memory.version_of(tensor), key
-
-    def _is_latest(self, tensor: Tensor) -> bool:
-        """Whether it is the tensor that was looked at last, and nobody has written to it since.
+        """A tensor has been looked at, under the address ``key`` if it has one that can stand for others.
 
         Compiled code uses a tensor again for other values, and counts no writes: of its tensors nobody can tell.
         """
-        if self._stands is not None:
-            return False
-        known = self._latest
-        return known is not None and known() is tensor and memory.version_of(tensor) == self._latest_version
+        is_inside = self._stands is not None
+        self._latest = None if is_inside else LookedAt(weakref.ref(tensor), memory.version_of(tensor), key)
+
+    def _latest_if(self, tensor: Tensor) -> LookedAt | None:
+        """The last tensor that was looked at if it is this one, outside of compiled code."""
+        latest = self._latest if self._stands is None else None
+        return latest if latest is not None and latest.is_still(tensor) else None
 
     def _recomputed(self, entry: WatchedModule, output: Any) -> None:
         """A checkpoint runs the module again: its gradients come from here if the first pass had no graph.
@@ -164,27 +199,30 @@ class SampledStep:
         """
         if entry.is_wanted:
             for place, tensor in iter_tensors(output):
-                if self._stands is not None or entry.key("grad_output", place) not in self._graded:
-                    self._follow(entry, place, tensor, is_again=True)
+                one = self._outputs.get(entry.key("output", place))
+                if self._stands is not None or one is None or not one.is_followed:
+                    self._follow(entry, place, tensor)
 
-    def _follow(self, entry: WatchedModule, place: Place, tensor: Tensor, *, is_again: bool = False) -> None:
+    def _follow(self, entry: WatchedModule, place: Place, tensor: Tensor) -> bool:
+        """Look at the gradient of a tensor when it comes; whether it will. Of compiled code its stand-in hears of it.
+
+        Leaves are left out, as what needs no gradient is: those of parameters are looked at before the step.
+        """
         if self._stands is not None:
             tensor = self._stands.get(id(tensor), tensor)
-        elif not torch.is_grad_enabled():
-            return
-        if self.phase != "train" or not tensor.requires_grad or tensor.is_leaf:
-            return
+        has_graph = (self._stands is not None or torch.is_grad_enabled()) and tensor.requires_grad
+        if self.phase != "train" or not has_graph or tensor.is_leaf:
+            return False
         if getattr(tensor, "stands_for_view", False):
             self.notes.add(f"{entry.path}: a view inside compiled code, whose gradient is not looked at")
-            return
+            return False
         if tensor._is_view():
             _ = tensor.grad_fn  # else a stale one is hooked: torch 2.13 crashes
-        key = entry.key("grad_output", place)
-        if not is_again:
-            self._graded.add(key)
-        keep_gradient(tensor, partial(self._arrived, key))
+        keep_gradient(tensor, partial(self._arrived, entry.key("grad_output", place)))
+        return True
 
     def _arrived(self, key: Key, gradient: Tensor) -> None:
+        """A gradient has come by, inside backward."""
         if not self.is_open:
             return
         began = perf_counter()
@@ -194,6 +232,7 @@ class SampledStep:
         self.cost_s += perf_counter() - began
 
     def _observe(self, key: Key, value: Tensor, channels_at: int | None) -> None:
+        """Add a tensor's numbers, and in training those of its units in the dimension ``channels_at``."""
         self.numbers.observe(key, value)
         units = units_of(value, channels_at) if channels_at is not None and self.phase == "train" else None
         if units is not None:
@@ -203,15 +242,13 @@ class SampledStep:
         """Tanh beyond 0.97 in magnitude; sigmoid nearer to 0 or 1 than 0.015, which has the same slope of 6 %."""
         with torch.no_grad(), modes.outside_modes():
             far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
-            self._add("saturated", key, far.sum(), value.numel())
+            self.numbers.add_share("saturated", key, far.sum(), value.numel())
 
     def _attended(self, entry: WatchedModule, args: Any, output: Any) -> None:
         """Attention probabilities: what a softmax returned, a dropout was given, or MultiheadAttention's weights."""
-        found: Any
+        found: Any = output if entry.kind == "softmax" else args[0] if args else None
         if entry.kind == "attention":
             found = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        else:
-            found = output if entry.kind == "softmax" else args[0] if args else None
         if not isinstance(found, Tensor) or found.dim() < (3 if entry.kind == "attention" else 4):
             return
         value = readable(found)
@@ -221,34 +258,20 @@ class SampledStep:
             some = value[:1].float()
             if entry.kind == "dropout" and not _are_probabilities(some):
                 return
-            self.add_entropy(entry.key("output"), some)
+            self.numbers.add_share("entropy", entry.key("output"), _entropy(some), 1)
 
-    def add_entropy(self, key: Key, probabilities: Tensor) -> None:
-        """Shannon's entropy of the rows of attention over that of uniform ones, which a causal mask makes smaller."""
-        queries, keys = probabilities.shape[-2:]
-        behind = torch.arange(queries, device=probabilities.device) + keys - queries + 1.0
-        is_causal = (probabilities.triu(keys - queries + 1) == 0).all()
-        largest = torch.where(is_causal & (behind > 0), behind, float(keys)).log()
-        rows = torch.special.entr(probabilities).sum(-1)
-        mean = rows.mean(tuple(range(rows.dim() - 1)))
-        self._add("entropy", key, mean.sum() / largest.sum().clamp(min=1e-9), 1)
 
-    def _add(self, name: str, key: Key, value: Tensor, count: int) -> None:
-        known, number = self.shares.get((name, key), (0.0, 0))
-        self.shares[name, key] = known + value.double(), number + count
+def _entropy(probabilities: Tensor) -> Tensor:
+    """Shannon's entropy of the rows of attention over that of uniform ones, which a causal mask makes smaller."""
+    queries, keys = probabilities.shape[-2:]
+    behind = torch.arange(queries, device=probabilities.device) + keys - queries + 1.0
+    is_causal = (probabilities.triu(keys - queries + 1) == 0).all()
+    largest = torch.where(is_causal & (behind > 0), behind, float(keys)).log()
+    rows = torch.special.entr(probabilities).sum(-1)
+    mean: Tensor = rows.mean(tuple(range(rows.dim() - 1)))
+    return mean.sum() / largest.sum().clamp(min=1e-9)
 
 
 def _are_probabilities(value: Tensor) -> bool:
-    """Waits for the device; only asked of four-dimensional inputs of a dropout."""
+    """Whether the rows sum to one and nothing is negative. Waits for the device; only asked of inputs of a dropout."""
     return bool(((value.sum(-1) - 1).abs().max() < 1e-2) & (value.min() >= 0))
-
-
-def unscaled(row: Tensor, scale: float) -> Tensor:
-    """A row of gradients of ``scale`` times the loss, as those of the loss; the powers of two stay as they were."""
-    if scale == 1.0 or not math.isfinite(scale) or not scale:
-        return row
-    row = row.clone()
-    row[1] /= scale
-    row[2] /= scale * scale
-    row[3:5] /= scale
-    return row

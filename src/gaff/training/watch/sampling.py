@@ -13,7 +13,7 @@ from gaff.record.sample import Key, Sample, Units
 from gaff.record.statistics import WIDTH, Numbers
 from gaff.training.watch import losses, step_facts
 from gaff.training.watch.recorder import bytes_of
-from gaff.training.watch.sampled_step import SampledStep, unscaled
+from gaff.training.watch.sampled_step import SampledStep
 
 
 def reading_of(
@@ -25,7 +25,7 @@ def reading_of(
     """
     keys, rows = sampled.numbers.take()
     units, inputs = dict(sampled.numbers.units), dict(sampled.numbers.inputs)
-    shares, told = dict(sampled.shares), dict(sampled.facts)
+    shares, told = dict(sampled.numbers.shares), dict(sampled.facts)
     step, phase, scale = sampled.step, sampled.phase, sampled.scale
 
     def read() -> tuple[Sample, Sequence[Key], Tensor]:
@@ -44,7 +44,11 @@ def reading_of(
 
 
 def _units(table: Tensor, inputs: int) -> Units:
-    """``table``: [3, n], see ``gaff.training.statistics.plain.observe_units_``."""
+    """What a table of units tells: which were active or constant, and how far the largest stands out.
+
+    ``table``: [3, n], see ``gaff.training.statistics.plain.observe_units_``. ``inputs``: how many values of each unit
+    it has seen.
+    """
     largest, smallest, magnitude = table
     size = torch.maximum(largest.abs(), smallest.abs())
     active = int.from_bytes(bytes_of(size >= 1e-5), "little")
@@ -58,5 +62,19 @@ def _unscale(keys: Sequence[Key], table: Tensor, scale: float) -> Tensor:
     """Gradients of activations belong to the scaled loss; those of parameters are unscaled before the step."""
     if scale == 1.0:
         return table
-    rows = [unscaled(row, scale) if ":grad_output" in key[1] else row for key, row in zip(keys, table, strict=True)]
+    rows = [_unscaled(row, scale) if ":grad_output" in key[1] else row for key, row in zip(keys, table, strict=True)]
     return torch.stack(rows)
+
+
+def _unscaled(row: Tensor, scale: float) -> Tensor:
+    """A row of gradients of ``scale`` times the loss, as those of the loss; the powers of two stay as they were.
+
+    A scale that is not finite, or zero, has left nothing that could be told.
+    """
+    if scale == 1.0 or not math.isfinite(scale) or not scale:
+        return row
+    row = row.clone()
+    row[1] /= scale
+    row[2] /= scale * scale
+    row[3:5] /= scale
+    return row

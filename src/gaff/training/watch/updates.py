@@ -152,12 +152,14 @@ class Clearing:
         self._stepped: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # with the gradient that it had
 
     def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step: note a few small gradients that it had, which must be cleared next."""
         given = sorted((one for _, one in parameters_of(optimizer) if one.grad is not None), key=Tensor.numel)
         probes = [one for one in given[: 2 * _PROBES] if _is_nonzero(one)][:_PROBES]
         self._stepped[id(optimizer)] = [(one, one.grad) for one in probes]
         self._cleared[id(optimizer)] = False
 
     def look(self) -> None:
+        """See whether the noted gradients have been cleared by now; waits for their device."""
         for which, probes in self._stepped.items():
             if not self._cleared[which] and any(one.grad is not known or not _is_nonzero(one) for one, known in probes):
                 self._cleared[which] = True
@@ -168,6 +170,7 @@ class Clearing:
         return self._cleared.get(id(optimizer), True) or not self._stepped.get(id(optimizer))
 
     def forget(self) -> None:
+        """Hold no gradient of the user's any more."""
         self._cleared.clear()
         self._stepped.clear()
 
