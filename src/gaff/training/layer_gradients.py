@@ -249,9 +249,9 @@ def _convolution(layer: Any, name: str, given: Tensor, gradient: Tensor) -> Term
 def _windows(layer: Any, padded: Tensor, small: Tensor) -> Terms:
     """Terms with one position for each place of the kernel.
 
-    ``inner`` is the window of ``padded`` under the kernel, ``outer`` the values of ``small`` at that place; a transposed
-    convolution with output padding leaves some places over. ``F.unfold`` is not used: it copies where nothing has to be
-    copied, and has no code for three dimensions.
+    ``inner`` is the window of ``padded`` under the kernel, ``outer`` the values of ``small`` at that place. Some places
+    are left over by a transposed convolution with output padding. ``F.unfold`` is not used: it copies where nothing has
+    to be copied, and has no code for three dimensions.
     """
     spatial, windows = small.dim() - 2, padded
     for dim, size in enumerate(small.shape[2:]):

@@ -272,7 +272,7 @@ def enter_op(events: list[OpEvent], func: Any, args: Any, kwargs: Any) -> tuple[
 def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any) -> Any:
     """An op has run: make the edits of its value, then set gradient hooks and tell whoever looks.
 
-    Returns what the caller of the op gets. ``written``: of an op that worked on a copy. The edited value is copied into
+    Returns what the caller of the op gets. ``written``: of an op that worked on a copy; the edited value is copied into
     what it should have written to.
     """
     value = args[0] if output is None else output

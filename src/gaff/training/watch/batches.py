@@ -14,7 +14,12 @@ _KEPT_BYTES = 1 << 28
 
 
 class StepBatches:
-    """What models were given in training mode since the step began. Holds the user's tensors only until it is over."""
+    """The batches that models were given in training mode since the step began, for a look at what goes wrong in it.
+
+    Holds the user's tensors, by reference and not copied, only until the step is over; then the watcher calls
+    ``clear``. Used on the thread that trains. A step may have several batches, where gradients are accumulated or
+    several models train.
+    """
 
     def __init__(self) -> None:
         self.kept: list[tuple[Model, Batch]] = []

@@ -32,7 +32,7 @@ class InsideCompiled:
         self._looks: dict[str, LookHooks] = {}  # by name of the model
 
     def is_needed(self) -> bool:
-        """Whether a model is compiled: then hooks on all modules, which its graphs would meet, are not for it."""
+        """Whether a model is compiled: then global hooks must stay off, or its code would be compiled with them."""
         return any(model.is_compiled for model in self._models.all)
 
     def look(self, model: Model, *, is_on: bool) -> None:

@@ -102,7 +102,7 @@ class FlightRecorder:
             self._spent_s += time.perf_counter() - began
 
     def take_spent(self) -> float:
-        """What rows have cost since the last time, in seconds."""
+        """The seconds that rows have cost since this was last asked; the watcher counts them as spent on looking."""
         spent, self._spent_s = self._spent_s, 0.0
         return spent
 
@@ -126,7 +126,10 @@ class FlightRecorder:
         return str(path) if path is not None else ""
 
     def keep_for(self, finding: Finding, batches: Batches) -> Finding:
-        """Keep the batch that a finding is of; the finding with the place where it is."""
+        """Keep the last of ``batches`` for ``finding``; the finding, with the place of the file where one was written.
+
+        The place is put into its evidence as ``kept``, and the command that runs the batch again into its remedy.
+        """
         path = self.keep(finding.since, finding.rule, batches)
         if not path:
             return finding
@@ -155,6 +158,7 @@ class FlightRecorder:
             self._ring = None
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        """Only note that SIGUSR1 asks for the last steps: a handler may run between any two lines of the user's."""
         self.is_asked = True
 
 

@@ -1,8 +1,8 @@
 """Forks of a watched process: children of it are not watched, and find no lock held.
 
-A forked child has the memory of its parent and only the thread that forked. Were the writer's thread in the middle of a
-write, the child would have its locks for ever, and half a frame in a buffer that both would write out. So the writer
-finishes and ends before each fork, and the child gives up all that it has inherited.
+A forked child has the memory of its parent, but only the thread that forked. A lock that the writer's thread held at
+that moment would be held in the child for ever. So that thread does all that is waiting and ends before each fork, and
+the child gives up what it has inherited: the record is the parent's.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Watch:
 
     @property
     def failure(self) -> str | None:
-        """Why watching has stopped by itself; None: it has not."""
+        """Why watching has stopped by itself, or a look was lost, as a line of text; None where neither happened."""
         return self._watcher.reporter.failure
 
     def __repr__(self) -> str:

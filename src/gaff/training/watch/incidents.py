@@ -46,8 +46,8 @@ def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool)
     fine.
 
     A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its
-    autograd graph and its counters notice nothing. Takes the time of one run of the model at least, and its memory;
-    waits for devices.
+    autograd graph and its counters notice nothing. The copy takes the memory of the model once more; devices are waited
+    for.
     """
     known = RULES["nonfinite"]
     told = "NaN or inf"
@@ -161,9 +161,9 @@ def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> Report:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """To be run without the original noticing; without the hooks of others, which may do anything.
+    """A copy of ``model`` that runs without the original noticing, and without hooks of others, which may do anything.
 
-    Hooks of torch's own stay: a weight that is normalised or pruned is made by one.
+    Hooks of torch's own stay: a weight that is normalised or pruned is made by one. Raises what ``deepcopy`` raises.
     """
     copied = copy.deepcopy(model)
     for module in copied.modules():
@@ -175,7 +175,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 class _Muted:
-    """Standard output, but for one thread."""
+    """Stands in for standard output and swallows what the thread that made it writes; other threads write as ever."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -204,7 +204,11 @@ def _muted() -> Iterator[None]:
 
 
 def odd_samples(args: Any, kwargs: Any) -> list[int]:
-    """Positions in the batch of samples whose rms is five times the median or not finite; of floating inputs."""
+    """Positions in the batch, at most eight, of samples whose rms is five times the median or not finite.
+
+    Of the first floating input with more than two samples along its first dimension; empty without one. Waits for the
+    input's device.
+    """
     for _, tensor in iter_tensors((args, kwargs)):
         value = readable(tensor) if tensor.is_floating_point() else None
         if value is not None and value.dim() and value.shape[0] > 2:

@@ -44,7 +44,7 @@ class Looks:
         self._calls.look(is_on=True)
 
     def end(self) -> SampledStep | None:
-        """Look at nothing any more, no hook is left; what was seen so far."""
+        """Look at nothing any more, and leave no hook on; the look that was in progress, None where there was none."""
         sampled, self.sampled, self._target = self.sampled, None, None
         self._calls.look(is_on=False)
         if sampled is not None:
@@ -52,7 +52,7 @@ class Looks:
         return sampled
 
     def drop(self) -> None:
-        """Whatever still comes is seen by nobody."""
+        """Give up the look in progress: whatever its hooks still bring is seen by nobody. The hooks stay on."""
         if self.sampled is not None:
             self.sampled.is_open = False
         self.sampled = self._target = None
@@ -80,12 +80,12 @@ class Looks:
     ) -> None:
         """A run that does not train begins: the first of each evaluation is looked at, and then ever fewer.
 
-        ``given``: the positional and keyword arguments of the call; ``distance``: steps between looks at training,
-        which looks at evaluations keep to as well. Hooks are on for this one run.
+        ``given``: the positional and keyword arguments of the call; ``distance``: steps between looks at training.
+        Evaluations that are looked at are at least as far apart, and ten steps. Hooks are on for this one run.
 
-        A model that is in training mode though it runs without gradients is reported to the rules (``train_mode``) only
-        where it has a dropout or a BatchNorm and looks like an evaluation: ten such runs, or five steps since the one
-        before. A rollout or a teacher that runs in each step does so on purpose.
+        A model that is in training mode though it runs without gradients is told to the rules (``train_mode``) only
+        where it has a dropout or a BatchNorm, and was so ten times in a row or for the first time in five steps: a
+        rollout or a teacher that runs in each step is no evaluation.
         """
         self._evals += 1
         since, self._latest_eval = step - self._latest_eval, step

@@ -47,7 +47,7 @@ class Noted(NamedTuple):
 class StepNumbers(NamedTuple):
     """What the losses of a step tell, at one moment; values and scale may be tensors on a device.
 
-    ``lr``: the learning rate of the first parameter group of the optimizer that stepped last, NaN before that.
+    ``lr``: the learning rate of the leading optimizer's first parameter group when it stepped last, NaN before that.
     """
 
     lr: float
@@ -75,7 +75,7 @@ class Losses:
     def note_scale(self, loss: Tensor, scaled: Tensor, scaler: Any) -> None:
         """Remember that a GradScaler has multiplied ``loss``: the backward pass will begin from ``scaled``.
 
-        Both are held weakly, the last eight pairs are kept, and the loss's value by reference to its memory.
+        Both are held weakly, of the last few losses only; the loss's value is kept by reference to its memory.
         """
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
@@ -108,7 +108,7 @@ class Losses:
         return Noted(name, not is_finite, scale, self._spike(name, number) if is_finite else None)
 
     def values(self) -> dict[str, Any]:
-        """The mean of each loss over the backward passes of this step; tensors where they are on a device."""
+        """The mean of each loss, by name, over the backward passes of this step so far; tensors where on a device."""
         return {name: total / count for name, (total, count) in self._now.items()}
 
     def numbers(self) -> StepNumbers:
@@ -129,8 +129,8 @@ class Losses:
         """The spike that ``value`` is, or None; it is remembered for later ones either way.
 
         A spike is six standard deviations above the mean of the last 128 values (as in OLMo-core's SkipStep), above
-        three times that mean, and above half of the first value; the last two conditions are chosen, against alarms
-        from a loss that has hardly varied or is still on its way down. With fewer than 32 values none is told.
+        three times that mean, and above half of the first value: the last two conditions leave out jumps that are small
+        beside the loss itself. With fewer than 32 values none is told.
         """
         past = self._past.setdefault(name, PastLosses(value))
         found = None
@@ -216,7 +216,7 @@ def _is_view(name: str) -> bool:
 
 
 def _scale_of(scaler: Any) -> Any:
-    """Without waiting for a device."""
+    """The factor of a GradScaler; where it lies on a device, a copy there, for it is changed in place. Never waits."""
     scale = getattr(scaler, "_scale", None)
     if isinstance(scale, Tensor) and scale.device.type != "cpu":
         return scale.detach().clone()

@@ -1,6 +1,9 @@
 """Hooks on a process's models: which calls come from outside any model, and what returns inside of them.
 
-Nothing is judged here: what happens is told to ``CallsTold``, in the thread in which it happens.
+Nothing is judged here: what happens is told to ``CallsTold``, in the thread in which it happens. Two ways lead in. The
+class of each known outermost model has its ``__call__`` wrapped for as long as it is watched, which costs one call a
+run (``_called``). In steps that are looked at torch's global module hooks are on besides (``_entered``, ``_left``), by
+which modules inside are seen, and models that nobody has told of.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from gaff.training.watch.shield import Shield
 
 @dataclass(frozen=True, slots=True)
 class CallsTold:
-    """What to call as models run."""
+    """What to call as models run: the methods of the watcher, each called through the shield but for ``ends_late``."""
 
     found: Callable[[Model], None]  # one that nobody has named
     # an outermost call, with what it is given, and whether hooks on the module are past already
@@ -36,9 +39,11 @@ class CallsTold:
 
 
 class ModelCalls:
-    """Follows the calls of ``models``; finds new ones unless ``is_given``.
+    """Follows the calls of ``models``, and finds new ones unless ``is_given``.
 
-    Module hooks are on only while something is looked at. Compiled models have hooks of their own, inside their graphs.
+    The watcher makes it, tells it when to ``look``, and closes it. Module hooks are on only while something is looked
+    at; compiled models have hooks of their own, inside their compiled code. One call is outermost at a time: what is
+    called inside it, in a backward pass or on another thread opens no run.
     """
 
     def __init__(self, models: Models, told: CallsTold, shield: Shield, *, is_given: bool) -> None:
@@ -58,7 +63,10 @@ class ModelCalls:
         self._graphs = ExitStack()  # exported ones that run as trees of modules
 
     def _expect(self, kind: type) -> None:
-        """Modules of this class must be known before they are called, for hooks would be seen by what they compile."""
+        """Follow a class that was compiled, so that its modules are known as models before they first run.
+
+        A model that was found only by a global hook, in the middle of its first call, would be compiled with that hook.
+        """
         self._calls.follow(kind)
         self._expected.add(kind)
 
@@ -70,7 +78,10 @@ class ModelCalls:
                 self._calls.follow(type(one))
 
     def look(self, *, is_on: bool) -> None:
-        """Let every module that returns be told of; off: no hook is left."""
+        """Let every module that returns be told of, or, with ``is_on`` false, leave no hook on.
+
+        Exported graphs run as trees of modules meanwhile, since they would call no module.
+        """
         self.switch(is_on=is_on)
         self._graphs.close()
         if is_on:
@@ -79,26 +90,31 @@ class ModelCalls:
             self._inside_compiled.look(model, is_on=is_on)
 
     def switch(self, *, is_on: bool) -> None:
-        """Hooks on all modules: not where compiled code would meet them, and be compiled once more."""
+        """Put torch's global module hooks on or take them off.
+
+        They stay off where code is compiled: it would be compiled with them, and once more without.
+        """
         if is_on and not self.has_compiled_function and not self._inside_compiled.is_needed():
             self._hooks.switch_on()
         else:
             self._hooks.switch_off()
 
     def look_inside(self, model: Model, *, is_on: bool) -> None:
-        """Hooks in the compiled code of one model, where it has some."""
+        """Switch the hooks in the compiled code of one model on or off; global hooks go off where there is any."""
         if self._inside_compiled.is_needed():
             self._hooks.switch_off()
             self._inside_compiled.look(model, is_on=is_on)
 
     def left_model(self) -> None:
-        """Backward or a step has begun: no model is running, whatever an exception has left."""
+        """Note that backward or a step has begun: no model is running, whatever a call that raised has left noted."""
         self._inside = self._hooked = None
 
     def compiled(self, function: Any) -> None:
-        """``torch.compile`` was called: its code must not see hooks on all modules, or it would be compiled once more.
+        """Note that ``torch.compile`` was called: its code must not see hooks on all modules, or be compiled once more.
 
-        ``function``: what was compiled, or what a module has become. Modules of the user's know that they are compiled.
+        ``function``: what was compiled, or what a module has become. Compiled modules are expected, and told by hooks
+        of their own once they run. Where a function was compiled that is no method of a module or an optimizer, nobody
+        can tell which modules it calls, and module hooks stay off for the rest of the run.
         """
         if isinstance(function, nn.Module):
             self._expect(type(function))
@@ -107,7 +123,7 @@ class ModelCalls:
             self._hooks.switch_off()
 
     def pause(self) -> Callable[[], None]:
-        """Nobody is told of anything until what is returned is called."""
+        """Tell nobody of anything until the returned function is called: gaff is about to run a model itself."""
         was_on = self._hooks.is_on
         self._hooks.switch_off()
         self._shield.is_open = False
@@ -120,7 +136,7 @@ class ModelCalls:
         return resume
 
     def close(self) -> None:
-        """Nothing of ours stays on a class, a module or a graph."""
+        """Take all hooks and wrappers away: nothing of gaff's stays on a class, a module or an exported graph."""
         self._hooks.switch_off()
         self._inside_compiled.close()
         self._graphs.close()
@@ -128,14 +144,23 @@ class ModelCalls:
         self._inside = self._hooked = None
 
     def _entered(self, module: nn.Module, args: Any) -> None:
-        """Before any module, while hooks are on: an unknown outermost one may be a model that nobody has told of."""
+        """Before any module, while global hooks are on: see whether an unknown outermost one is a model.
+
+        A known model's call has been noted by ``_called`` before this hook runs, so that ``_inside`` is not None then.
+        """
         is_outermost = self._inside is None and self._shield.is_open and autograd.backward_task() == -1
         if is_outermost and self._shield.is_mine():
             self._inside = self._hooked = module
             self._shield.run(self._discover, module, args)
 
     def _discover(self, module: nn.Module, args: Any) -> None:
-        """``args``: None where the call is still to begin."""
+        """Make an outermost module known as a run of a model, if it is one, and tell that its run has begun.
+
+        ``args``: what it was called with; None where the call is still to begin, and will be told by ``_called``. A
+        part of a known model that is called by itself, such as an encoder, counts as a run of that model. Modules of
+        gaff's own and those without parameters and buffers, such as a loss, are passed over; so are all new ones if the
+        models were given.
+        """
         if module in self._known or type(module).__module__.startswith("gaff."):
             return
         entry = self._models.entries.get(module)
@@ -156,13 +181,22 @@ class ModelCalls:
             self._inside = None
 
     def _left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None = None) -> None:
+        """After any module, while hooks are on, global ones or those in compiled code: tell it.
+
+        ``stands`` is that of ``SampledStep.left``. The end of a run that only a hook has told of is told here, too,
+        since its class was not wrapped when it was called.
+        """
         self._shield.run(self._told.left, module, args, output, stands)
         if module is self._hooked:
             self._inside = self._hooked = None
             self._told.ends_late()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
-        """A call of a module of a followed class: of an outermost one that is known, a run."""
+        """Make a call of a module of a followed class; if it is the outermost one of a known model, it is a run.
+
+        Stands around ``call``, on whatever thread. What the module raises passes through, and the run is told to have
+        ended. A forward that a checkpoint repeats runs inside a backward pass and is no run.
+        """
         shield = self._shield
         is_outermost = shield.is_open and self._inside is None and autograd.backward_task() == -1  # no recomputation
         if is_outermost and type(module) in self._expected and module not in self._known and shield.is_mine():

@@ -1,4 +1,8 @@
-"""The models of a run: whose module and whose parameter something is, under the name that the user gave it."""
+"""The models of a run: whose module and whose parameter something is, under the name that the user gave it.
+
+What is known of a module is worked out once, when its model is found (``WatchedModule``), so that a hook has only to
+look it up. Everything of the user's is held weakly: a model that is dropped goes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,11 @@ Place = tuple[int | str, ...]  # of a tensor in what a module returned
 
 @dataclass(eq=False, slots=True)
 class WatchedModule:
-    """One module of a watched model."""
+    """One module of a watched model, with what hooks need to know of it.
+
+    ``kind`` says what is to be counted of its output besides the usual numbers. ``is_wanted``: the filters leave it in.
+    ``keys`` are those made so far, since printing an address takes longer than looking one up.
+    """
 
     model: str
     path: str
@@ -40,7 +48,10 @@ class WatchedModule:
     keys: dict[tuple[str, Place], Key] = field(default_factory=dict)
 
     def key(self, port: str, place: Place = ()) -> Key:
-        """The model's name and the address of one of the module's streams."""
+        """The key of one of the module's tensor streams: the model's name, and its address.
+
+        ``port`` is ``output``, ``input`` or ``grad_output``; ``place`` leads to a tensor inside what was returned.
+        """
         known = self.keys.get((port, place))
         if known is None:
             known = self.keys[port, place] = self.model, str(Site(self.path, port=port, key=place))
@@ -49,7 +60,11 @@ class WatchedModule:
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """One outermost model. ``root`` is what the user's variable holds; weakly, for it is the user's to drop."""
+    """One outermost model, and the parameters in it by identity.
+
+    ``root`` is what the user's variable holds, with wrappers such as DDP, weakly, for it is the user's to drop;
+    ``kind`` is the class of the module inside them. ``parameters``: by identity a weak reference and the first path.
+    """
 
     name: str
     root: weakref.ref[nn.Module]
@@ -59,7 +74,7 @@ class Model:
     graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
 
     def reread(self) -> None:
-        """Parameters may have been replaced since."""
+        """Read the parameters anew, for the user may have replaced them since; none, where the model is gone."""
         root = self.root()
         self.parameters = {}
         if root is None:
@@ -76,7 +91,11 @@ class Model:
 
 
 class Models:
-    """All watched models of a process. ``only``, ``skip``: which modules count; SiteError for what names no module."""
+    """All watched models of a process, and their modules.
+
+    ``only``, ``skip``: patterns of the modules that count; raises SiteError for one that names more than modules. Used
+    on the thread that trains.
+    """
 
     def __init__(self, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> None:
         self.all: list[Model] = []
@@ -106,7 +125,11 @@ class Models:
         return self.add(name, holder)
 
     def add(self, name: str, root: nn.Module) -> Model:
-        """The model whose root this is, made known if it is new, under a name of its own; its modules are read."""
+        """The model whose root this is; made known if it is new, under a name of its own, and its modules are read.
+
+        A name that another model has is numbered: ``net#2``. A model that is known already has its modules read once
+        more, for it may have got new ones.
+        """
         known = next((one for one in self.all if one.root() is root), None)
         if known is not None:
             self._read(known, root)
@@ -120,7 +143,11 @@ class Models:
         return model
 
     def name_of(self, parameter: Tensor) -> tuple[str, str] | None:
-        """The model and path of a parameter; looks once more where it is unknown."""
+        """The model and path of a parameter; None where no model has it.
+
+        Reads all parameters once more before it gives up, at most once in each look: a lookup that fails would
+        otherwise cost a walk over all models for each unknown parameter of an optimizer.
+        """
         for attempt in range(2):
             for model in self.all:
                 found = model.name_of(parameter)
@@ -143,6 +170,11 @@ class Models:
         return kept - {id(found.module) for one in self._skip for found in resolve(root, one)}
 
     def _read(self, model: Model, root: nn.Module) -> None:
+        """Enter a model's parameters, and those of its modules that are not known yet and that somebody can call.
+
+        A filter that names nothing in this model, one of perhaps several, is noted in ``missed``, and none of its
+        modules is looked at.
+        """
         model.reread()
         try:
             wanted = self.select(root)
@@ -159,6 +191,7 @@ class Models:
 
 
 def _module_filter(text: str) -> Address:
+    """The pattern of a filter. Raises SiteError where it names more than modules: a port, an op, a call or a key."""
     pattern = parse(text)
     if pattern.port != "output" or pattern.op or pattern.call is not None or pattern.key:
         raise SiteError(f"filter {text!r} names more than modules: expected a path or pattern, such as 'layer4.*'")
@@ -174,6 +207,10 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _kind_of(module: nn.Module) -> str:
+    """What is to be counted of a module's output; see ``WatchedModule.kind``.
+
+    Activations of other libraries are told by the ends of their names, where nothing is inside them.
+    """
     name, cls = type(module).__name__, class_of(module)
     if issubclass(cls, _RECTIFIERS) or (not list(module.children()) and name.endswith(_NAMES_OF_RECTIFIERS)):
         return "rectifier"
@@ -191,6 +228,7 @@ def _kind_of(module: nn.Module) -> str:
 
 
 def _channels_of(module: nn.Module) -> int | None:
+    """The dimension in which the units of a module's output lie; None for one that has none of its own."""
     cls = class_of(module)
     if issubclass(cls, _ALONG_ONE):
         return 1

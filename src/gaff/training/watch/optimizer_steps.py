@@ -1,4 +1,8 @@
-"""The optimizers' side of a step: where the loop is, who steps, what steps change, whether gradients were cleared."""
+"""The optimizers' side of a step: where the loop is, who steps, what steps change, whether gradients were cleared.
+
+The watcher tells it of each step at its beginning and its end. What is counted of a step goes into the look in
+progress, and so does the time that this takes.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ _MOMENTS = 4  # what an optimizer keeps is read at every fourth look
 
 
 class OptimizerSteps:
-    """Follows the optimizers that count; ``at``: where the loop is.
+    """Follows the optimizers that count.
 
-    ``updates``: what each optimizer that stepped in the sampled step changes, by identity. ``skipped``: steps that a
-    GradScaler left out, ``in_a_row`` those since the last one that was made.
+    ``at``: where the training loop is. ``updates``: what each optimizer that stepped in the sampled step changes, by
+    the optimizer's identity. ``skipped``: steps that a GradScaler left out, ``in_a_row`` those since the last one that
+    was made. ``optimizers`` and ``is_any`` are those of ``Optimizers``. Used on the thread that trains.
     """
 
     def __init__(self, optimizers: Iterable[Any], models: Models, *, is_any: bool) -> None:
@@ -39,14 +44,18 @@ class OptimizerSteps:
         return id(optimizer) in self._stepped
 
     def look(self) -> None:
-        """A sampled step begins: gradients of optimizers that have just made a step must be cleared in it."""
+        """A sampled step begins: note gradients of the optimizers that have just made a step, to be cleared in it."""
         for optimizer in self.optimizers.counts:
             if not self._stepped or id(optimizer) in self._stepped:
                 self.clearing.stepped(optimizer)
         self.looks += 1
 
     def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool) -> None:
-        """An optimizer is about to step; in a sampled step what it changes is looked at."""
+        """An optimizer is about to step; in a sampled step its gradients and weights are counted now.
+
+        With a closure the gradients are still to come, and are counted at the end. What the optimizer keeps (its
+        moments) is read at every fourth look only.
+        """
         if sampled is None:
             return
         began = perf_counter()
@@ -58,7 +67,10 @@ class OptimizerSteps:
         sampled.cost_s += perf_counter() - began
 
     def ends(self, optimizer: Any, sampled: SampledStep | None) -> bool:
-        """An optimizer has made its step. Whether that ends the step of the run; others may still follow."""
+        """Count a step that an optimizer has made; whether that ends the step of the run. Others may still follow.
+
+        In a sampled step what it has changed is counted now.
+        """
         is_end = self.optimizers.stepped(optimizer)
         self.in_a_row = 0
         if sampled is not None:
@@ -77,7 +89,11 @@ class OptimizerSteps:
         return is_end
 
     def skips(self, optimizer: Any) -> bool:
-        """A GradScaler has left out a step of ``optimizer``. Whether it is the first of its step of the run."""
+        """Count a step that a GradScaler has left out; whether it is the first of its step of the run.
+
+        Several optimizers may share a GradScaler, which then leaves out a step of each: only those of the one that came
+        first count, until the leading optimizer makes a step again.
+        """
         if self._skipper not in (None, id(optimizer)):
             return False
         self._skipper = id(optimizer)
@@ -90,7 +106,7 @@ class OptimizerSteps:
         return self.optimizers.known == 1
 
     def over(self) -> None:
-        """The step of the run is complete."""
+        """The step of the run is complete, with those of all optimizers: forget what was noted of it."""
         self.updates.clear()
         self._stepped = set()
 

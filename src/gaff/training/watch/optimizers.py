@@ -11,10 +11,13 @@ from gaff.training.watch.updates import parameters_of
 
 
 class Optimizers:
-    """``given``: only these count; none: those that own parameters of ``models``, or all where ``is_any``.
+    """Which optimizers count, and which one's steps are the steps of the run.
 
-    A step of the run ends with a step of the leader. That is the first optimizer that makes one; another takes its
-    place when it makes a second step before the leader has made one: the leader is gone, or steps less often.
+    ``given``: only these count; none: those that own parameters of ``models``, or all where ``is_any``. A step of the
+    run ends with a step of the leader. That is the first optimizer that makes one; another takes its place when it
+    makes a second step before the leader has made one: the leader is gone, or steps less often.
+
+    All but those given are held weakly. ``counts``: how many steps each that has made one has made.
     """
 
     def __init__(self, given: Iterable[Any], models: Models, *, is_any: bool) -> None:
@@ -27,7 +30,7 @@ class Optimizers:
         self._owners: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def has(self, optimizer: Any) -> bool:
-        """Whether its steps count."""
+        """Whether the steps of ``optimizer`` count; asked anew of its parameters when their number has changed."""
         if self._given:
             return any(one is optimizer for one in self._given)
         if self._is_any:
@@ -41,11 +44,11 @@ class Optimizers:
 
     @property
     def known(self) -> int:
-        """How many there are, as far as is known."""
+        """How many optimizers there are, as far as is known: those given, or those that have made a step, if more."""
         return max(len(self._given), len(self.counts))
 
     def stepped(self, optimizer: Any) -> bool:
-        """Count a step; whether it ends a step of the run."""
+        """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         twice = self._now[optimizer] = self._now.get(optimizer, 0) + 1
         leader = self._leader() if self._leader is not None else None

@@ -1,4 +1,8 @@
-"""Where a NaN or inf began: looked for once in a watched run, while the batch and the weights are still there."""
+"""Where a NaN or inf began: looked for once in a watched run, while the batch and the weights are still there.
+
+Only once, since what is not finite comes again in every step that follows, and looking takes as long as running the
+model anew, op by op.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,10 @@ from gaff.training.watch.reporter import Reporter
 
 
 class Origin:
-    """Runs the batches of a step again, with every op looked at, and reports what that shows. Only the first time."""
+    """Runs the batches of a step again, with every op looked at, and reports what that shows. Only the first time.
+
+    The watcher asks it, on the thread that trains, at the first loss or gradient that is not finite.
+    """
 
     def __init__(self, calls: ModelCalls, batches: StepBatches, flight: FlightRecorder, reporter: Reporter) -> None:
         self._calls = calls
@@ -20,7 +27,11 @@ class Origin:
         self._is_found = False
 
     def find(self, what: str, step: int, *, has_gradients: bool) -> None:
-        """``what`` of this step is not finite: a loss, or a gradient (``has_gradients``). What runs is not watched."""
+        """Look for the origin of ``what``, a loss or (``has_gradients``) a gradient that is not finite in this step.
+
+        What it runs is not watched. The batch is kept, where the user wants that: the one in which it began, else the
+        step's last.
+        """
         if self._is_found:
             return
         self._is_found = True

@@ -1,4 +1,8 @@
-"""How often a step is looked at, so that looking stays within its share of the time."""
+"""How often a step is looked at, so that looking stays within its share of the time.
+
+A look costs a multiple of a plain step or a small part of it, as the model is, so the distance between looks is
+measured, not set. ``Pace`` does that; ``Alone`` measures something else of each step, for runs of several processes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,12 @@ _SMOOTH = 0.3  # weight of the newest measurement
 
 
 class Pace:
-    """Whether to look at a step, and what that has cost. ``every``: fixed distance; None adapts it to ``budget``.
+    """Decides whether to look at a step, and adds up what looking has cost.
 
-    Distances are 1, 2, 5, 10, 20, 50 ... steps, so that all processes of a run look at the same ones. A run may first
-    spend ``allowance_s`` seconds, so that short ones are seen at all; after that ``budget`` of the time that passes.
+    ``every``: a fixed distance; None adapts it to ``budget``. Distances are 1, 2, 5, 10, 20, 50 ... steps, so that all
+    processes of a run look at the same ones. A run may first spend ``allowance_s`` seconds, so that short ones are seen
+    at all; after that ``budget`` of the time that passes. Times are measured by the caller; nothing here reads a clock.
+    ``spent_s`` and ``total_s`` are seconds since the beginning.
     """
 
     def __init__(self, budget: float, every: int | None = None, allowance_s: float = 0.5) -> None:
@@ -29,7 +35,10 @@ class Pace:
 
     @property
     def distance(self) -> int:
-        """Steps from one look to the next, as things are."""
+        """Steps from one look to the next, as things are: the least of the series at which looking keeps to the budget.
+
+        It is the mean cost of a look over what the budget allows for one step; 1, as long as nothing was measured.
+        """
         if self._every is not None:
             return self._every
         if not self._step_s or not self._cost_s:
@@ -38,7 +47,12 @@ class Pace:
         return next((one for one in _SERIES if one >= wanted), _SERIES[-1])
 
     def is_due(self, step: int) -> bool:
-        """Whether step number ``step`` is to be looked at, as far as time is left for it."""
+        """Whether to look at step number ``step``.
+
+        With a fixed distance that alone decides. Else, within the allowance looks may be nearer than the budget allows,
+        and their distance grows with the run; once more has been spent than is allowed by now, no step is looked at
+        until the time has made up for it.
+        """
         if self._every is not None:
             return step % self._every == 0
         distance = self.distance
@@ -51,22 +65,23 @@ class Pace:
         return step % distance == 0
 
     def passed(self, seconds: float) -> None:
-        """A step without a look took so long."""
+        """Take in a step without a look, and how many seconds it took."""
         self.total_s += seconds
         self._measure(seconds)
 
     def looked(self, seconds: float, cost_s: float) -> None:
-        """A step took ``seconds``, of which ``cost_s`` went into looking at it."""
+        """Take in a step that took ``seconds``, of which ``cost_s`` went into looking at it."""
         self.total_s += seconds
         self.spend(cost_s)
         self._cost_s = cost_s if not self._cost_s else self._cost_s + _SMOOTH * (cost_s - self._cost_s)
         self._measure(max(seconds - cost_s, 1e-6))  # the first step of a run is a slow one: it is soon forgotten
 
     def _measure(self, seconds: float) -> None:
+        """Take in how long a step takes without a look: an exponential mean; the newest has a weight of 0.3."""
         self._step_s = seconds if not self._step_s else self._step_s + _SMOOTH * (seconds - self._step_s)
 
     def spend(self, seconds: float) -> None:
-        """Also off the training thread, which has to wait for the interpreter meanwhile."""
+        """Count seconds that looking has cost, also off the training thread, which waits for the interpreter then."""
         self.spent_s += seconds
 
     @property
@@ -76,24 +91,32 @@ class Pace:
 
 
 class Alone:
-    """When the first forward and the first backward pass of a step began: until then no process waits for another."""
+    """When the first forward and the first backward pass of a step began: until then no process waits for another.
+
+    Of processes that train together the slowest holds up all others in the first exchange of gradients, so that their
+    steps take equally long. What each does before that is its own, and tells which one is slow.
+    """
 
     def __init__(self) -> None:
         self._since = math.nan
         self._forward = self._backward = math.nan
 
     def forward_begins(self) -> None:
-        """A model runs in training mode."""
+        """Note that a model runs in training mode; the first run of a step counts."""
         if math.isnan(self._forward):
             self._forward = perf_counter()
 
     def backward_begins(self) -> None:
-        """A backward pass begins."""
+        """Note that a backward pass begins; the first one of a step counts."""
         if math.isnan(self._backward):
             self._backward = perf_counter()
 
     def take(self, ended: float) -> tuple[float, float]:
-        """Seconds from the end of the step before; ``ended``: when this one did, by ``perf_counter``."""
+        """Seconds from the end of the step before to the first forward and to the first backward pass of this one.
+
+        NaN where none came, and in the first step. ``ended``: when this step did, by ``perf_counter``; the next one is
+        measured from there.
+        """
         taken = self._forward - self._since, self._backward - self._since
         self._since = ended
         self._forward = self._backward = math.nan

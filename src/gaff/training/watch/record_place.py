@@ -1,4 +1,8 @@
-"""Where the record of a watched process lies: its folder, its file, and what surrounds the run."""
+"""Where the record of a watched process lies: its folder, its file, and what surrounds the run.
+
+A folder is one run; each process of it has a file of its own in there (``rank0.gaff`` and so on), and the head tells
+the version of the format.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,11 @@ from gaff.training.watch.settings import Settings
 
 
 def prepare(settings: Settings) -> None:
-    """Make the folder of the record. Raises RecordError where it holds a run already, or cannot be written."""
+    """Make the folder of the record, with its head.
+
+    Raises RecordError where the folder cannot be written or holds a run already. It does if there is a file of this
+    rank in it: other processes of the same run may have come before this one.
+    """
     folder = settings.out
     if folder is None:
         return
@@ -32,7 +40,11 @@ def prepare(settings: Settings) -> None:
 
 
 def log_path(settings: Settings) -> Path | None:
-    """A new file for this process, named by its rank, and by its number where there are several of one rank."""
+    """The name of a new file for this process, by its rank, and by its process number where one of that rank is there.
+
+    None where no record is kept. The rank is torch's as it is now, for the processes may have met since the settings
+    were made.
+    """
     if settings.out is None:
         return None
     distributed = torch.distributed
@@ -49,7 +61,7 @@ def surroundings(settings: Settings) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Peak memory in bytes: of the process, and of what torch has allocated on the GPU."""
+    """The peaks of memory in bytes: of the process, and of what torch has allocated on the GPU, if CUDA is in use."""
     told = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_initialized():
         told["cuda"] = torch.cuda.max_memory_allocated()

@@ -1,4 +1,9 @@
-"""From rows of one look to frames of the record; runs on the writer's thread."""
+"""From rows of one look to frames of the record; runs on the writer's thread.
+
+A look comes as rows of 74 numbers, one for each tensor stream, and is stored as tables whose columns are statistics
+(``gaff.record.statistics``). Which line of a table is which stream is written once, as a layout, and again only when a
+stream turns up that has no line yet.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,9 @@ _ABSENT = torch.full((1, WIDTH), float("nan"), dtype=torch.float64)
 class Recorder:
     """Writes looks, series of steps and events to one log; lays a table out anew when its rows change.
 
-    The log is made by ``open``; events from before wait for it.
+    ``make`` returns the path of a new log, or None where no record is kept: then nothing is written. The log is made by
+    ``open``; events from before wait for it. Called on one thread at a time, the writer's, but for the beginning and
+    the end of a run. Raises OSError when the disk is full.
     """
 
     def __init__(self, make: Callable[[], Path | None]) -> None:
@@ -54,9 +61,10 @@ class Recorder:
         self._waiting = []
 
     def look(self, sample: Sample, keys: Sequence[Key], rows: Tensor) -> None:
-        """One sampled step; ``rows``: [n, 74] on the CPU, in the order of ``keys``.
+        """Write one sampled step; ``rows``: [n, 74], float64, on the CPU, in the order of ``keys``.
 
-        What belongs to a parameter is of the step of its own optimizer, which may have made fewer than others.
+        What belongs to a parameter is written under the step of its own optimizer, which may have made fewer than
+        others. Writes nothing before there is a log.
         """
         if self._log is None:
             return
@@ -74,7 +82,7 @@ class Recorder:
             self._log.write(MATRIX, pack(layout.number, sample.phase, [*columns, _magnitudes(table)]), step)
 
     def series(self, columns: dict[str, list[float]]) -> None:
-        """Numbers of consecutive steps."""
+        """Write numbers of consecutive steps: columns of equal length by name, ``step`` among them."""
         if self._log is not None and columns.get("step"):
             self._log.write(SERIES, pack_series(columns), int(columns["step"][0]))
 
@@ -90,7 +98,7 @@ class Recorder:
         self.event("findings", step, findings=[one.to_dict() for one in findings])
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the log; from here on nothing is written, and events are dropped."""
         self._is_closed = True
         if self._log is not None:
             self._log.close()
@@ -109,7 +117,10 @@ class Recorder:
 
 
 def _column(statistic: Statistic, rows: Tensor, sample: Sample, keys: Sequence[Key]) -> bytes:
-    """One stored column: of the rows, [n, 74], or of what the sample knows besides."""
+    """The bytes of one stored column: from a slot of ``rows``, [n, 74], or of what the sample knows besides.
+
+    A mean, an extreme or a deviation of no element is NaN; counts and shares of none are 0.
+    """
     if statistic.slot is None:
         return to_bytes(statistic.code, [_number(sample, statistic.name, key) for key in keys])
     count, values = rows[:, COUNT], rows[:, statistic.slot]
@@ -123,20 +134,23 @@ def _column(statistic: Statistic, rows: Tensor, sample: Sample, keys: Sequence[K
 
 
 def _magnitudes(rows: Tensor) -> bytes:
-    """The shares of the buckets, a byte each, bucket by bucket."""
+    """The shares of the 64 buckets of magnitudes, a byte each, bucket by bucket.
+
+    The scale is logarithmic: 255 is all, 1 is a share of 2**-24 or less, 0 is none.
+    """
     shares = rows[:, SAMPLED + 1 :] / rows[:, SAMPLED : SAMPLED + 1].clamp(min=1)
     scaled = (255 + shares.log2() * (254 / _OCTAVES)).round().clamp(1, 255)
     return bytes_of(torch.where(shares > 0, scaled, 0.0).to(torch.uint8).t())
 
 
 def bytes_of(values: Tensor) -> bytes:
-    """The memory of a tensor on the CPU."""
+    """A copy of a CPU tensor's elements as bytes, in the order of its indices, without a detour by NumPy."""
     values = values.contiguous()
     return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
 
 
 def _number(sample: Sample, name: str, key: Key) -> float:
-    """NaN where there is none."""
+    """One statistic of a stream that is in no row, such as ``dead`` or ``update_ratio``; NaN where there is none."""
     nothing = float("nan")
     if name in ("saturated", "entropy"):
         return sample.shares.get((name, key), nothing)

@@ -1,4 +1,10 @@
-"""Where looks arrive: they are judged, written and told on another thread, while training goes on."""
+"""Where looks arrive: they are judged, written and told on another thread, while training goes on.
+
+The path of a look: the watcher hands over a sampled step, ``sampling`` takes from it what must be taken at once, and
+the rest is a job for the ``Worker``: read the numbers from their devices, ask the rules (``Judge``), write tables and
+findings (``Recorder``), tell alarms on the terminal. What is known of every step, looked at or not, is collected in a
+``StepSeries`` and written about once a second.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +39,11 @@ _MOST_PULSES = 512
 
 
 class Reporter:
-    """Everything that happens to a look after it was taken.
+    """Takes care of everything that happens to a look after it was taken.
 
     Public methods are called by the training thread: they hand over a job and return. The jobs run on the worker's
     thread, in order; they alone touch the judge and the recorder, until ``close`` has waited for the last of them.
+    ``failure``: why watching ended, or a look was lost, as a text.
     """
 
     def __init__(self, settings: Settings, flight: FlightRecorder) -> None:
@@ -66,12 +73,12 @@ class Reporter:
 
     @property
     def findings(self) -> list[Finding]:
-        """As of now: waits for the looks that are still to be judged."""
+        """The findings as of now, worst first: waits for the looks that are still to be judged."""
         self._worker.stop()
         return [self._judge.about(one, self.path) for one in self._judge.findings]
 
     def model(self, model: Model, step: int) -> None:
-        """A model has been found."""
+        """Note in the record that a model has been found, with its modules and weights; make the record if need be."""
         root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
@@ -88,13 +95,17 @@ class Reporter:
     def look(
         self, sampled: SampledStep, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]
     ) -> None:
-        """A look has ended. Its rows may still be on a device: they are read by the other thread."""
+        """Hand over a look that has ended. Its rows may still be on a device: they are read by the other thread.
+
+        ``parameters``: what is known of each parameter, as ``step_facts.parameters`` tells it; ``values``: the losses.
+        If too many jobs wait, because the disk is slow, the look is dropped, which the notes of the record say.
+        """
         read = reading_of(sampled, parameters, values, perf_counter() - self._began)
         notes = sorted(sampled.notes)
         self._worker.put(lambda: self._take(*read(), notes), is_vital=False)
 
     def add(self, finding: Finding, step: int) -> None:
-        """Found by other means than a rule."""
+        """Hand over a finding that no rule has made: it is told and written as those of rules are."""
 
         def job() -> None:
             self._judge.add(finding)
@@ -105,11 +116,19 @@ class Reporter:
     def pulse(
         self, step: int, seconds: float, numbers: StepNumbers, skipped: int, samples: int, alone: tuple[float, float]
     ) -> None:
-        """Every step: what costs next to nothing."""
+        """Take in what is known of each step, looked at or not; costs next to nothing and waits for no device.
+
+        ``skipped``: steps that a GradScaler has left out so far; ``samples``: that the models were given in this step;
+        ``alone``: as ``Alone.take`` tells it.
+        """
         self._series.add(Pulse(step, seconds, numbers, skipped, samples, alone))
 
     def tick(self, step: int, pace: Pace) -> None:
-        """Every step: see whether it is time to write, or to tell."""
+        """After every step: hand over what is due by the clock, or because somebody wants to see the last steps.
+
+        Series are written once a second or when 512 steps wait, a line of progress is told every ``interval_s``
+        seconds.
+        """
         now = perf_counter()
         if self._due or self._flight.is_asked:
             self._write_flight(step)
@@ -121,7 +140,7 @@ class Reporter:
             self._worker.put(lambda: self._line(step, pace))
 
     def take_spent(self) -> float:
-        """Processor time of the other thread since the last time, in seconds."""
+        """Processor time of the other thread, in seconds, since this was last asked."""
         spent, self._spent = self._worker.spent_s - self._spent, self._worker.spent_s
         return spent
 
@@ -130,19 +149,23 @@ class Reporter:
         self._worker.stop()
 
     def abandon(self) -> None:
-        """In a forked child: touch nothing that the parent writes to."""
+        """Give up in a forked child: touch nothing that the parent writes to, and tell nothing."""
         self._worker.abandon()
         self._recorder.close()
         self._settings = replace(self._settings, tell=None)
 
     def fail(self, error: Exception, step: int) -> None:
-        """Watching has ended by a failure of ours: told once, on the terminal and in the record."""
+        """Tell, once, on the terminal and in the record, that watching has ended by an error of gaff's own."""
         self.failure = f"{type(error).__name__}: {error}{record_place.place_of(error)}"
         self._complain(f"gaff: watching has stopped at step {step}, training goes on: {self.failure}")
         self._worker.put(lambda: self._recorder.event("failure", step, error=self.failure, notes=[self.failure]))
 
     def close(self, step: int, pace: Pace, notes: Sequence[str], error: BaseException | None) -> None:
-        """The run is over: wait for all jobs, and finish the record. ``error``: what ended the run."""
+        """Finish the record, when the run is over: wait for all jobs, then write findings and notes for the last time.
+
+        ``error``: what ended the run, if it was an exception; the last steps are then written, too. A disk that refuses
+        is told, and not raised.
+        """
         self._flush(step, pace)
         if error is not None:
             self._due.append(type(error).__name__)
@@ -166,7 +189,10 @@ class Reporter:
         self._recorder.close()
 
     def _write_flight(self, step: int) -> None:
-        """The last steps, as they are: what has happened is among them."""
+        """Hand over the last steps as they are now, with the reasons why; what has happened is among them.
+
+        Called on the thread that trains, which also fills the recorder of last steps: the rows are copied here.
+        """
         why, self._due = self._due, []
         if self._flight.is_asked:
             self._flight.is_asked = False
@@ -190,6 +216,10 @@ class Reporter:
     # on the worker's thread
 
     def _take(self, sample: Sample, keys: Sequence[Key], table: Tensor, notes: Iterable[str]) -> None:
+        """Judge and write one look: ``keys`` and ``table`` are its rows, ``sample`` the same as plain numbers.
+
+        The L2 norm of all gradients together is noted for the series of steps.
+        """
         norms = [row.norm for key, row in sample.rows.items() if key[1].endswith(":grad") and row.count]
         if norms:
             self._series.note_norm(sample.step, math.sqrt(sum(one * one for one in norms)))
@@ -205,16 +235,22 @@ class Reporter:
         return new
 
     def _line(self, step: int, pace: Pace) -> None:
+        """Tell a line of progress on the terminal."""
         if self._settings.tell is not None:
             told = run_text.line(step, self._series.latest, self._judge.findings, pace.overhead, pace.distance)
             self._settings.tell(told)
 
     def _alarm(self, finding: Finding) -> None:
+        """Tell a finding that has come to hold, for the judge, and have the last steps written at the next ``tick``."""
         self._due.append(finding.rule)
         if self._settings.tell is not None:
             self._settings.tell(run_text.alarm(self._judge.about(finding, self.path)))
 
     def _write_findings(self, step: int, *, is_last: bool = False) -> None:
+        """Write all findings if they are others than at the last time, or if this is the last time.
+
+        Whether they are is told by rule, place and being over, not by their numbers, which change in every look.
+        """
         found = [self._judge.about(one, self.path) for one in self._judge.findings]
         told = [{"rule": one.rule, "site": one.site, "model": one.model, "over": one.is_over} for one in found]
         if told != self._written or is_last:
@@ -245,4 +281,5 @@ def _ask(rule: Rule, sample: Sample, past: Past) -> list[Hit] | str:
 
 
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a step's facts goes into the record as JSON; tensors and dicts are left out."""
     return {name: value for name, value in told.items() if isinstance(value, (str, int, float, bool, type(None), list))}

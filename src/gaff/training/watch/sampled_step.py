@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,33 @@ _LEAST_ROWS = 2  # of an attention matrix that is looked at
 _MOST_INPUTS = 8
 
 
-class LookedAt(NamedTuple):
-    """A tensor that was looked at, held weakly. ``key``: under which address its numbers are, if a module returned it.
+class LatestTensor:
+    """The tensor that was looked at last, held weakly. ``key``: under which address its numbers are, if under one.
 
     What a module passes on as it is need not be read twice. Once somebody has written to the tensor it is another one.
     """
 
-    tensor: weakref.ref[Tensor]
-    version: int
-    key: Key | None
+    __slots__ = ("_tensor", "_version", "key")
 
-    def is_still(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the one, and nobody has written to it since."""
-        return self.tensor() is tensor and memory.version_of(tensor) == self.version
+    def __init__(self) -> None:
+        self.key: Key | None = None
+        self._tensor: weakref.ref[Tensor] | None = None
+        self._version = 0
+
+    def set(self, tensor: Tensor, key: Key | None, *, is_inside: bool) -> None:
+        """A tensor has been looked at. ``is_inside``: by compiled code, so that none is known from now on.
+
+        Compiled code uses a tensor again for other values, and counts no writes: of its tensors nobody can tell.
+        """
+        if is_inside:
+            self._tensor = None
+        else:
+            self._tensor, self._version, self.key = weakref.ref(tensor), memory.version_of(tensor), key
+
+    def is_same(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is that one, and nobody has written to it since."""
+        known = self._tensor
+        return known is not None and known() is tensor and memory.version_of(tensor) == self._version
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +89,7 @@ class SampledStep:
         self.is_open = True
         self.scale: Any = 1.0  # of the loss whose gradients come; a tensor where it is on a device
         self._models = models
-        self._latest: LookedAt | None = None  # the last tensor that was looked at
+        self._latest = LatestTensor()
         self._outputs: dict[Key, SampledOutput] = {}
         self._channels_at = -1  # the dimension of the units of the last layer that has some
         self._stands: dict[int, Tensor] | None = None
@@ -117,7 +131,7 @@ class SampledStep:
             if value is not None and at < _MOST_INPUTS:
                 place = () if key == (0, 0) else key[1:]
                 self.numbers.observe((model, str(Site(port="input", key=place))), value)
-                self._remember(tensor, None)
+                self._latest.set(tensor, None, is_inside=self._stands is not None)
         self.cost_s += perf_counter() - began
 
     def _called(self, entry: WatchedModule, args: Any, output: Any) -> None:
@@ -141,8 +155,8 @@ class SampledStep:
                 self._returned(entry, key, tensor)
 
     def _given(self, entry: WatchedModule, tensor: Tensor) -> None:
-        """What a layer was given, where no module returned it: the result of a functional op."""
-        if self._latest_if(tensor) is not None or not entry.path:
+        """What a layer outside of compiled code was given, where no module returned it: what a functional op made."""
+        if self._latest.is_same(tensor) or not entry.path:
             return
         value = readable(tensor)
         if value is not None:
@@ -159,13 +173,13 @@ class SampledStep:
         if one is None:
             one = self._outputs[key] = SampledOutput(entry.key("grad_output", place))
         one.calls += 1
-        latest = self._latest_if(tensor)
+        is_latest = self._stands is None and self._latest.is_same(tensor)
         if one.is_alias:  # of its first call only the tensor's other address was looked at
-            one.known = None if latest is None else one.known
+            one.known = one.known if is_latest else None
             self._models.called_often.add(key)
             return
-        if latest is not None and latest.key is not None and one.calls == 1 and key not in self._models.called_often:
-            one.is_alias, one.known = True, latest.key
+        if is_latest and self._latest.key is not None and one.calls == 1 and key not in self._models.called_often:
+            one.is_alias, one.known = True, self._latest.key
             return
         value = readable(tensor)
         if value is None:
@@ -176,21 +190,8 @@ class SampledStep:
         self._observe(key, value, self._channels_at if has_units else None)
         if entry.kind in ("tanh", "sigmoid"):
             self._count_saturated(key, value, entry.kind)
-        self._remember(tensor, key)
+        self._latest.set(tensor, key, is_inside=self._stands is not None)
         one.is_followed = self._follow(entry, place, tensor) or one.is_followed
-
-    def _remember(self, tensor: Tensor, key: Key | None) -> None:
-        """A tensor has been looked at, under the address ``key`` if it has one that can stand for others.
-
-        Compiled code uses a tensor again for other values, and counts no writes: of its tensors nobody can tell.
-        """
-        is_inside = self._stands is not None
-        self._latest = None if is_inside else LookedAt(weakref.ref(tensor), memory.version_of(tensor), key)
-
-    def _latest_if(self, tensor: Tensor) -> LookedAt | None:
-        """The last tensor that was looked at if it is this one, outside of compiled code."""
-        latest = self._latest if self._stands is None else None
-        return latest if latest is not None and latest.is_still(tensor) else None
 
     def _recomputed(self, entry: WatchedModule, output: Any) -> None:
         """A checkpoint runs the module again: its gradients come from here if the first pass had no graph.

@@ -1,4 +1,9 @@
-"""A batch that did harm, with the weights and the random state that it met: kept to be run again (``--keep-batch``)."""
+"""A batch that did harm, with the weights and the random state that it met: kept to be run again (``--keep-batch``).
+
+One batch is one safetensors file in the folder ``batches`` of the record: tensors under names, and the rest as JSON in
+the file's metadata. Nothing in it is executed when it is read. ``BatchSaver`` writes, ``read_kept`` reads, and ``gaff
+replay`` puts what was read into a model that is built anew.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,11 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class SavedBatch:
-    """What was kept, read back. ``weights``: the model's ``state_dict`` before the step; ``why``: the rule."""
+    """A batch that was kept, read back, with what its model was like before the step.
+
+    ``weights``: the model's ``state_dict``; ``why``: the rule that was hit, or ``exception``; ``model``: the name that
+    it was watched under.
+    """
 
     step: int
     why: str
@@ -37,7 +46,11 @@ class SavedBatch:
     was_changed: bool  # whether the run wrote into what it was given
 
     def restore(self, model: nn.Module) -> None:
-        """Weights, buffers and modes, in their own types. Raises PlanError where the model is another one."""
+        """Give ``model`` the weights, buffers and modes of then; weights keep the type that they were written in.
+
+        Writes into the model, without a copy. Raises PlanError where the names or a shape tell that the model is
+        another one; in the latter case it may have got some of the weights already.
+        """
         known = {key for key in model.state_dict() if not key.endswith("_extra_state")}
         unlike = sorted(known ^ self.weights.keys())
         if unlike:
@@ -60,7 +73,11 @@ class SavedBatch:
 
 
 class BatchSaver:
-    """Writes the batches of steps in which something went wrong into ``folder``. Waits for devices and the disk."""
+    """Writes the batches of steps in which something went wrong into the folder ``batches`` of ``folder``.
+
+    At most four of a run, since the first ones tell most. ``notes``: what of them could not be kept. Waits for devices
+    and the disk.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises PlanError without safetensors."""
@@ -70,7 +87,11 @@ class BatchSaver:
         self._written: set[tuple[int, str]] = set()
 
     def keep(self, step: int, why: str, name: str, model: nn.Module, batch: Batch) -> Path | None:
-        """None where it was kept already, or where there are four. Raises OSError when the disk is full."""
+        """Write a batch with the weights, buffers and modes of ``model``, as they are now, and return the file's path.
+
+        None where the batch of this step was kept for the same reason already, or where there are four. ``name`` is
+        that of the model in the record. All tensors are copied to the CPU for it. Raises OSError when the disk is full.
+        """
         if (step, why) in self._written or len(self._written) >= _MOST:
             return None
         self._written.add((step, why))
@@ -97,7 +118,10 @@ class BatchSaver:
 
 
 def read_kept(path: Path) -> SavedBatch:
-    """Raises RecordError for what ``BatchSaver`` has not written."""
+    """Read back what ``BatchSaver`` has written; its tensors are on the CPU.
+
+    Raises RecordError for any other file, however damaged, and PlanError without safetensors.
+    """
     extras.need("safetensors", "files", for_="keeping batches")
     from safetensors import SafetensorError, safe_open
 
@@ -125,7 +149,10 @@ def kept_of(run: Path) -> list[Path]:
 
 
 def _put(named: Mapping[str, Tensor], start: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Add them; those that are others under a second name are returned with the first."""
+    """Add ``named`` tensors to ``tensors``, and return those that are others under a second name, with the first one.
+
+    safetensors refuses two names of one memory, and tied weights would no longer be tied if they were written twice.
+    """
     aliases: dict[str, str] = {}
     known: dict[int, str] = {}
     for key, tensor in named.items():
@@ -139,11 +166,17 @@ def _put(named: Mapping[str, Tensor], start: str, tensors: dict[str, Tensor]) ->
 
 
 def _under(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with ``start``, by the rest of their names."""
     return {key.removeprefix(start): one for key, one in tensors.items() if key.startswith(start)}
 
 
 def _packed(value: Any, name: str, tensors: dict[str, Tensor], notes: list[str]) -> Any:
-    """The structure as JSON, with the names of tensors in place of them."""
+    """What a model was given, as JSON, with the names of tensors in place of them; the tensors go into ``tensors``.
+
+    ``name`` is what ``notes`` call it. Containers of other classes than Python's own are kept as plain ones; other
+    objects, and tensors that are not plain, are left out. Both is noted, and a batch that lacks something cannot be
+    read again.
+    """
     if isinstance(value, Tensor):
         if not elements.is_plain(value) or value.is_complex():
             notes.append(f"{name} of the batch is a {value.dtype} of layout {value.layout}, which was not kept")
@@ -181,12 +214,14 @@ def _unpacked(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _has_changed(batch: Batch) -> bool:
+    """Whether somebody has written into the inputs since the run was given them: the file has what they are now."""
     from gaff.compat import memory
 
     return any(memory.version_of(tensor) != version for tensor, version in batch.versions)
 
 
 def _dtype(name: str) -> torch.dtype:
+    """The torch type of this name, such as ``torch.float16``. Raises ValueError for any other attribute of torch."""
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of torch's")

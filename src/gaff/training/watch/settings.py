@@ -47,7 +47,11 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to watch one process. Raises PlanError where a value cannot be meant."""
+    """How to watch one process; a frozen value, checked when it is made.
+
+    Raises PlanError where a value cannot be meant. The fields are explained by ``gaff.watch`` and by the help of ``gaff
+    watch``.
+    """
 
     out: Path | None = field(default=None)
     only: tuple[str, ...] = _option((), "look at these modules only, such as 'layer4.*'", metavar="PATTERN")
@@ -79,7 +83,7 @@ class Settings:
 
     @classmethod
     def of(cls, *, rank: int = 0, **options: Any) -> Self:
-        """As ``gaff.watch`` is given them: lists of patterns, and a folder as text or path.
+        """The settings that ``gaff.watch`` is given: lists of patterns, and a folder as text or path.
 
         Raises TypeError for a keyword that ``gaff.watch`` does not have, PlanError for a value that cannot be meant.
         """
@@ -90,12 +94,18 @@ class Settings:
         return cls(rank=rank, **options)
 
     def to_json(self) -> dict[str, Any]:
-        """What a process that is started is told: the options of the command, and where the record lies."""
+        """What a process that is started is told: the options of the command, and where the record lies.
+
+        Left out are the rank, which each process knows itself, and functions, which no text can tell.
+        """
         told = {one.name: getattr(self, one.name) for one in fields(self) if "help" in one.metadata}
         return {**told, "out": None if self.out is None else str(self.out)}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any], **more: Any) -> Self:
-        """Inverse of ``to_json``; ``more``: what no text can tell. Names that are not known are left out."""
+        """The inverse of ``to_json``; ``more``: what no text can tell. Names that are not known are left out.
+
+        So a command and the processes it starts may be of different versions of gaff.
+        """
         known = {one.name for one in fields(cls) if "help" in one.metadata} | {"out"}
         return cls(**{name: value for name, value in told.items() if name in known}, **more)

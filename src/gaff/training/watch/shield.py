@@ -21,13 +21,13 @@ class Shield:
         self._thread = 0
 
     def is_mine(self) -> bool:
-        """Whether this is the thread that trains."""
+        """Whether this is the thread that trains: the first one that has ever asked."""
         here = threading.get_ident()
         self._thread = self._thread or here
         return self._thread == here
 
     def run(self, action: Callable[..., Any], *arguments: Any) -> None:
-        """Call it, if this is the thread that trains; no error of it gets out."""
+        """Call ``action``, if the shield is open and this is the thread that trains; no error of it gets out."""
         if not self.is_open or not self.is_mine():
             return
         try:

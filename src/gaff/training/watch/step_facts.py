@@ -1,4 +1,8 @@
-"""What holds for a step as a whole: the size of its batch, its precision, what is known of every parameter."""
+"""What holds for a step as a whole: the size of its batch, its precision, what is known of every parameter.
+
+All functions but ``read`` are called on the thread that trains, and wait for no device. What they find goes into a
+``Sample`` as facts, where rules read it, or into the record's event about a model.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,17 @@ _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 
 
 def batch_size(args: Any, kwargs: Any) -> int:
-    """The first dimension of the first tensor that the model is given; 1 where there is none."""
+    """The first dimension of the first tensor with a dimension that the model is given; 1 where there is none."""
     tensor = next((tensor for _, tensor in iter_tensors((args, kwargs)) if tensor.dim()), None)
     return int(tensor.shape[0]) if tensor is not None else 1
 
 
 def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
-    """Equal for equal batches: a checksum of the beginning of every tensor. Only of those on the CPU."""
+    """A checksum (CRC-32, as eight digits) of the beginning of every tensor of a batch; equal for equal batches.
+
+    ``most_bytes`` of each are read, 65,536 if not said otherwise. Tensors on a device are left out, for they would have
+    to be waited for.
+    """
     crc = 0
     for _, tensor in iter_tensors((args, kwargs)):
         if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
@@ -37,7 +45,10 @@ def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
 
 
 def _beginning(tensor: Tensor, most: int) -> Tensor:
-    """At most so many elements, flat; copies no more than a few times as many, whatever the strides are."""
+    """The first elements of ``tensor``, ``most`` at the most, as a flat tensor.
+
+    Each dimension is narrowed first, so that no more than a few times as many are copied, whatever the strides are.
+    """
     for dimension, size in enumerate(tensor.shape):
         inside = tensor.numel() // size  # elements of one index of this dimension
         if tensor.numel() > most:
@@ -65,7 +76,11 @@ def has_modes(module: nn.Module) -> bool:
 
 
 def inventory(model: nn.Module) -> dict[str, Any]:
-    """``modules``: path and class of each; ``weights``: path, shape, type, and whether it is trained."""
+    """What a model is made of, for the record.
+
+    ``modules``: path and class of each; ``weights``: path, shape, type, and whether it is trained. A shared parameter
+    is told under its first name, one that is not initialised yet (lazy) is left out.
+    """
     found = [(path, module) for path, module, _ in iter_modules(model)]
     seen: set[int] = set()  # of a shared parameter the first name
     weights = [
@@ -82,9 +97,11 @@ def inventory(model: nn.Module) -> dict[str, Any]:
 def parameters(
     models: Models, updates: Iterable[Update], optimizers: Mapping[Any, int], called: set[Key]
 ) -> dict[Key, dict[str, Any]]:
-    """Every parameter of every model that trains, as arguments of ``Parameter``; some values still tensors.
+    """Every parameter of every model that trains, by key, as arguments of ``Parameter``; some values still are tensors.
 
-    Those that an optimizer owns which made no step in this window are left out: nothing is known of their gradients.
+    ``updates``: the optimizer steps of this window, ``optimizers`` all that count with the number of their steps,
+    ``called`` the modules that ran, by model and path. Parameters of an optimizer that made no step in this window are
+    left out: nothing is known of their gradients. Those that no optimizer owns are told with a learning rate of 0.
     """
     found: dict[Key, dict[str, Any]] = {}
     numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
@@ -121,7 +138,7 @@ def parameters(
 
 
 def read(known: Mapping[str, Any]) -> Parameter:
-    """As plain numbers; waits for the device."""
+    """What ``parameters`` tells of one parameter as plain numbers; waits for the device, on the writer's thread."""
     given: dict[str, Any] = {
         name: value.item() if isinstance(value, Tensor) else value for name, value in known.items()
     }
@@ -130,6 +147,7 @@ def read(known: Mapping[str, Any]) -> Parameter:
 
 
 def _plain(parameter: Tensor) -> dict[str, Any]:
+    """What a parameter tells of itself, whoever owns it."""
     return {
         "kind": "weight" if parameter.dim() > 1 else "bias",
         "elements": parameter.numel(),
@@ -139,13 +157,17 @@ def _plain(parameter: Tensor) -> dict[str, Any]:
 
 
 def _kind(module: nn.Module, parameter: Tensor) -> str:
+    """The kind of a parameter, as of ``Parameter.kind``, by the module that holds it; rules treat embeddings apart."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
     return "weight" if parameter.dim() > 1 else "bias"
 
 
 def spread_over(root: nn.Module) -> dict[str, Any]:
-    """Which parts of a model this process has, where it is spread over several."""
+    """Which parts of a model this process has, where it is spread over several; empty where it is not.
+
+    ``places`` is that of ``distributed.places_of``; ``has_parts``: whether tensors are divided, not only copied.
+    """
     model = unwrap(root)
     places = distributed.places_of(model)
     return {"places": places, "has_parts": distributed.shares_rows(model)} if places else {}

@@ -1,4 +1,7 @@
-"""What is kept of every step, looked at or not, until it is written as columns of a series."""
+"""What is kept of every step, looked at or not, until it is written as columns of a series.
+
+Losses and a GradScaler's factor may be tensors on a device until then: the thread that writes waits for them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ class Pulse(NamedTuple):
 
 
 class StepSeries:
-    """Pulses that wait to be written. ``latest``: of each number the last value that was.
+    """Steps that wait to be written; made and owned by the reporter.
 
-    ``add`` and ``take`` are called by the training thread, ``columns`` and ``note_norm`` by the one that writes.
+    ``latest``: of each number the last value that was not NaN, for the line of progress. ``add`` and ``take`` are
+    called by the training thread, ``columns`` and ``note_norm`` by the one that writes.
     """
 
     def __init__(self) -> None:
@@ -39,22 +43,29 @@ class StepSeries:
         return len(self._pulses)
 
     def add(self, pulse: Pulse) -> None:
-        """A step has ended, or the run in the middle of one. Waits for no device."""
+        """Keep what is known of a step that has ended, or of one in whose middle the run has. Waits for no device.
+
+        Something that has neither a loss nor a duration is no step and is left out.
+        """
         self._is_spread = self._is_spread or (torch.distributed.is_available() and torch.distributed.is_initialized())
         if pulse.numbers.losses or pulse.seconds:
             self._pulses.append(pulse)
 
     def take(self) -> list[Pulse]:
-        """All that wait; they are forgotten here."""
+        """All steps that wait, oldest first; they are forgotten here."""
         pulses, self._pulses = self._pulses, []
         return pulses
 
     def note_norm(self, step: int, norm: float) -> None:
-        """The L2 norm of all gradients at a step that was looked at."""
+        """Keep the L2 norm of all gradients at a step that was looked at, until that step is written."""
         self._norms[step] = self.latest["grad_norm"] = norm
 
     def columns(self, pulses: Sequence[Pulse]) -> dict[str, list[float]]:
-        """Numbers of consecutive steps by name, NaN where there is none. Waits for devices."""
+        """The numbers of consecutive steps as columns by name, NaN where there is none. Waits for devices.
+
+        ``scale`` and ``skipped`` are there only with a GradScaler, ``to_forward`` and ``to_backward`` (see ``Alone``)
+        only where several processes train together.
+        """
         nothing = math.nan
         names = dict.fromkeys(name for one in pulses for name in one.numbers.losses)
         columns: dict[str, list[float]] = {

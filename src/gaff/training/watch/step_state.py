@@ -62,9 +62,10 @@ TABLE: dict[tuple[State, LoopEvent], State] = {
 
 
 class StepState:
-    """Where the loop is. ``began``: when the step in progress did, by ``time.perf_counter``, in seconds.
+    """Where the training loop is, as an automaton over ``TABLE``; the watcher tells it each event.
 
-    ``ended_at``: when the leading optimizer made its step, until something else begins.
+    ``began``: when the step in progress did, in seconds of ``time.perf_counter``. ``ended_at``: when the leading
+    optimizer made its step, until something else begins and tells that no other optimizer follows; None in between.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,10 @@ class StepState:
         return self.ended_at is not None and self.state is not State.CLOSURE and event not in _FOLLOWING
 
     def complete(self) -> float:
-        """The step is over: when it ended, in seconds of ``time.perf_counter``."""
+        """Note that the step is over, and return when it ended, in seconds of ``time.perf_counter``.
+
+        To be called once, where ``ended_at`` is not None.
+        """
         assert self.ended_at is not None
         ended, self.ended_at = self.ended_at, None
         if self.state is State.ENDED:

@@ -1,4 +1,8 @@
-"""What an optimizer's step does: gradients as it is given them, weights before it, and what it changed."""
+"""What an optimizer's step does: gradients as it is given them, weights before it, and what it changed.
+
+``Update`` follows one step of one optimizer from its beginning to its end; ``Clearing`` asks whether gradients are
+cleared between steps. Both are used in sampled steps only, on the thread that trains.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,12 @@ _PROBES = 4  # parameters asked whether their gradients were cleared
 
 @dataclass(slots=True)
 class Owned:
-    """A parameter of an optimizer, as it is before a step."""
+    """A parameter of an optimizer, as it is before a step.
+
+    ``group``: the optimizer's own parameter group. ``had_grad``: whether there was a gradient when the step was given
+    it. ``adam_rms`` and ``momentum`` are those of ``gaff.record.sample.Parameter``; None where the optimizer keeps no
+    such moments.
+    """
 
     model: str
     path: str
@@ -37,9 +46,11 @@ class Owned:
 
 
 class Update:
-    """One step of one optimizer in a sampled window. Adds to ``bank``; never synchronises.
+    """One step of one optimizer in a sampled window. Adds rows to ``bank``; never synchronises.
 
-    Reads gradients and weights once each, and copies at most 16,384 elements of every weight for the time of the step.
+    Reads gradients and weights once each, and copies at most 16,384 elements of every weight for the time of the step:
+    the difference to what they are afterwards is the update. With a closure the gradients come during the step, and are
+    read at its end.
     """
 
     def __init__(
@@ -59,7 +70,10 @@ class Update:
         return {(one.model, address_of(one.path, "param")): one for one in self.owned}
 
     def begin(self) -> None:
-        """Before the step."""
+        """Look at parameters and gradients before the step. Called from the optimizer's global hook, once.
+
+        Parameters that no watched model has, and those whose numbers cannot be read, are left out.
+        """
         with torch.no_grad(), modes.outside_modes():
             for group, parameter in parameters_of(self.optimizer):
                 named = self._models.name_of(parameter)
@@ -71,7 +85,11 @@ class Update:
             self._observe("param", [(one, readable(one.parameter)) for one in self.owned])
 
     def _read_gradients(self) -> None:
-        """Accumulated, reduced, and unscaled where a GradScaler leaves that to a fused optimizer."""
+        """Add the gradients as the step is given them: accumulated over backward passes, reduced over processes.
+
+        Where a GradScaler leaves unscaling to a fused optimizer, which reads ``grad_scale`` itself, that is done here
+        on a copy.
+        """
         scale = getattr(self.optimizer, "grad_scale", None)
         pairs = []
         for one in self.owned:
@@ -85,7 +103,10 @@ class Update:
         self._observe("grad", pairs)
 
     def end(self) -> None:
-        """After the step."""
+        """Look at what the step has changed, after it. Called once; the copies of weights are let go of here.
+
+        A parameter that has got another type, size or device in the meantime has no update.
+        """
         with torch.no_grad(), modes.outside_modes():
             if self._has_closure:
                 self._read_gradients()
@@ -104,9 +125,10 @@ class Update:
                 self._read_moments()
 
     def _read_moments(self) -> None:
-        """Of optimizers that keep first and second moments under the names that torch's Adam gives them.
+        """Note how large the moments are that an optimizer keeps, under the names that torch's Adam and SGD give them.
 
-        Their norms, and the root of the mean of g^2 / v, are read from a sample of at most 4,096 elements each.
+        The norm of the first moment, and the root of the mean of g^2 / v (Wortsman et al., 2023, RMS_t), are taken from
+        a sample of at most 4,096 elements each; the norm is scaled up to all of them. The results stay on the device.
         """
         states = getattr(self.optimizer, "state", {})
         firsts: list[tuple[Owned, Tensor]] = []
@@ -143,8 +165,9 @@ class Update:
 class Clearing:
     """Whether an optimizer's gradients were None or zero at some time since its last step.
 
-    Asked at the beginning of backward passes and steps in a sampled window; reads at most four small gradients, and
-    waits for the device for them.
+    A loop that forgets ``zero_grad`` adds all gradients up. Asked at the beginning of backward passes and steps in a
+    sampled window; compares at most four small gradients with those at the last step, and waits for the device for
+    them. Holds these gradients until ``forget``.
     """
 
     def __init__(self) -> None:
@@ -182,7 +205,11 @@ def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
 
 
 def some_of(value: Tensor, most: int = _WHOLE) -> Tensor:
-    """All elements, or a sample of an odd stride of a large tensor: a view where it can be one."""
+    """All elements of ``value``, flat, or every nth of a large tensor: a view where it can be one.
+
+    n is odd, for an even distance would meet the same channels again and again. Of a large tensor between ``most`` and
+    about twice as many are taken.
+    """
     elements = value.numel()
     if elements <= most:
         return value.reshape(-1)
@@ -198,11 +225,16 @@ def _like(value: Tensor | None, before: Tensor | None) -> Tensor | None:
 
 
 def _moment(value: Any) -> Tensor | None:
+    """The numbers of something that an optimizer keeps, if it is a tensor that can be read."""
     return readable(value) if isinstance(value, Tensor) else None
 
 
 def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, float] | None:
-    """Samples of the gradient and of Adam's second moment, and by what the moment is too small (its bias)."""
+    """Samples of the gradient and of Adam's second moment, and the factor by which the moment is too small.
+
+    That is its bias, 1 - beta2 ** step (Kingma & Ba, "Adam", 2015, section 3). None where anything of it is not there,
+    or is on a device and would have to be waited for.
+    """
     second, gradient = _moment(state.get("exp_avg_sq")), _moment(one.parameter.grad)
     betas, count = one.group.get("betas"), state.get("step")
     if second is None or gradient is None or second.shape != gradient.shape or not betas or count is None:
@@ -213,6 +245,7 @@ def _second_moment(state: dict[str, Any], one: Owned) -> tuple[Tensor, Tensor, f
 
 
 def _is_nonzero(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient that is not all zero; waits for its device. False where it cannot be read."""
     gradient = readable(parameter.grad) if parameter.grad is not None else None
     if gradient is None or not gradient.numel():
         return False

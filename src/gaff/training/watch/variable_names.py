@@ -1,4 +1,8 @@
-"""What the user calls a model or a loss: read from the variables of the code that uses it. Runs once for each."""
+"""What the user calls a model or a loss: read from the variables of the code that uses it.
+
+The Python stack at a call of a model, or of ``backward``, leads through the functions that hold it. Walking it is slow,
+so names are asked for once for each model and each place in the code. Nothing is written to a frame.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,10 @@ def name_of_loss(loss: Tensor) -> str:
 
 
 def caller() -> tuple[Any, int]:
-    """The place in the user's code that leads here: equal for each pass through it."""
+    """The place in the user's code that leads here, its code object and instruction: equal for each pass through it.
+
+    Frames of torch, gaff and training frameworks are passed over; (None, 0) where there are no others.
+    """
     for frame in _frames():
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
             return frame.f_code, frame.f_lasti
@@ -62,6 +69,7 @@ def caller() -> tuple[Any, int]:
 
 
 def _frames() -> Iterator[FrameType]:
+    """The frames of the Python stack of this thread from the innermost outwards, without gaff's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != "gaff":
@@ -102,6 +110,7 @@ def _modules_in(variables: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]
 
 
 def _modules_inside(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are directly in a list, tuple or dict, as ``name[key]``; of 200 entries at most."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for count, (key, inner) in enumerate(items):
         if count == _MOST:

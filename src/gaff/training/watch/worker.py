@@ -1,4 +1,8 @@
-"""Work that is done off the training thread, in order, and never waited for."""
+"""Work that is done off the training thread, in order, and never waited for.
+
+One thread, and not a pool: jobs touch the judge and the recorder, which are made for one thread, and their order is
+that of the steps.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ _MOST = 256  # jobs that may wait; further ones are dropped and counted
 class Worker:
     """Does jobs one after the other on a thread of its own, which is started by the first and ends with ``stop``.
 
-    A job that raises is given to ``failed``. ``spent_s``: the processor time of the thread, which holds the interpreter
-    back from the training thread.
+    A job that raises is given to ``failed``, on that thread. ``dropped``: jobs that were not taken, since too many
+    waited. ``spent_s``: the processor time of the thread, which holds the interpreter back from the training thread.
+    The thread is a daemon: it does not keep the process from ending.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
@@ -48,11 +53,12 @@ class Worker:
         self._drain()
 
     def abandon(self) -> None:
-        """In a forked child: the thread is not there, and its jobs are the parent's."""
+        """Forget thread and jobs, in a forked child: the thread is not there, and its jobs are the parent's."""
         self._thread = None
         self._jobs = SimpleQueue()
 
     def _work(self) -> None:
+        """The thread: do jobs until None comes, and add up the processor time that they take."""
         began = time.thread_time()
         while (job := self._jobs.get()) is not None:
             self._do(job)
@@ -61,7 +67,7 @@ class Worker:
             began = now
 
     def _drain(self) -> None:
-        """What came after the thread was told to end."""
+        """Do what was handed over after the thread was told to end, on the thread that asks."""
         while True:
             try:
                 job = self._jobs.get_nowait()
