@@ -66,14 +66,14 @@ class Node:
     arms: tuple[ExitArm, ...] = ()
     entry_changes: tuple[EntryChange, ...] = ()
     exit_changes: tuple[ExitChange, ...] = ()
-    ops: tuple[Node, ...] = ()  # what is asked of single ops in the module's own forward
-    scope: Any = None  # sees to them
+    scope: Any = None  # sees to the ops in the module's own forward
     place: tuple[int, Any, int] | None = None  # of an op: frames up to the code that called it first, and where in it
     streams: tuple[Any, ...] = ()  # of an op: who asked
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
         self.clock = clock
+        self.open = clock.open  # the runs in progress, by thread
         self.index = index
 
     @cached_property
@@ -88,6 +88,11 @@ class Node:
         Apart from those at the entry, since calls inside one another are entered and left in different orders.
         """
         return Replay()
+
+    @property
+    def ops(self) -> list[Node]:
+        """What is asked of single ops in the module's own forward, as far as they have come."""
+        return [] if self.scope is None else list(self.scope.nodes())
 
     def give_up(self, *, is_final: bool) -> None:
         """Tell the gradient streams of calls without grad mode that nothing recomputed them.
@@ -252,7 +257,7 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
     Called with what the module and the hooks before it made of the output, and not after an exception.
     """
-    run = node.clock.open.get(get_ident())
+    run = node.open.get(get_ident())
     if run is None or backward_task() != -1 or transform_level() is not None:
         _after_unusual(node, module, args, kwargs, output)
         return
@@ -410,7 +415,7 @@ def _after_edit(
     The common case is one edit of the whole output, in a call that nothing can recompute: ``node.direct`` makes it
     without a passage, about as fast as a hook by hand. Everything else takes the long way, by ``change_exit``.
     """
-    run = node.clock.open.get(get_ident())
+    run = node.open.get(get_ident())
     if run is None or backward_task() != -1 or transform_level() is not None or output is MISSING:
         return _after_edit_unusual(node, module, args, kwargs, output)
     left, index = run.left, node.index
@@ -418,7 +423,7 @@ def _after_edit(
     left[index] = call + 1
     has_graph = is_grad_enabled()
     # nothing can recompute this call: in a graph only by saved hooks, without one only inside a custom Function
-    is_once = saved_hooks(True) is None and (has_graph or run.functions == [])
+    is_once = saved_hooks(True) is None and (has_graph or (run.functions is not None and not run.functions))
     if is_once and node.direct is not None and type(output) is Tensor:
         new = node.direct(output)
         if new is not None:

@@ -1,4 +1,10 @@
-"""A session: entered and left; owns every hook that it installed, and removes all of them however it is left."""
+"""A session: entered and left; owns every hook that it installed, and removes all of them however it is left.
+
+The verbs (capture, edit, take, trace ...) make taps of what was asked and a session that feeds them. Making one only
+looks and refuses. Opening makes a clock and a wiring, decides about compiled code and exported graphs, and installs the
+hooks of each node. From then on the hooks work by themselves; closing removes them and tells the streams what never
+came.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +31,13 @@ from gaff.errors import PlanError
 class Session:
     """Feeds ``taps`` while open. Checked when made, installed when opened. Not reentrant, opens once.
 
-    ``notes``: why what ran is not, bit by bit, what would have run without the session. ``clock`` (from opening on)
-    counts runs. After closing, ``lingering`` holds the hooks that the recomputation of living graphs still needs.
+    ``notes``: why what ran is not, bit by bit, what would have run without the session; they go into the receipt.
+    ``clock`` (from opening on) counts runs. After closing, ``lingering`` holds the hooks that the recomputation of
+    living autograd graphs still needs, else None; ``released`` is what tells those graphs that somebody has given them
+    up.
+
+    All handles are in one stack, in the order in which things were installed, so that they go in the opposite order,
+    and a failure in the middle of opening leaves nothing behind.
     """
 
     clock: Clock
@@ -41,7 +52,11 @@ class Session:
         *,
         is_traceable: bool = False,
     ) -> None:
-        """``threads``: whose runs are seen. ``is_traceable``: whoever looks is content with what compiled code tells.
+        """Look at the model and refuse what cannot work; installs nothing.
+
+        ``taps``: what is asked of ``model``, ``tensors``: plain tensors whose gradients are asked for, which need no
+        model. ``threads``: whose runs are seen, those of the thread that opens ("own") or of "all". ``is_traceable``:
+        whoever looks is content with what compiled code tells; else such code runs eagerly while the session is open.
 
         Raises PlanError for a model that cannot be looked at, and for a tensor that gets no gradient.
         """
@@ -76,16 +91,19 @@ class Session:
 
     @property
     def was_opened(self) -> bool:
-        """Whether it is open, or was."""
+        """Whether the session is open, or was: it cannot be opened again."""
         return hasattr(self, "clock")
 
     @property
     def is_traced(self) -> bool:
-        """Whether the hooks are inside compiled code."""
+        """Whether the hooks are inside compiled code; else it runs eagerly, if there is any. Known from opening on."""
         return self._inside is not None
 
     def open(self) -> None:
-        """Install every hook, all or nothing: a failure halfway removes what was already in."""
+        """Install every hook, all or nothing: a failure halfway removes what was already in.
+
+        Raises PlanError for a session that was opened before, and for what the wiring finds impossible.
+        """
         if self.was_opened:
             raise PlanError("this session was opened before: expected a new one for each with block")
         self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self.threads)
@@ -111,13 +129,22 @@ class Session:
             self._handles = opening.pop_all()
 
     def close(self) -> None:
-        """Remove everything, then tell the streams what a backward pass left out."""
+        """Remove everything, then tell the streams what a backward pass left out. May be called twice.
+
+        Where a living autograd graph would recompute an edited module, its hooks stay, as ``lingering``. Raises
+        ExactnessError where edits inside compiled code would still have to act.
+        """
         if self._handles is not None:
             handles, self._handles = self._handles, None
             handles.close()
 
     def _meet_compiled(self, opening: ExitStack, wiring: Wiring) -> None:
-        """Where code is compiled, hooks go into it, or it runs eagerly; exported graphs run as their trees."""
+        """Put hooks into compiled code, or have it run eagerly; exported graphs run as their trees.
+
+        It runs eagerly where compiled code cannot hold what is asked, and where there is an exported graph, which runs
+        node by node as a tree of modules. Where nothing is compiled yet, code that is first compiled while the session
+        is open runs eagerly, too.
+        """
         trees = trees_of(node.module for node in wiring.nodes.values())
         if self._model is not None and self._around is not None and surroundings.runs_compiled(self._around):
             from gaff.engine.compiled import session  # imports what only processes that compile need
@@ -135,7 +162,10 @@ class Session:
         run_as(trees, opening, self.notes, edited)
 
     def _follow_runs(self, wiring: Wiring) -> None:
-        """What is due when a run begins or ends."""
+        """Let the clock call what is due when a run begins or ends, as far as this session needs it.
+
+        Called before ``Wiring.follow_runs``, for the clock calls in the order in which it was asked.
+        """
         clock = self.clock
         if self._around is not None and self._around.fused:
             slow = surroundings.SlowPath(self._around.fused, wiring.nodes.values(), self.notes)
@@ -148,7 +178,10 @@ class Session:
             clock.at_end.append(self._guard)
 
     def _remove(self, hooks: list[tuple[Node, list[Any]]]) -> None:
-        """All hooks but those of edits that a living graph would recompute."""
+        """Remove all hooks but those of edits that a living autograd graph would recompute; these become ``lingering``.
+
+        ``hooks``: each node with the handles of its hooks, in the order in which they were installed.
+        """
         kept = []
         for node, handles in reversed(hooks):
             if self._wiring.has_edits and node.repeats():
@@ -159,19 +192,30 @@ class Session:
             self.lingering = Lingering(kept, is_forced=self._is_forced)
 
     def _let_go(self) -> None:
+        """Break the ties to taps, nodes and tensors, so that they are freed without a garbage collector.
+
+        Comes after hooks are removed; nodes of hooks that linger keep what they need.
+        """
         self.clock.closed = True
         self._wiring.let_go(self.lingering.nodes() if self.lingering is not None else set())
         self._taps = self._tensors = ()
 
     def _stop_waiting(self, run: Run, output: Any) -> None:
-        """Calls without grad mode wait for a reentrant checkpoint only as long as it could recompute them."""
+        """Tell streams of calls without grad mode, once it is certain, that no gradient will come.
+
+        Such a call may be one inside a reentrant checkpoint, which runs it again with grad mode; it waits for that only
+        as long as its checkpoint lives. Looked at when a run ends, and in no session that never met such a call.
+        """
         self._is_waiting = self._is_waiting or run.is_waiting
         if self._is_waiting:
             for node in self._wiring.nodes.values():
                 node.give_up(is_final=False)
 
     def _guard(self, run: Run, output: Any) -> None:
-        """What a run with a recomputation ahead returned raises in backward once its edits have been released."""
+        """Hook what a run with a recomputation ahead has returned: backward raises once its edits were released.
+
+        Without that the recomputation would run unedited, and gradients would be those of another function.
+        """
         if run.is_waiting:
             for _, tensor in iter_tensors(output):
                 if tensor.requires_grad and not tensor.is_leaf:

@@ -2,7 +2,11 @@
 
 A session makes a wiring when it opens, installs the hooks of its nodes, and lets go of it when it closes. Every way of
 looking or changing has one place on a node (``connect``, ``connect_edit``); parameters, gradients of leaves and ops
-have objects of their own beside the nodes.
+have objects of their own beside the nodes: a ``Swap`` or a ``StateValue`` for a parameter, a ``LeafGradient``, a
+``Scope`` for the ops of a module.
+
+Besides the modules that were asked for, those around them and the root become nodes, since only they tell where a run
+begins and ends.
 """
 
 from __future__ import annotations
@@ -44,6 +48,9 @@ class Wiring:
 
     Raises PlanError for what cannot be done. ``has_arms``: some gradient at a module is wanted; ``has_edits``:
     something is changed. ``let_go`` tells streams what never came, and frees all that was made.
+
+    A node is made once for each module, whatever is asked of it, and found again by the module's identity; ``swaps``
+    are the edits of parameters.
     """
 
     def __init__(
@@ -77,11 +84,11 @@ class Wiring:
 
     @property
     def has_marks(self) -> bool:
-        """Whether somebody asks which backward pass belongs to which run."""
+        """Whether somebody asks which backward pass belongs to which run: for gradients or for edits."""
         return self.has_arms or bool(self.leaves) or self.has_edits
 
     def follow_leaves(self, opening: ExitStack) -> None:
-        """Hook the leaves that are there now; ``opening`` removes the hooks."""
+        """Hook the parameters and tensors whose gradients are asked for; ``opening`` removes the hooks."""
         for leaf in self.leaves:
             opening.callback(leaf.remove)
             leaf.follow()
@@ -111,6 +118,7 @@ class Wiring:
         self.taps = []
 
     def _wire(self, model: nn.Module, tap: AnyTap) -> None:
+        """Hang one tap where it belongs, by its kind and the port of its site."""
         if isinstance(tap, OpTap):
             self._wire_listener(tap)
         elif isinstance(tap, CallTap):
@@ -142,7 +150,10 @@ class Wiring:
             connect_edit(node, site, tap.stream, self.gradients)
 
     def _wire_state(self, model: nn.Module, tap: Tap | EditTap) -> None:
-        """The value of a parameter or buffer: told by the first of its owners that a run enters."""
+        """Have the value of a parameter or buffer told by the first of its owners that a run enters.
+
+        Where no owner is called itself, the module around it tells at the end of the run.
+        """
         around = called_above(tap.found)
         above = self._node(around) if around is not None else None
         value = StateValue(tap.found, tap.stream, above, is_lent=self._shards.of(tap.found) is not None)
@@ -153,12 +164,14 @@ class Wiring:
         self._clock.at_end.append(value.finish)
 
     def _wire_listener(self, tap: OpTap) -> None:
+        """Ask for every op in the own forward of a module, which rules out the short way of its scope."""
         scope = self._scope(tap.found)
         scope.is_plain = False
         scope.repeats = scope.repeats or tap.is_again
         scope.listeners.append(OpListener(tap.enter, tap.leave, tap.is_again))
 
     def _wire_op(self, tap: Tap | EditTap) -> None:
+        """Ask for one op of a module, or for all that its pattern names; they are connected when they are first met."""
         scope = self._scope(tap.found)
         site, is_edit = tap.found.site, isinstance(tap, EditTap)
         scope.is_edit = scope.is_edit or is_edit
@@ -176,6 +189,7 @@ class Wiring:
             scope.at_end.append(end)
 
     def _scope(self, found: Found) -> Scope:
+        """What sees to the ops of a module, made when they are first asked for; it shares the set of known modules."""
         node = self._node(found.module)
         if node.scope is None:
             node.scope = Scope(node, found.site.path)
@@ -190,7 +204,12 @@ class Wiring:
         return scope
 
     def _wire_swap(self, model: nn.Module, tap: EditTap) -> None:
-        """The value stands in from the beginning of a run; a recomputation repeats it in every module around it."""
+        """Let an edited parameter's value stand in from the beginning of a run; a recomputation repeats that.
+
+        It does so in the modules around the parameter and in all its owners, any of which a checkpoint may begin with.
+        Of a sharded parameter the value stands in for each call of its FSDP2 unit, before other changes at its entry.
+        Raises PlanError for a parameter that is kept on the meta device between calls.
+        """
         owners = owners_of(model, tap.found)
         if tap.found.tensor.is_meta:
             raise PlanError(
@@ -216,7 +235,11 @@ class Wiring:
             node.entry_changes += (swap.scope(node),)
 
     def _wire_runs(self, model: nn.Module) -> None:
-        """The root and every module around a site tell where a run begins and ends."""
+        """Have the root and every module around a site hooked at their entry: they tell where a run begins and ends.
+
+        A node also learns which hooked modules are around it, by which the clock tells a call that belongs to the run
+        in progress from one that came after an exception.
+        """
         self._node(unwrap(model)).has_entry = True
         for node in self.nodes.values():
             if node.entries or node.entry_arms or node.entry_changes:
@@ -249,10 +272,12 @@ class Wiring:
             clock.at_end.append(lambda run, output: self._follow_leaves(run))  # FSDP2 makes tensors in a forward
 
     def _follow_leaves(self, run: Run) -> None:
+        """Hook the parameters that are there now, for they may have been replaced since the last run."""
         for leaf in self.leaves:
             leaf.follow(run)
 
     def _node(self, module: nn.Module) -> Node:
+        """The node of a module, made when it is first asked for; its number is that of its place among the nodes."""
         found = self.nodes.get(id(module))
         if found is None:
             found = self.nodes[id(module)] = Node(module, self._clock, len(self.nodes))
@@ -265,11 +290,16 @@ def _parameter(found: Found) -> Tensor:
 
 
 def _itself(tensor: Tensor) -> Tensor:
+    """The tensor that the user gave: it is never replaced, as a parameter may be."""
     return tensor
 
 
 def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
-    """Hang a stream on the right place of a hooked module."""
+    """Hang a stream that looks on the right place of a hooked module.
+
+    Values are told by taps, at the exit or at the entry; gradients by arms, which set their hooks there. A module's own
+    share of its input's gradient needs both sides. ``is_exact`` is that of ``Tap``.
+    """
     if site.port == "output":
         node.exits += (_output_tap(site, stream, is_exact),)
     elif site.port == "input":
@@ -285,7 +315,12 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
 
 
 def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
-    """Hang an edit on the right place: total gradients, then values, then what the edited values get back."""
+    """Hang an edit on the right place of a hooked module, so that edits of one kind act in the order given.
+
+    At the exit values are edited before the gradients of what they have become are hooked. At the entry total gradients
+    come first, then values, then a module's own share: the total is that of the tensor as it was passed in, the share
+    that of what the module is given.
+    """
     if site.port == "output":
         values = [change for change in node.exit_changes if not change.is_gradient]
         node.exit_changes = (*values, OutputChange(site, stream), *node.exit_changes[len(values) :])
@@ -303,12 +338,17 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
 
 
 def _before_last(changes: tuple[Any, ...], kinds: Any, new: Any) -> tuple[Any, ...]:
-    """``changes`` with ``new`` before those of ``kinds``, which stay last."""
+    """``changes`` with ``new`` before those of ``kinds``, which stay last; the order within both parts stays."""
     first = tuple(change for change in changes if not isinstance(change, kinds))
     return (*first, new, *(change for change in changes if isinstance(change, kinds)))
 
 
 def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:
+    """What hears of an output for ``stream``: the stream itself for the whole output of every call, else a filter.
+
+    The filter passes on the one call that is asked for, and what the key leads to; a key that leads nowhere raises
+    SiteError where ``is_exact``, else the stream is told of a skipped event.
+    """
     if site.call is None and not site.key:
         return stream.add  # the common case pays nothing for the others
 
@@ -325,6 +365,11 @@ def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:
 
 
 def _input_tap(site: Site, stream: Stream, is_exact: bool) -> EntryTap:
+    """What hears of the arguments for ``stream``; without a key the first tensor among them is meant.
+
+    As for outputs, only the call that is asked for is told, and a key that leads nowhere is reported.
+    """
+
     def tap(args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
         if site.call is not None and site.call != call:
             return

@@ -107,13 +107,7 @@ def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
     if not math.isfinite(moved.item() + before.item()):
         return None
     changed_rows = rows.bool().sum() if change.dim() > 1 else change.any().long()
-    return [
-        change.bool().sum(),
-        changed_rows,
-        torch.zeros((), dtype=torch.long),
-        moved.square(),
-        before.square(),
-    ]
+    return [change.bool().sum(), changed_rows, torch.zeros((), dtype=torch.long), moved.square(), before.square()]
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -139,6 +139,10 @@ class Scope:
                 row.nodes.append(self._make(row, len(row.nodes)))
         return row.nodes[index]
 
+    def nodes(self) -> Iterator[Node]:
+        """The ops that somebody asks for, as far as they have come."""
+        return (node for row in list(self.rows.values()) for node in row.nodes if node is not None)
+
     def _make(self, row: NamedOps, index: int) -> Node | None:
         """Make the node of one op and connect all streams that ask for it; equal sites share one stream."""
         self.ran.add(row.name)
@@ -157,7 +161,6 @@ class Scope:
                 if row.has_left_out:
                     stream.remark(LEFT_OUT)
         node.streams = tuple(made.values())
-        self.owner.ops += (node,)
         return node
 
     def install(self, handles: list[Any]) -> None:
@@ -186,7 +189,7 @@ class Scope:
 
     def let_go(self) -> None:
         """Break the circle with its owner, which would otherwise wait for a collector, when the session is over."""
-        self.owner.scope, self.owner.ops = None, ()
+        self.owner.scope = None
         self.rows.clear()
         self.plain.clear()
         self.wants.clear()
@@ -521,10 +524,9 @@ def _enter(scope: Scope, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
         if scope.repeats and (scope.is_edit or not scope.owner.clock.closed):
             _modes.mode.enter(CallShare(scope, None, -1, {}), sys._getframe(1), call_frames().position)
         return
-    owner = scope.owner
-    run = owner.clock.open.get(get_ident())
+    run = scope.owner.open.get(get_ident())
     if run is not None and kwargs is not None and transform_level() is None:
-        part = CallShare(scope, run, run.entered[owner.index] - 1, {})
+        part = CallShare(scope, run, run.entered[scope.owner.index] - 1, {})
         scope.was_called = True
         _modes.mode.enter(part, sys._getframe(1), call_frames().position)
 

@@ -1,4 +1,8 @@
-"""Rows of numbers that fill up during one sampled step, on the devices where the tensors are."""
+"""Rows of numbers that fill up during one sampled step, on the devices where the tensors are.
+
+Nothing here waits for a device, so that a look does not hold the training up: rows are handed over as tensors, and read
+on another thread (``sampling``). Modes of the user's, such as that of a selective checkpoint, do not see the counting.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,12 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """What of a tensor can be counted: real, floating, dense, local to this process; None if nothing."""
+    """What of a tensor can be counted, as a real, floating tensor on its device; None if nothing of it can.
+
+    Detached; a view of its memory where that is possible. Of a tensor that is spread over processes the part of this
+    one counts. None for integers, quantised and nested tensors, and inside a torch.func transform, whose values are
+    wrappers.
+    """
     if autograd.transform_level() is not None:
         return None
     is_usual = (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter) and tensor.dtype in _READABLE
@@ -50,7 +59,11 @@ class Accumulator:
         self.shares: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
 
     def observe(self, key: Key, tensor: Tensor, histogram: bool = True) -> None:
-        """Add a readable tensor's numbers to the row of ``key``. No synchronisation."""
+        """Add a readable tensor's numbers to the row of ``key``, made when it is first met. No synchronisation.
+
+        ``histogram``: whether its powers of two are counted, too. A stream that moves to another device begins anew
+        there.
+        """
         row = self._rows.get(key)
         if row is None or row.device != tensor.device:
             row = self._rows[key] = self._new_row(tensor.device)
@@ -58,7 +71,10 @@ class Accumulator:
             self._ops(tensor.device).observe_(tensor, row, histogram)
 
     def observe_units(self, key: Key, tensor: Tensor, count: int, inner: int) -> None:
-        """Add to the table of the units of ``key`` the first inputs of a batch: 16,384 elements or one input."""
+        """Add the first inputs of a batch to the table of the units of ``key``: 16,384 elements at most, or one input.
+
+        ``count`` and ``inner`` are those of ``models.units_of``. A table for another number of units is begun anew.
+        """
         each = tensor[0].numel()
         some = tensor[: max(1, _UNITS // each)]
         table = self.units.get(key)
@@ -86,7 +102,7 @@ class Accumulator:
         self.shares[name, key] = known + value.double(), number + count
 
     def alias(self, key: Key, known: Key) -> None:
-        """``key`` is the same tensor stream as ``known``, and comes just after it."""
+        """Let ``key`` have the numbers of ``known``, which is the same tensor stream, and come just after it."""
         if known in self._rows:
             self._rows[key] = self._rows[known]
             self._aliases.setdefault(known, []).append(key)
@@ -94,7 +110,7 @@ class Accumulator:
             self.units[key], self.inputs[key] = self.units[known], self.inputs[known]
 
     def rows(self, ending: str) -> Iterator[tuple[Key, Tensor]]:
-        """The keys whose address ends so, with their rows, which go on being filled."""
+        """The keys whose address ends with ``ending``, such as ``:grad``, with their rows, which go on being filled."""
         return ((key, row) for key, row in self._rows.items() if key[1].endswith(ending))
 
     def take(self) -> tuple[list[Key], list[Tensor]]:

@@ -81,7 +81,7 @@ class Looks:
         """A run that does not train begins: the first of each evaluation is looked at, and then ever fewer.
 
         ``given``: the positional and keyword arguments of the call; ``distance``: steps between looks at training.
-        Evaluations that are looked at are at least as far apart, and ten steps. Hooks are on for this one run.
+        First runs that are looked at are as many steps apart, and at least ten. Hooks are on for this one run.
 
         A model that is in training mode though it runs without gradients is told to the rules (``train_mode``) only
         where it has a dropout or a BatchNorm, and was so ten times in a row or for the first time in five steps: a
@@ -137,5 +137,8 @@ class Looks:
             self._target.left(module, args, output, stands)
 
     def _may_evaluate(self, step: int, distance: int) -> bool:
-        """Whether an evaluation may be looked at: a teacher that runs in every step is one, too."""
+        """Whether the last evaluation looked at is long enough ago, ten steps at least.
+
+        A teacher that runs in every step is an evaluation, too, and must not be looked at each time.
+        """
         return self._looked_at_eval is None or step - self._looked_at_eval >= max(10, distance)

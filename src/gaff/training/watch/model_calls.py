@@ -71,7 +71,10 @@ class ModelCalls:
         self._expected.add(kind)
 
     def know(self, model: Model, module: nn.Module) -> None:
-        """Calls of ``module`` are runs of ``model``."""
+        """Count calls of ``module`` as runs of ``model`` from now on, and those of what is inside wrappers such as DDP.
+
+        The modules are held weakly. Their classes' ``__call__`` is wrapped until ``close``.
+        """
         for one in (module, unwrap(module)):
             if one not in self._known:
                 self._known[one] = model

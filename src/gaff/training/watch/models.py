@@ -162,7 +162,10 @@ class Models:
         return None
 
     def select(self, root: nn.Module) -> set[int] | None:
-        """Identities of the modules that the filters leave, None: all. Raises SiteError where one names nothing."""
+        """The identities of the modules of ``root`` that the filters leave; None where there is no filter, for all.
+
+        Raises SiteError where a filter names nothing in ``root``.
+        """
         if not self._only and not self._skip:
             return None
         everything = {id(module) for _, module, _ in iter_modules(root)}
@@ -236,7 +239,11 @@ def _channels_of(module: nn.Module) -> int | None:
 
 
 def units_of(tensor: Tensor, channels_at: int) -> tuple[int, int] | None:
-    """How many units a tensor has and how many neighbours in memory each is wide; None where they do not lie so."""
+    """How many units a tensor has, and how many neighbours in memory each is wide.
+
+    ``channels_at``: the dimension of the units. None where they do not lie in memory in turns of that width: the kernel
+    reads a tensor in the order of its memory, and does not follow strides. Images in ``channels_last`` are known.
+    """
     if tensor.dim() < 2 or not tensor.numel():
         return None
     at = channels_at % tensor.dim()

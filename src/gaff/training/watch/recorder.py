@@ -105,7 +105,11 @@ class Recorder:
             self._log = None
 
     def _layout(self, group: str, keys: Iterable[Key], step: int) -> Layout:
-        """One that has these rows: the last one, or a longer one. Rows without numbers in a table count NaN."""
+        """The layout for a table of these rows: the group's last one if it has all of them, else a longer one.
+
+        Rows are added and never taken away, so that layouts stay few; a row that a table has no numbers for is filled
+        with NaN. A new layout is written here, before the table that refers to it.
+        """
         known = self._layouts.get(group)
         if known is None or any(key not in known.index for key in keys):
             rows = tuple(dict.fromkeys((*(known.rows if known is not None else ()), *keys)))

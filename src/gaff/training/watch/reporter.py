@@ -47,7 +47,10 @@ class Reporter:
     """
 
     def __init__(self, settings: Settings, flight: FlightRecorder) -> None:
-        """Raises RecordError where the folder holds a run already; PlanError for a rule that is none."""
+        """Prepare the record, and make it unless ``settings`` are lazy; ``flight`` has the last steps.
+
+        Raises RecordError where the folder holds a run already; PlanError for a rule that is none.
+        """
         self._settings = settings
         self._flight = flight
         self._due: list[str] = []  # why the last steps are to be written
@@ -203,6 +206,7 @@ class Reporter:
         self._worker.put(lambda: self._recorder.event("flight", step, why=why, rows=rows))
 
     def _flush(self, step: int, pace: Pace) -> None:
+        """Hand over what has been collected of every step, and how far the run is, for readers of a run in progress."""
         pulses = self._series.take()
         told = {"overhead": pace.overhead, "every": pace.distance, "seconds": pace.total_s}
 
@@ -229,7 +233,7 @@ class Reporter:
         self._write_findings(sample.step)
 
     def _new(self, notes: Iterable[str]) -> list[str]:
-        """Those that are not in the record yet."""
+        """Those of ``notes`` that are not in the record yet; from now on they count as written."""
         new = [one for one in notes if one not in self._noted]
         self._noted.update(new)
         return new
@@ -258,6 +262,7 @@ class Reporter:
             self._recorder.findings(found, step)
 
     def _job_failed(self, error: Exception) -> None:
+        """A job has raised: if the disk refuses, nothing more is written; else a look is lost, and others follow."""
         if isinstance(error, OSError):
             self._recorder.close()
             self._complain(f"gaff: the record is not written any further, training goes on: {error}")
@@ -266,7 +271,7 @@ class Reporter:
             self._complain(f"gaff: a look could not be judged or written, training goes on: {self.failure}")
 
     def _complain(self, text: str) -> None:
-        """Once: the first failure says enough."""
+        """Tell a failure, the first one only: it says enough, and more would hide the user's own lines."""
         if not self._has_complained:
             self._has_complained = True
             (self._settings.tell or self._settings.complain)(text)

@@ -1,4 +1,8 @@
-"""One sampled step: the numbers of every activation and gradient that passes while it lasts."""
+"""One sampled step: the numbers of every activation and gradient that passes while it lasts.
+
+``Looks`` makes a ``SampledStep`` when a look begins, and hands it what hooks tell. It decides what is counted, and
+under which address; the counting itself is done by an ``Accumulator``.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +115,10 @@ class SampledStep:
         return pairs[int(bad.int().argmax())][0] if bool(bad.any()) else None
 
     def left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None = None) -> None:
-        """A module has returned. ``stands``: in compiled code, by identity of a tensor what hears of its gradient."""
+        """A module has returned, in an ordinary forward or in a recomputation: look at its output.
+
+        ``stands``: in compiled code, by identity of a tensor what hears of its gradient; None outside of it.
+        """
         began = perf_counter()
         self._stands = stands
         entry = self._models.entries.get(module)
@@ -194,7 +201,7 @@ class SampledStep:
         one.is_followed = self._follow(entry, place, tensor) or one.is_followed
 
     def _recomputed(self, entry: WatchedModule, output: Any) -> None:
-        """A checkpoint runs the module again: its gradients come from here if the first pass had no graph.
+        """A checkpoint runs the module again: its gradients come from here if the first pass had no autograd graph.
 
         Those of compiled code do in any case: backward is given what the second pass has saved.
         """
@@ -240,13 +247,21 @@ class SampledStep:
             self.numbers.observe_units(key, value, *units)
 
     def _count_saturated(self, key: Key, value: Tensor, kind: str) -> None:
-        """Tanh beyond 0.97 in magnitude; sigmoid nearer to 0 or 1 than 0.015, which has the same slope of 6 %."""
+        """Count the elements at which the function is nearly flat: where its slope is below 6 % of the largest.
+
+        That is beyond 0.97 in magnitude for tanh, and nearer to 0 or 1 than 0.015 for sigmoid. No synchronisation.
+        """
         with torch.no_grad(), modes.outside_modes():
             far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
             self.numbers.add_share("saturated", key, far.sum(), value.numel())
 
     def _attended(self, entry: WatchedModule, args: Any, output: Any) -> None:
-        """Attention probabilities: what a softmax returned, a dropout was given, or MultiheadAttention's weights."""
+        """Note the entropy of attention probabilities, of the first input of the batch, where a module shows some.
+
+        They are what a softmax returned, what a dropout was given (if its rows sum to one, which is waited for), or the
+        weights that MultiheadAttention returns. Of the two former only tensors of four dimensions or more count, as
+        attention's are.
+        """
         found: Any = output if entry.kind == "softmax" else args[0] if args else None
         if entry.kind == "attention":
             found = output[1] if isinstance(output, tuple) and len(output) > 1 else None

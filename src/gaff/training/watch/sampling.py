@@ -19,9 +19,11 @@ from gaff.training.watch.sampled_step import SampledStep
 def reading_of(
     sampled: SampledStep, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any], seconds: float
 ) -> Callable[[], tuple[Sample, Sequence[Key], Tensor]]:
-    """What reads a step that was looked at, later, on another thread: the sample, and its rows by key.
+    """A function that reads a step that was looked at: the sample, and its rows, [n, 74] on the CPU, by key.
 
-    What is there now is taken from the step, which may be filled again. ``seconds``: since the run began.
+    What is there now is taken from the step, whose accumulator may be filled again. The function is called later, on
+    the thread that writes, and waits for devices there. ``parameters`` and ``values`` (the losses) may hold tensors,
+    too; ``seconds``: since the run began.
     """
     keys, rows = sampled.numbers.take()
     units, inputs = dict(sampled.numbers.units), dict(sampled.numbers.inputs)
@@ -59,7 +61,11 @@ def _units(table: Tensor, inputs: int) -> Units:
 
 
 def _unscale(keys: Sequence[Key], table: Tensor, scale: float) -> Tensor:
-    """Gradients of activations belong to the scaled loss; those of parameters are unscaled before the step."""
+    """The table with gradients as those of the loss itself, and not of the loss times a GradScaler's factor.
+
+    Only gradients of activations have to be changed: those of parameters are unscaled before the step is made, and so
+    before they are counted.
+    """
     if scale == 1.0:
         return table
     rows = [_unscaled(row, scale) if ":grad_output" in key[1] else row for key, row in zip(keys, table, strict=True)]

@@ -149,9 +149,9 @@ def kept_of(run: Path) -> list[Path]:
 
 
 def _put(named: Mapping[str, Tensor], start: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Add ``named`` tensors to ``tensors``, and return those that are others under a second name, with the first one.
+    """Add ``named`` tensors to ``tensors``; return those that are others of them under a second name, with the first.
 
-    safetensors refuses two names of one memory, and tied weights would no longer be tied if they were written twice.
+    One tensor with several names, told by identity, is written once, and is one again when it is read.
     """
     aliases: dict[str, str] = {}
     known: dict[int, str] = {}
@@ -199,6 +199,7 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor], notes: list[str])
 
 
 def _unpacked(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``_packed``. Raises ValueError where something was left out, other errors for damaged JSON."""
     kind, inner = next(iter(value.items()))
     if kind == "tensor":
         tensor = tensors[inner]

@@ -96,16 +96,13 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """What a process that is started is told: the options of the command, and where the record lies.
 
-        Left out are the rank, which each process knows itself, and functions, which no text can tell.
+        Left out is what each process knows by itself, such as its rank, and functions, which no text can tell.
         """
         told = {one.name: getattr(self, one.name) for one in fields(self) if "help" in one.metadata}
         return {**told, "out": None if self.out is None else str(self.out)}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any], **more: Any) -> Self:
-        """The inverse of ``to_json``; ``more``: what no text can tell. Names that are not known are left out.
-
-        So a command and the processes it starts may be of different versions of gaff.
-        """
+        """The inverse of ``to_json``; ``more``: what no text can tell. Names that are not known are left out."""
         known = {one.name for one in fields(cls) if "help" in one.metadata} | {"out"}
         return cls(**{name: value for name, value in told.items() if name in known}, **more)

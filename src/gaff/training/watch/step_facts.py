@@ -57,7 +57,10 @@ def _beginning(tensor: Tensor, most: int) -> Tensor:
 
 
 def precision(module: nn.Module) -> str:
-    """``float16`` where autocast or the first parameter says so, else the first parameter's type."""
+    """The type in which a module computes, such as ``float16``: autocast's where it is on, else its first parameter's.
+
+    Empty for a module without parameters. Autocast is asked about the device that the module is on.
+    """
     parameter = next(module.parameters(), None)
     kind = libraries.device_of(module).type
     if torch.is_autocast_enabled(kind):
@@ -66,7 +69,7 @@ def precision(module: nn.Module) -> str:
 
 
 def has_modes(module: nn.Module) -> bool:
-    """Whether a module inside is in training mode that does something else there: dropout, BatchNorm."""
+    """Whether something inside is in training mode and acts otherwise for it: a dropout, BatchNorm with statistics."""
     dropout, norm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
     return any(
         one.training
@@ -166,7 +169,8 @@ def _kind(module: nn.Module, parameter: Tensor) -> str:
 def spread_over(root: nn.Module) -> dict[str, Any]:
     """Which parts of a model this process has, where it is spread over several; empty where it is not.
 
-    ``places`` is that of ``distributed.places_of``; ``has_parts``: whether tensors are divided, not only copied.
+    ``places`` is that of ``distributed.places_of``; ``has_parts``: whether processes with different parts of the
+    weights compute on the same rows of a batch.
     """
     model = unwrap(root)
     places = distributed.places_of(model)

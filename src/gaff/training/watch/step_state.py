@@ -74,7 +74,7 @@ class StepState:
         self.ended_at: float | None = None
 
     def enter(self, event: LoopEvent) -> bool:
-        """Go on to what ``event`` leads to. Whether the step before is over: it is to be completed first."""
+        """Go on to the state that ``event`` leads to; whether the step before is over by it, and to be completed."""
         is_over = self.is_over_by(event)
         following = TABLE[self.state, event]
         self.state = State.ENDED if following is State.IDLE and self.ended_at is not None else following

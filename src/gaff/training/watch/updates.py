@@ -32,7 +32,7 @@ class Owned:
 
     ``group``: the optimizer's own parameter group. ``had_grad``: whether there was a gradient when the step was given
     it. ``adam_rms`` and ``momentum`` are those of ``gaff.record.sample.Parameter``; None where the optimizer keeps no
-    such moments.
+    such moments, or they were not read at this look.
     """
 
     model: str
@@ -48,9 +48,9 @@ class Owned:
 class Update:
     """One step of one optimizer in a sampled window. Adds rows to ``bank``; never synchronises.
 
-    Reads gradients and weights once each, and copies at most 16,384 elements of every weight for the time of the step:
-    the difference to what they are afterwards is the update. With a closure the gradients come during the step, and are
-    read at its end.
+    Reads gradients and weights once each, and copies some 16,384 elements of every larger weight, never twice as many,
+    for the time of the step: the difference to what they are afterwards is the update. With a closure the gradients
+    come during the step, and are read at its end.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Update:
 
     @property
     def keys(self) -> dict[Key, Owned]:
-        """Of the parameters themselves."""
+        """The parameters that this optimizer owns and a watched model has, by key: the model's name, and an address."""
         return {(one.model, address_of(one.path, "param")): one for one in self.owned}
 
     def begin(self) -> None:
@@ -128,7 +128,7 @@ class Update:
         """Note how large the moments are that an optimizer keeps, under the names that torch's Adam and SGD give them.
 
         The norm of the first moment, and the root of the mean of g^2 / v (Wortsman et al., 2023, RMS_t), are taken from
-        a sample of at most 4,096 elements each; the norm is scaled up to all of them. The results stay on the device.
+        a sample of some 4,096 elements each; the norm is scaled up to all of them. The results stay on the device.
         """
         states = getattr(self.optimizer, "state", {})
         firsts: list[tuple[Owned, Tensor]] = []
@@ -157,6 +157,7 @@ class Update:
                 one.adam_rms = ratio / math.sqrt(max(1, gradient.numel()))
 
     def _observe(self, port: str, pairs: Sequence[tuple[Owned, Tensor | None]]) -> None:
+        """Add tensors to new rows under the address of ``port``, in one call for each device; None is left out."""
         known = [(one, value) for one, value in pairs if value is not None]
         keys = [(one.model, address_of(one.path, port)) for one, _ in known]
         self._bank.observe_many(keys, [value for _, value in known if value is not None])
@@ -188,17 +189,22 @@ class Clearing:
                 self._cleared[which] = True
 
     def was_cleared(self, optimizer: Any) -> bool:
-        """True where nothing is known: no step has been seen, or no gradient was there to be cleared."""
+        """Whether the gradients of ``optimizer`` have been cleared since its last step; asks about all that are noted.
+
+        True where nothing is known: no step has been seen, or no gradient was there to be cleared. Waits for their
+        device.
+        """
         self.look()
         return self._cleared.get(id(optimizer), True) or not self._stepped.get(id(optimizer))
 
     def forget(self) -> None:
-        """Hold no gradient of the user's any more."""
+        """Let go of the gradients that are noted: nothing is known any more."""
         self._cleared.clear()
         self._stepped.clear()
 
 
 def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Every parameter of an optimizer with its group, in the order of its groups, which are read anew each time."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, parameter
@@ -207,8 +213,8 @@ def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
 def some_of(value: Tensor, most: int = _WHOLE) -> Tensor:
     """All elements of ``value``, flat, or every nth of a large tensor: a view where it can be one.
 
-    n is odd, for an even distance would meet the same channels again and again. Of a large tensor between ``most`` and
-    about twice as many are taken.
+    n is odd, for an even distance would meet the same channels again and again. Of a large tensor about ``most``
+    elements are taken, always less than twice as many.
     """
     elements = value.numel()
     if elements <= most:
@@ -217,7 +223,7 @@ def some_of(value: Tensor, most: int = _WHOLE) -> Tensor:
 
 
 def _like(value: Tensor | None, before: Tensor | None) -> Tensor | None:
-    """The same elements of a parameter, if it is still where and of the size that it was."""
+    """The elements of a parameter of which ``before`` is a copy, as they are now; None where they are others."""
     if value is None or before is None or value.device != before.device or value.dtype != before.dtype:
         return None
     now = some_of(value)

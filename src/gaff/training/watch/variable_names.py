@@ -1,7 +1,8 @@
 """What the user calls a model or a loss: read from the variables of the code that uses it.
 
-The Python stack at a call of a model, or of ``backward``, leads through the functions that hold it. Walking it is slow,
-so names are asked for once for each model and each place in the code. Nothing is written to a frame.
+The Python stack at a call of a model, or of ``backward``, leads through the functions that hold it. Reading their
+variables takes long, so names are asked for once for each model, and once for each place in the code at which a loss
+comes by.
 """
 
 from __future__ import annotations
@@ -120,7 +121,10 @@ def _modules_inside(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _rank(name: str) -> int:
-    """Plain variables and what they hold by key first, then what ``self`` holds, then the rest."""
+    """How little a name says: plain variables first (0), then what ``self`` holds, then what other objects hold.
+
+    Arguments that are merely passed on, such as ``args``, come last.
+    """
     if "." not in name.partition("[")[0]:
         return 3 if name in _PASSED_ON else 0
     return 1 if name.startswith("self.") else 2

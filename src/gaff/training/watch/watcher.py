@@ -4,6 +4,14 @@ What hooks tell goes one way: ``ModelCalls`` and ``Outer`` (hooks) -> the method
 ``step_state`` holds as a table) -> ``Looks`` (the sampled step) -> ``Reporter`` (judge and record, on another thread).
 All that is called from the user's code goes through a ``Shield``: a failure of ours ends the watching, is told once,
 and never reaches the training.
+
+A step in order: runs begin and end (``_run_begins``, ``_run_ends``), backward passes begin from losses, which are named
+and checked there (``_backward_begins``), optimizers step (``_step_begins``, ``_step_ended``) or a GradScaler leaves a
+step out (``_step_skipped``). When something else begins, the step is over (``_complete``): what was seen of it is
+handed on, and it is decided whether to look at the next one. With a single optimizer its step is over at once.
+
+The watcher itself counts nothing and keeps nothing but the number of the step: that is done by the objects that it
+makes, each with one concern, and it decides which of them hears of an event.
 """
 
 from __future__ import annotations
@@ -70,7 +78,7 @@ class Watcher:
         self._exit = partial(_close, weakref.ref(self))
 
     def open(self) -> None:
-        """From now on what happens in this process is told."""
+        """Install hooks and wrappers: from now on what happens in this process is told. The first step is looked at."""
         self.shield.is_open = True
         self._flight.follow_signal()
         self._steps.at.began = perf_counter()
@@ -82,7 +90,7 @@ class Watcher:
         self._begin_look()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing of ours stays; a look at a step that has not ended is left out, and the record is finished."""
+        """Take everything away and finish the record; a look at a step that has not ended is left out."""
         atexit.unregister(self._exit)
         if not self.shield.is_open:
             self._outer.close()  # a failure could not: torch was going through its hooks
@@ -100,16 +108,16 @@ class Watcher:
 
     @property
     def steps_made(self) -> int:
-        """Optimizer steps, the last one included, which others may still follow."""
+        """Steps of the run that were made, the last one included, after which other optimizers may still follow."""
         return self.step + (self._steps.at.ended_at is not None)
 
     def pause(self) -> None:
-        """The process is about to fork: a lock that another thread holds would be held for ever in the child."""
+        """Leave no thread of ours: the process is about to fork, and locks held by a thread stay held in the child."""
         if self.shield.is_open:
             self.reporter.pause()
 
     def abandon(self) -> None:
-        """A forked child (a DataLoader's worker) is not watched."""
+        """Stop watching in a forked child (a DataLoader's worker), and leave the record to the parent."""
         if self.shield.is_open:
             self.reporter.abandon()
             self._flight.close()
@@ -121,7 +129,7 @@ class Watcher:
         self.reporter.fail(error, self.step)
 
     def _stop(self) -> None:
-        """What is left of ours does nothing any more."""
+        """Let go of everything: what is left of ours, as a wrapper inside somebody else's, does nothing any more."""
         self.shield.is_open = False
         self._looks.drop()
         self._calls.close()
@@ -172,11 +180,12 @@ class Watcher:
     # backward passes and steps
 
     def _enter(self, event: LoopEvent) -> None:
-        """Something begins: a step that has ended is over by it, and is completed first."""
+        """Go on to the next state; a step that has ended is over by whatever begins, and is completed first."""
         if self._steps.at.enter(event):
             self._complete()
 
     def _backward_begins(self, losses: Any) -> None:
+        """A backward pass is about to begin from ``losses``: note each, and tell a spike or one that is not finite."""
         self._calls.left_model()
         self._enter(LoopEvent.BACKWARD_BEGINS)
         self._alone.backward_begins()
@@ -198,6 +207,7 @@ class Watcher:
             self._origin.find(f"the loss {bad!r}", self.step, has_gradients=False)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
+        """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
         self._calls.left_model()
         if not self._steps.optimizers.has(optimizer):
             return
@@ -211,6 +221,7 @@ class Watcher:
             self._origin.find(f"the gradient {bad[1]}", self.step, has_gradients=True)
 
     def _step_ended(self, optimizer: Any) -> None:
+        """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
         if self._steps.optimizers.has(optimizer) and self._steps.ends(optimizer, self._looks.sampled):
             self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
             seconds = perf_counter() - self._steps.at.began
@@ -219,7 +230,7 @@ class Watcher:
                 self._complete()
 
     def _step_skipped(self, optimizer: Any) -> None:
-        """A GradScaler has found gradients that are not finite: what was seen of them is its business."""
+        """A GradScaler has left a step out, for gradients that are not finite: the look begins anew with the next."""
         if not self._steps.optimizers.has(optimizer):
             return
         self._enter(LoopEvent.STEP_SKIPPED)
@@ -236,7 +247,6 @@ class Watcher:
             self._begin_look()
 
     def _complete_ended(self) -> None:
-        """Complete a step that has ended, if there is one."""
         if self._steps.at.ended_at is not None:
             self._complete()
 
@@ -291,7 +301,10 @@ class Watcher:
 
 
 def _notes(looks: Looks, calls: ModelCalls, models: Models) -> list[str]:
-    """What was not looked at, and why."""
+    """What was not looked at, and why, as lines for the end of the record; asked once, when the run is over.
+
+    A reader must be able to tell a layer without numbers that was healthy from one that nobody could see.
+    """
     told = list(models.missed)
     if looks.is_endless:
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
@@ -304,12 +317,19 @@ def _notes(looks: Looks, calls: ModelCalls, models: Models) -> list[str]:
 
 
 def _is_training(module: nn.Module) -> bool:
-    """Whether a call trains: in training mode, and with gradients, or inside a checkpoint."""
+    """Whether a call trains: in training mode, and with gradients, or inside a checkpoint.
+
+    The first pass of a reentrant checkpoint runs without grad mode, and is told by the functions around it.
+    """
     return module.training and bool(torch.is_grad_enabled() or checkpoints.enclosing_functions())
 
 
 def _close(watcher: weakref.ref[Watcher]) -> None:
-    """At the end of the process, for those that nobody has removed."""
+    """Close a watcher at the end of the process, if nobody has before; Python calls this at exit.
+
+    Told by a weak reference, so that the list of what to call at exit does not keep a watcher alive. An exception that
+    has ended the process is told to the record.
+    """
     found = watcher()
     if found is not None:
         found.close(getattr(sys, "last_value", None))  # what has ended the process, if something was raised

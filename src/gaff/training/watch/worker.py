@@ -77,6 +77,7 @@ class Worker:
                 self._do(job)
 
     def _do(self, job: Callable[[], None]) -> None:
+        """Do one job, and hand what it raises to ``failed``: an error of gaff's own must end nothing of the user's."""
         try:
             job()
         except Exception as error:  # noqa: BLE001  # nothing of ours may end a training run
