@@ -107,13 +107,13 @@ def test_what_is_reduced_is_reduced_in_the_graph(reduce, backend, monkeypatch):
 
     told = []
     for name in ("told", "arrived"):
-        original = getattr(inside.Exit, name)
+        original = getattr(inside.ExitHook, name)
 
         def spy(self, call, *given, original=original):
             told.extend(one for value in given if isinstance(value, list) for one in value)
             return original(self, call, *given)
 
-        monkeypatch.setattr(inside.Exit, name, spy)
+        monkeypatch.setattr(inside.ExitHook, name, spy)
     net, x = Head(), torch.randn(4, 16, 8, 8)
     sites = (
         "conv",

@@ -19,9 +19,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="INPUT", help=INPUT_HELP)
     parser.add_argument("path", nargs="?", default="", metavar="PATH", help="a module inside, such as layer1.0.conv1")
     parser.add_argument("--tree", action="store_true", help="a tree instead of a table")
-    parser.add_argument(
-        "--out", metavar="FILE", help="also write it, for gaff.load; or a picture (.svg)"
-    )
+    parser.add_argument("--out", metavar="FILE", help="also write it, for gaff.load; or a picture (.svg)")
     add_table(parser)
     parser.epilog = "example: gaff anatomy net.py:model randn:1x3x224x224 layer1 --out backward.svg"
 

@@ -23,9 +23,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-flops", action="store_true", help="do not count operations; times are closer to bare ones"
     )
-    parser.add_argument(
-        "--out", metavar="FILE", help="also write it, for gaff.load and gaff diff; or a page (.html)"
-    )
+    parser.add_argument("--out", metavar="FILE", help="also write it, for gaff.load and gaff diff; or a page (.html)")
     parser.add_argument("--html", metavar="FILE", help="also write a page: table, tree, graph, activations as pictures")
     add_table(parser)
     parser.epilog = "example: gaff trace net.py:model randn:1x3x224x224 --backward"

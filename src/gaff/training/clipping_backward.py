@@ -48,7 +48,7 @@ class BackwardClipping:
         limits = self._limits
         if gradient.is_sparse:
             raise PlanError("when='backward' cannot clip a sparse gradient as it comes: expected when='step'")
-        number = next(at for at, one in enumerate(self._parameters.all) if one is parameter)
+        number = self._parameters.numbers[id(parameter)]
         gradient = distributed.settled(gradient)
         local, norm = distributed.local_of(gradient), self._norm(gradient)
         if not bool(norm.isfinite()):

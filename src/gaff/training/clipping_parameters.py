@@ -24,14 +24,15 @@ class LimitedParameters:
     """The parameters of an optimizer, in its order, as they were when ``look`` was last called.
 
     ``all`` holds them, ``names`` what they are called: a path in the model, the name that the optimizer was given, or a
-    place in it. ``names`` is one list for good, so that whoever has it sees what is new. ``model``: theirs, if it is
-    known.
+    place in it. ``names`` is one list for good, so that whoever has it sees what is new. ``numbers``: the place of each
+    among all, by identity. ``model``: theirs, if it is known.
     """
 
     def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None) -> None:
         """Raises PlanError for limits of units where the model does not tell what a unit is."""
         self.all: list[Tensor] = []
         self.names: list[str] = []
+        self.numbers: dict[int, int] = {}
         self._optimizer = optimizer
         self._limits = limits
         self.model = model
@@ -44,6 +45,7 @@ class LimitedParameters:
         if len(self.all) == len(new) and all(a is b for a, b in zip(self.all, new, strict=True)):
             return
         self.all = new
+        self.numbers = {id(one): number for number, one in enumerate(new)}
         self.names[:] = _names(self._optimizer, self.model)
         if self._limits.adaptive is not None:
             owners = _owners(self.model)

@@ -91,14 +91,12 @@ class Examination:
             closing.callback(lambda: self._trail.nodes.close())
             if self._from_step is not None:
                 closing.enter_context(StepWatch(None, self._before_step))
-            session.open()
-            try:
-                output = around()
-            except Exception as error:
-                self._explain(error)
-                raise
-            finally:
-                session.close()
+            with session:
+                try:
+                    output = around()
+                except Exception as error:
+                    self._explain(error)
+                    raise
             self.notes += session.notes
             self._sink(output)
             if output is None and not len(self._trail) and self._now.outside is not None:

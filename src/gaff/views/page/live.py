@@ -41,7 +41,6 @@ _KEPT = 8  # documents: of the latest versions, and of what was zoomed into
 _WRONG = (RecordError, OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
 
-
 class Board:
     """What there is to see now, of one or several records. ``look`` reads on; viewers wait for the next version.
 
