@@ -130,6 +130,17 @@ def settled(tensor: Tensor) -> Tensor:
     return found
 
 
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor that a collective under way brings (``AsyncCollectiveTensor``), waited for; every other one as it is.
+
+    What lies inside such a wrapper before that is memory that the collective has still to write.
+    """
+    if type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    found: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+    return found
+
+
 def meshes_of(model: Any) -> list[Any]:
     """The process meshes over which a model's parameters are spread, in order; empty for one that is not (and DDP)."""
     return _meshes((*model.parameters(), *model.buffers()))

@@ -6,6 +6,7 @@ else. Nothing in this file communicates with other processes.
 | kind | its numbers |
 |---|---|
 | DTensor (FSDP2, tensor parallelism) | those of this process's part |
+| what a collective under way brings | those that it brings: it is waited for |
 | quantised, by torch or by a subclass with ``dequantize`` (torchao, quanto) | those that it stands for |
 | float8 and smaller floats | the same as float32, which can be computed with |
 | sparse | those that are stored; as a dense tensor zeros, too |
@@ -66,7 +67,7 @@ def dense(tensor: Tensor) -> Tensor | None:
     """
     if not is_readable(tensor):
         return None
-    value = dequantized(distributed.local_of(tensor.detach()))
+    value = _own(tensor)
     if value.is_nested or not is_readable(value):
         return None
     if value.layout != torch.strided:
@@ -84,7 +85,7 @@ def elements(tensor: Tensor) -> Tensor | None:
     """
     if not is_readable(tensor):
         return None
-    value = dequantized(distributed.local_of(tensor.detach()))
+    value = _own(tensor)
     if value.is_nested:
         return _joined(list(value.unbind()))
     if value.layout == torch.sparse_coo:
@@ -97,6 +98,11 @@ def elements(tensor: Tensor) -> Tensor | None:
     if is_small_float(value):
         value = value.float()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What lies in this process, without an autograd graph: the local part, once it has come, dequantised."""
+    return dequantized(distributed.arrived(distributed.local_of(tensor.detach())))
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:
