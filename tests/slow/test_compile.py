@@ -233,7 +233,7 @@ def test_every_call_of_a_compiled_block_gets_its_gradient_however_many_there_are
 
 
 def test_what_no_graph_holds_any_more_is_let_go():
-    from gaff.engine.compiled import hooks as inside
+    from gaff.engine.compiled import tell as inside
 
     net = model()
     run = torch.compile(net, backend="aot_eager")
