@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import gaff
 from gaff.compat import elements
-from gaff.inspection.call_log import measure
+from gaff.inspection.call_log import gradient_of, measure
 from gaff.inspection.nonfinite.ranges import has_nonfinite, range_of
 from gaff.inspection.sketches import marks_of
 from gaff.sessions.edit_size import plain
@@ -89,3 +89,20 @@ def test_a_trace_of_a_model_with_a_wrapper_of_wrappers_tells_its_numbers():
     trace = gaff.trace(nn.Sequential(Doubled()), torch.ones(2, 3))
     assert trace.rows[1].statistics.max == 4.0
     assert trace.rows[1].statistics.min == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gradient", "zeros", "norm"),
+    [
+        (torch.tensor([0.0, 3.0, 4.0, 0.0]), 0.5, 5.0),
+        (torch.complex(torch.tensor([3.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 4.0, 0.0, 0.0])), 0.5, 5.0),
+        (TwoTensor(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 0.0])), 0.5, 5.0),
+        (torch.tensor([[3.0, 0.0], [4.0, 0.0]]).to_sparse(), 0.5, 5.0),
+        (torch.complex(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 0.0])).to_sparse(), 0.5, 5.0),
+        (torch.zeros(0), 1.0, 0.0),
+    ],
+    ids=["real", "complex", "wrapper", "sparse", "sparse complex", "empty"],
+)
+def test_the_share_of_zeros_of_a_gradient_is_of_its_elements(gradient, zeros, norm):
+    told = gradient_of(gradient)
+    assert (told.zeros, told.norm) == (zeros, norm)

@@ -321,7 +321,7 @@ def gradient_of(tensor: Tensor) -> Gradient:
     """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device.
 
     Of a tensor that is spread over processes those of this one's part. What a sparse gradient leaves out counts as
-    zero.
+    zero; a complex number is zero where both of its parts are.
     """
     tensor = distributed.local_of(tensor)
     if not elements.is_readable(tensor):
@@ -331,8 +331,9 @@ def gradient_of(tensor: Tensor) -> Gradient:
         if x is None:
             return Gradient(shape_text(tensor), reason=f"a {type(tensor).__name__} has no values")
         norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
-        zeros = 1 - torch.count_nonzero(x).item() / max(x.numel(), 1)
-        zeros = 1 - (x.numel() * (1 - zeros)) / max(tensor.numel(), 1)  # what a sparse gradient leaves out is zero
+        is_nonzero = (x.reshape(-1, 2) != 0).any(-1) if tensor.is_complex() else x != 0  # of pairs, where either is
+        count = is_nonzero.numel() if tensor.layout == torch.strided else tensor.numel()  # of a sparse one all
+        zeros = 1 - is_nonzero.sum().item() / max(count, 1)
         fingerprint = fingerprint_of(marks_of([tensor]))
     return Gradient(shape_text(tensor), norm, zeros, "", fingerprint)
 
