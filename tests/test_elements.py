@@ -66,6 +66,11 @@ def test_the_same_numbers_are_read_by_traces_watching_and_examinations():
     tensor = TwoTensor(BASE, torch.full_like(BASE, float("nan")))
     assert has_nonfinite(tensor)
     assert range_of(tensor, "it").nan == 6
+    assert range_of(tensor, "it").elements == 12
+    with gaff.edit(nn.Sequential(nn.Identity()), {"0": gaff.edits.scale(2.0)}) as changed:
+        changed._model(TwoTensor(BASE, BASE + 10))
+    row = changed.receipt.rows[0]
+    assert (row.seen, row.changed) == (12, 11)  # a zero stays one
     assert int(measure(tensor)[4]) == 6
     assert readable(tensor).isnan().sum() == 6
 

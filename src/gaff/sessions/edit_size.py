@@ -34,9 +34,10 @@ class EditSize:
         Returns how many elements became non-finite, as a number on the device. Nothing is synchronised.
         """
         self.events += 1
-        self._seen += distributed.local_of(old).numel()
         with torch.no_grad(), modes.outside_modes():
-            sums = _sums(old, new)
+            before, after = plain(old), plain(new)
+            self._seen += before.numel()
+            sums = _sums(before, after)
         known = self._sums.get(old.device)
         self._sums[old.device] = sums if known is None else [a + b for a, b in zip(known, sums, strict=True)]
         return sums[2]
@@ -61,13 +62,12 @@ class EditSize:
 
 
 def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
-    """Five numbers on the device: elements and rows that differ, elements that became non-finite, two squared norms.
+    """Five numbers, on the device: elements and rows that differ, elements that became non-finite, two squared norms.
 
     The norms are of the change and of the value before, over elements that are finite in both. NaN that stays NaN is no
     change. Rows are indices of dimension 0; a tensor with fewer than two dimensions is one row. Norms are taken in
     float64; of floating tensors on MPS, which does not have it, in float32.
     """
-    old, new = plain(old), plain(new)
     if not old.numel():
         return [torch.zeros((), dtype=kind, device=old.device) for kind in (torch.long,) * 3 + (torch.float64,) * 2]
     quick = _quick_sums(old, new) if old.is_cpu and old.is_floating_point() else None

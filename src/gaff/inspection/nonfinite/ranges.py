@@ -73,6 +73,8 @@ def range_of(tensor: Tensor, name: str) -> Range:
         return Range(name, shape, dtype, 0 if tensor.is_nested else tensor.numel(), None, None)
     with torch.no_grad(), modes.outside_modes(), modes.without_autocast(tensor.device):
         value = plain(tensor).to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+        # an index into the numbers is one into the tensor: not of wrappers, nor of what is stored of a sparse one
+        is_whole = not tensor.is_nested and value.shape[: tensor.dim()] == tensor.shape
         finite = torch.isfinite(value)
         good = value[finite]
         bad = ~finite
@@ -81,12 +83,12 @@ def range_of(tensor: Tensor, name: str) -> Range:
             name,
             shape,
             dtype,
-            value.numel() if tensor.is_nested else tensor.numel(),
+            tensor.numel() if is_whole or tensor.layout != torch.strided else value.numel(),
             good.min().item() if good.numel() else None,
             good.max().item() if good.numel() else None,
             int(value.isnan().sum()),
             int((value == math.inf).sum()),
             int((value == -math.inf).sum()),
             int((value == 0).sum()),
-            first[: tensor.dim()] if first is not None and elements.is_plain(tensor) else None,
+            first[: tensor.dim()] if first is not None and is_whole else None,
         )
