@@ -9,6 +9,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import inside
+from gaff.compat.compiler import has_asked_to_compile, has_compiled
 
 GLOBAL_TABLES = (
     "_global_forward_hooks",
@@ -56,6 +57,14 @@ def _inside(request, monkeypatch):
         return
     with inside.spread(monkeypatch, where) if where in inside.SPREAD_OVER else inside.compiled(monkeypatch, where):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _compiles_for_itself(request):
+    """What one test compiles must not change what the next one does: sessions behave otherwise from then on."""
+    yield
+    if request.config.getoption("--inside") is None and (has_compiled() or has_asked_to_compile()):
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
