@@ -57,9 +57,20 @@ CHANGES = [{"lin": edits.scale(0.1)}, {"lin:input": edits.scale(0.1)}, {"lin": e
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("build", [TurnsGradOn, ByFunction])
-def test_an_edit_that_cannot_be_repeated_raises(build, changes):
-    model, x = build(), torch.randn(2, 3, requires_grad=True)
+def test_a_checkpoint_that_turns_grad_mode_on_inside_repeats_its_edits(changes):
+    model, x = TurnsGradOn(), torch.randn(2, 3, requires_grad=True)
+    with gaff.edit(model, changes):
+        model(x).sum().backward()
+    true, lin = x.detach().clone().requires_grad_(), model.lin
+    [(address, change)] = changes.items()
+    made = true if isinstance(change, type(edits.skip())) else lin(true * 0.1) if ":" in address else lin(true) * 0.1
+    torch.tanh(made).sum().backward()
+    torch.testing.assert_close(x.grad, true.grad)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_an_edit_that_cannot_be_repeated_raises(changes):
+    model, x = ByFunction(), torch.randn(2, 3, requires_grad=True)
     with (
         pytest.raises(gaff.PlanError, match="its edits belong to a forward that cannot be told"),
         gaff.edit(model, changes),

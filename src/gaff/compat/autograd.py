@@ -25,6 +25,9 @@ transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_le
 # Grad mode of this thread, without the cost of a context manager.
 is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# Whether this thread is in the forward of no custom Function: torch runs those without forward-mode differentiation,
+# and ``enable_grad`` inside does not change that.
+is_outside_functions: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
 
 def sequence_of(node: Node) -> int:
@@ -51,13 +54,33 @@ class _Life:
 def graph_life(tensors: Iterable[Tensor]) -> weakref.ref[Any]:
     """A reference that lives as long as the autograd graph behind any of ``tensors``, without holding it.
 
-    It points to a token in the metadata of their nodes, which is freed with them.
+    It points to a token in the metadata of their nodes, which is freed with them. Leaves among them have none.
     """
     life = _Life()
     for tensor in tensors:
         if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[_Life] = life  # type: ignore[index]
+            tensor.grad_fn.metadata[life] = None  # type: ignore[index]
     return weakref.ref(life)
+
+
+def takes_gradient(tensor: Tensor) -> bool:
+    """Whether backward can bring ``tensor`` a gradient; to be asked before its ``grad_fn``, which may raise.
+
+    ``requires_grad`` is not enough. A view that was made without grad mode, of a tensor that requires grad, says that
+    it requires one and gets none; once its memory is written to in place, torch raises whatever is asked of it.
+    """
+    try:
+        return tensor.requires_grad and not is_view_without_grad(tensor)
+    except RuntimeError:  # such a view, written to since
+        return False
+
+
+def is_view_without_grad(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a view that was made without grad mode of a tensor that requires grad."""
+    try:
+        return tensor._is_view() and tensor.grad_fn is None and tensor._base.requires_grad  # type: ignore[union-attr]
+    except RuntimeError:  # written to since, with grad mode
+        return True
 
 
 def is_autograd_thread() -> bool:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gaff.compat.autograd import is_grad_enabled, is_outside_functions
+
 
 def enclosing_functions() -> list[Any]:
     """The autograd nodes of custom Functions (reentrant checkpoints, say) whose forward this thread runs, inner first.
@@ -85,6 +87,14 @@ _chains: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()  # pack h
 def has_saved_hooks() -> bool:
     """Whether anything, such as a checkpoint, changes how tensors are saved for backward on this thread."""
     return saved_hooks(True) is not None
+
+
+def may_repeat() -> bool:
+    """Whether a backward pass may run again what runs now: a checkpoint, or a custom Function, is around it.
+
+    A reentrant checkpoint runs its forward without grad mode, in a custom Function; code inside may turn it on.
+    """
+    return not is_grad_enabled() or saved_hooks(True) is not None or not is_outside_functions()
 
 
 def enclosing() -> list[Checkpoint]:

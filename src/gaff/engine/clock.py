@@ -19,7 +19,6 @@ from contextlib import suppress
 from threading import get_ident
 from types import FrameType
 from typing import Any
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -71,7 +70,6 @@ class Run:
         "index",
         "is_waiting",
         "left",
-        "life",
         "model",
         "once",
         "outermost",
@@ -94,7 +92,6 @@ class Run:
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
         self.first_node = 0  # sequence number of autograd nodes when it began
-        self.life: ReferenceType[Any] | None = None  # of its graph, where somebody asks
         self.functions: list[Any] | None = None  # custom Functions around it; None: it began with grad mode
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
 
@@ -118,9 +115,8 @@ class Clock:
         self.open: dict[int, Run] = {}  # by thread
         self.closed = False
         self.step = 0
-        self.latest = Run(
-            -1, 0, 0, {}, addresses
-        )  # the run begun last; number -1 stands for a forward before the session
+        self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
+        self.latest = self.before  # the run begun last
         self.at_begin: list[Callable[[Run], None]] = []
         self.at_end: list[Callable[[Run, Any], None]] = []
         self._addresses = addresses

@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.compat import autograd, checkpoints, distributed
-from gaff.compat.autograd import backward_task, is_grad_enabled, transform_level
-from gaff.compat.checkpoints import has_saved_hooks, saved_hooks
+from gaff.compat.autograd import backward_task, is_grad_enabled, is_outside_functions, transform_level
+from gaff.compat.checkpoints import has_saved_hooks, may_repeat, saved_hooks
 from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.forwards import StandIn
 from gaff.engine.recomputation import Match, Passage, Replay
@@ -66,9 +66,8 @@ class Node:
     arms: tuple[ExitArm, ...] = ()
     entry_changes: tuple[EntryChange, ...] = ()
     exit_changes: tuple[ExitChange, ...] = ()
+    mark: Callable[[Any, Run], None] | None = None  # makes the run's backward passes known; begins no run by itself
     scope: Any = None  # sees to the ops in the module's own forward
-    place: tuple[int, Any, int] | None = None  # of an op: frames up to the code that called it first, and where in it
-    streams: tuple[Any, ...] = ()  # of an op: who asked
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
@@ -107,7 +106,7 @@ class Node:
         sides: tuple[tuple[Replay, tuple[Any, ...]], ...] = (self.replay, entries), (self.exit_replay, exits)
         for replay, asked in sides:
             for passage in replay.give_up(is_final=is_final):
-                for one in asked:
+                for one in asked if not passage.has_graph else ():
                     one.give_up(passage.run, passage.call)
 
     def repeats(self) -> bool:
@@ -169,7 +168,7 @@ class Node:
             _order(module._forward_pre_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
         if len(self.exit_changes) == 1:
             self.direct = getattr(self.exit_changes[0], "direct", None)
-        if self.exits or self.arms or self.exit_changes:
+        if self.exits or self.arms or self.exit_changes or self.mark is not None:
             after: Callable[..., Any] = _after_edit if self.exit_changes else _after
             handles.append(module.register_forward_hook(make(after, self), with_kwargs=True))
             _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
@@ -222,9 +221,13 @@ def arm_before(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], run: R
 
     Without grad mode there is nothing to hook yet. If the call is made inside the forward of a reentrant checkpoint,
     or of another custom Function, it waits for the recomputation; otherwise the streams are told that no gradient will
-    come.
+    come. With grad mode inside such a forward both may be: a checkpoint throws this graph away and makes it again,
+    another Function may keep it.
     """
     if is_grad_enabled():
+        if not is_outside_functions() and node.replay.wait(Passage(run, call), has_graph=True):
+            for arm in node.entry_arms:
+                arm.before_graph(args, kwargs, run, call)
         for arm in node.entry_arms:
             arm(args, kwargs, run, call)
     elif node.replay.wait(Passage(run, call)):
@@ -268,6 +271,8 @@ def _after(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         tap(output, run, call)
     if node.arms:
         arm_after(node, output, (args, kwargs), run, call)
+    if node.mark is not None:
+        node.mark(output, run)
 
 
 def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -277,7 +282,7 @@ def _after_unusual(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs:
     if backward_task() != -1:
         arm_after_again(node, output, (args, kwargs))
         return
-    run = _begin_at_exit(node, module, args, kwargs)
+    run = _begin_at_exit(node, module, args, kwargs) if node.exits or node.arms else None
     if run is None:
         return
     for tap in node.exits:
@@ -308,6 +313,8 @@ def arm_after(node: Node, output: Any, given: tuple[Any, Any], run: Run, call: i
     As in ``arm_before``, a call without grad mode waits for a recomputation, or is given up at once.
     """
     if is_grad_enabled():
+        if not is_outside_functions():
+            node.exit_replay.wait(Passage(run, call), has_graph=True)
         for arm in node.arms:
             arm(output, given, run, call)
     elif not node.exit_replay.wait(Passage(run, call)):
@@ -380,7 +387,7 @@ def before_edit(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: di
                 refuse()
         return None
     passage = Passage(run, run.entered[node.index] - 1)
-    if not is_grad_enabled() or has_saved_hooks():
+    if may_repeat():
         node.replay.remember(passage)
     return change_entry(node, args, kwargs, passage, True, is_again=False)
 
@@ -423,19 +430,22 @@ def _after_edit(
     left[index] = call + 1
     has_graph = is_grad_enabled()
     # nothing can recompute this call: in a graph only by saved hooks, without one only inside a custom Function
-    is_once = saved_hooks(True) is None and (has_graph or (run.functions is not None and not run.functions))
-    if is_once and node.direct is not None and type(output) is Tensor:
+    is_graph = has_graph and is_outside_functions()
+    is_once = saved_hooks(True) is None and (is_graph or (run.functions is not None and not run.functions))
+    if is_once and node.direct is not None and type(output) is Tensor and node.mark is None:
         new = node.direct(output)
         if new is not None:
             return new
     passage = Passage(run, call)
-    if not has_graph or has_saved_hooks():
+    if not is_graph or has_saved_hooks():
         node.exit_replay.remember(passage)
     if not has_graph:
         return change_exit(node, output, (args, kwargs), passage, True, is_again=False)
     given = (args, kwargs)
     for change in node.exit_changes:
         output = change(output, given, passage, False)
+    if node.mark is not None:
+        node.mark(output, run)
     return output
 
 
@@ -455,7 +465,7 @@ def _after_edit_unusual(
     if run is None:
         return output
     passage = Passage(run, 0)
-    if not is_grad_enabled() or has_saved_hooks():
+    if may_repeat():
         node.exit_replay.remember(passage)
     output = change_exit(node, output, given, passage, True, is_again=False)
     node.clock.end(run, output)

@@ -26,14 +26,16 @@ class Passage:
     """One call of a module in an ordinary forward: the ``call``-th of that module in ``run``.
 
     ``memo`` holds what edits decided there, each under itself as key; None as long as nothing may repeat the call, so
-    that ordinary calls keep nothing.
+    that ordinary calls keep nothing. ``has_graph``: gradient hooks were set there, though it may be repeated without
+    a graph of its own.
     """
 
-    __slots__ = ("call", "memo", "run")
+    __slots__ = ("call", "has_graph", "memo", "run")
 
     def __init__(self, run: Run, call: int) -> None:
         self.run = run
         self.call = call
+        self.has_graph = False
         self.memo: dict[object, Any] | None = None
 
 
@@ -62,8 +64,10 @@ class Replay:
         self._positions: WeakKeyDictionary[Any, tuple[object, int, Any]] = WeakKeyDictionary()
         self._waiting: dict[Passage, ref[Any]] = {}  # calls without a graph, and what may recompute them
 
-    def wait(self, passage: Passage) -> bool:
+    def wait(self, passage: Passage, *, has_graph: bool = False) -> bool:
         """Note a call without grad mode; whether a reentrant checkpoint may run it again, with an autograd graph.
+
+        ``has_graph``: a call with grad mode inside a custom Function, whose graph may be thrown away all the same.
 
         A reentrant checkpoint runs its forward without grad mode, inside a custom Function; so does any other such
         Function. The call is noted for all that enclose it, and waits for the outermost: the inner ones are gone after
@@ -74,6 +78,7 @@ class Replay:
         if not functions:
             return False
         run.is_waiting = True
+        passage.has_graph = has_graph
         if passage.memo is None:
             passage.memo = {}
         self._waiting[passage] = ref(functions[-1])  # the others die with the first pass
@@ -88,8 +93,9 @@ class Replay:
         PlanError where tensors are saved by hooks, as a non-reentrant checkpoint does, and this torch does not tell of
         which.
         """
-        if not (torch.is_grad_enabled() if has_grad is None else has_grad):
-            self.wait(passage)
+        is_graph = torch.is_grad_enabled() if has_grad is None else has_grad
+        if not is_graph or not autograd.is_outside_functions():
+            self.wait(passage, has_graph=is_graph)
         if checkpoints.has_saved_hooks():
             if not checkpoints.sees_checkpoints():
                 raise PlanError(

@@ -26,7 +26,7 @@ from gaff.engine.exported import is_untold
 from gaff.engine.gradients.edits import EntryGradient, ExitGradient, ShareChange
 from gaff.engine.gradients.leaves import LeafGradient
 from gaff.engine.gradients.pending import Gradients
-from gaff.engine.gradients.ports import InputGradient, OutputGradient, find_input, report_missing
+from gaff.engine.gradients.ports import InputGradient, OutputGradient, PassMark, find_input, report_missing
 from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.gradients.share import InputShare
 from gaff.engine.modules import Node
@@ -128,6 +128,7 @@ class Wiring:
         elif tap.found.site.port == "grad":
             find = partial(_parameter, tap.found)
             sharded = self._shards.of(tap.found)
+            self._wire_marks(model, tap.found)
             self.leaves.append(LeafGradient(self.gradients, tap.stream, self._clock, find, sharded=sharded))
         elif isinstance(tap, EditTap) and tap.found.site.port == "param":
             self._wire_swap(model, tap)
@@ -148,6 +149,13 @@ class Wiring:
             node.entry_changes += (SkipChange(node, tap.stream, site.call),)
         else:
             connect_edit(node, site, tap.stream, self.gradients)
+
+    def _wire_marks(self, model: nn.Module, found: Found) -> None:
+        """Have the owners of a parameter mark what they return, so that its gradient is known as one of their run."""
+        around = called_above(found)
+        for module in [*owners_of(model, found), *([around] if around is not None else [])]:
+            node = self._node(module)
+            node.mark = node.mark or PassMark(self.gradients)
 
     def _wire_state(self, model: nn.Module, tap: Tap | EditTap) -> None:
         """Have the value of a parameter or buffer told by the first of its owners that a run enters.
@@ -307,7 +315,9 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
     elif site.port == "grad_output":
         node.arms += (OutputGradient(gradients, node, stream, site, is_exact),)
     elif site.port == "input_grad":
-        node.entry_arms += (InputGradient(gradients, node, stream, site, is_exact),)
+        total = InputGradient(gradients, node, stream, site, is_exact)
+        node.entry_arms += (total,)
+        node.arms += (total.exit_arm(),)
     else:
         share = InputShare(gradients, node, stream, site, is_exact)
         node.entry_arms += (share,)
@@ -329,8 +339,10 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
     elif site.port == "grad_output":
         node.exit_changes += (ExitGradient(OutputGradient(gradients, node, stream, site, True)),)
     elif site.port == "input_grad":
-        total = EntryGradient(InputGradient(gradients, node, stream, site, True))
+        arm = InputGradient(gradients, node, stream, site, True)
+        total = EntryGradient(arm)
         node.entry_changes = _before_last(node.entry_changes, (InputChange, ShareChange), total)
+        node.exit_changes += (ExitGradient(arm.exit_arm()),)
     else:
         share = ShareChange(gradients, node, stream, site, True)
         node.entry_changes += (share,)

@@ -12,7 +12,6 @@ from typing import Any
 
 from gaff.address.nested import iter_tensors, put_argument
 from gaff.compat import autograd, memory
-from gaff.engine.clock import Frame
 from gaff.engine.gradients.pending import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.share import find_feeding, roots_of
@@ -74,14 +73,14 @@ class ShareChange(GradientArm):
         if not self._wants(passage.call):
             return None
         found = find_argument(args, kwargs, self._site)
-        if found is None or not found[1].requires_grad:
+        if found is None or not autograd.takes_gradient(found[1]):
             self._stream.absent(passage.run, passage.call, "the input does not require grad")
             return None
         tensor = found[1]
         edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
         alias = tensor.view_as(tensor)
         share = ArmedShare(self._stream, passage.run, passage.call, alias)
-        self._frame(passage).notes[self] = (tensor, edge, since, memory.version_of(tensor), share)
+        self._frame(passage.run).notes[self] = (tensor, edge, since, memory.version_of(tensor), share)
         self._gradients.arm_share(alias, share)
         for key, other in list(iter_tensors((args, kwargs))):  # given several times: one view for all of them
             if other is tensor:
@@ -94,13 +93,13 @@ class ShareChange(GradientArm):
         Raises ExactnessError, by its stream, where several nodes hand gradients to the input or the input is a view
         itself: the share then passes no one place. Returns the output as it is.
         """
-        noted = self._frame(passage).notes.pop(self, None)
+        noted = self._frame(passage.run).notes.pop(self, None)
         if noted is None:
             return output
         tensor, edge, since, version, share = noted
         if memory.version_of(tensor) != version:
             roots = [tensor, *roots_of(output, given, self._node.module)]
-            feeding = find_feeding(roots, edge, since)
+            feeding, _ = find_feeding(roots, edge, since)
             if len(feeding) != 1 or tensor._is_view():
                 share.refuse(
                     "the module writes into its input and uses it in other ways, too: edit :input_grad instead"
@@ -112,11 +111,6 @@ class ShareChange(GradientArm):
     def exit_half(self) -> ShareLeave:
         """The half that runs when the module returns, to be hung on the same node."""
         return ShareLeave(self.leave)
-
-    def _frame(self, passage: Passage) -> Frame:
-        """The innermost call of the module that is in progress, in the run or in its recomputation."""
-        frames = passage.run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
-        return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
 class ShareLeave(ExitChange):

@@ -85,8 +85,8 @@ class LeafGradient:
 
         FSDP2 reduces gradients after that, perhaps when the pass is over and its number is gone.
         """
-        runs = self._gradients.runs_of(autograd.backward_task())
-        self._coming = runs[-1] if runs else self._clock.latest if self._clock.is_own_backward() else None
+        run = self._run()
+        self._coming = run if run is not None or not self._clock.is_own_backward() else self._clock.before
 
     def reduced(self, gradient: Tensor) -> Tensor | None:
         """Tell the stream the gradient, reduced over all processes: this one's part of it, before it is added.
@@ -113,17 +113,16 @@ class LeafGradient:
         self._last = (-1, None)
 
     def _arrived(self, gradient: Tensor | None) -> Any:
-        """The tensor hook: tell the stream, with the run whose backward pass this is, or the latest if that is unknown.
+        """The tensor hook: tell the stream, with the run whose backward pass this is, or -1 if that is unknown.
 
         A pass on a thread at which the session does not look is ignored, unless it is known to bring gradients of a
         run, or the user gave the tensor.
         """
-        runs = self._gradients.runs_of(autograd.backward_task())
-        run = runs[-1] if runs else None
+        run = self._run()
         is_ours = run is not None or self._is_anywhere or self._clock.is_own_backward()
         if not self._gradients.is_open or not is_ours or gradient is None:
             return None  # a backward pass of a thread at which this session does not look
-        run = run or self._clock.latest
+        run = run or self._clock.before
         self._gradients.seen(run)
         self._has_fired = True
         if autograd.is_wrapper(gradient):
@@ -132,6 +131,17 @@ class LeafGradient:
         if self._gradients.has_edits:
             self._refuse_parts(run)
         return self._stream.add(gradient, run, 0)
+
+    def _run(self) -> Run | None:
+        """The run whose backward pass this is: one whose outputs it has come by, the last of several; or the only one.
+
+        None where several runs have been and the pass came by nothing that they made of the tensor: it may be of an
+        earlier forward, or of a loss on the tensor itself.
+        """
+        runs = self._gradients.runs_of(autograd.backward_task())
+        latest = self._clock.latest
+        is_only = latest.index <= 0 and self._clock.is_own_backward()
+        return runs[-1] if runs else latest if is_only else None
 
     def _refuse_parts(self, run: Run) -> None:
         """Refuse to edit a gradient that comes in parts; an edit of each part is no edit of their sum.

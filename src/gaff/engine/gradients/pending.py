@@ -24,6 +24,8 @@ from gaff.engine.clock import Run
 from gaff.engine.streams import Stream
 
 NEEDS_NONE = "the tensor does not require grad"
+GETS_NONE = "the tensor is a view made without grad mode: torch brings it no gradient"
+WRITTEN_LATER = "the tensor did not require grad; what was written into it later does"
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
 VIEW_INSIDE = (
     "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer that "
@@ -164,30 +166,42 @@ class ArmedShare(ArmedView):
 class ArmedLeaf(Armed):
     """On a leaf, which outlives the autograd graph: the gradient belongs to the run whose backward pass brings it.
 
-    Each run that met the leaf has a hook of its own on it, and all of them fire. Which run's pass it is, is known by
-    then: gradients of tensors inside its autograd graph have come by before (``Gradients.seen``). One pass over
-    several runs sums their gradients before the leaf hears of them; the total is told with the run that came last.
+    A leaf that one run met is that run's. Where several did, each has a hook of its own on it, and all of them fire;
+    which run's pass it is, is known by then: a gradient of what the module made of the leaf has come by before
+    (``Gradients.mark``). One pass over several runs sums their gradients before the leaf hears of them; the total is
+    told with the run that came last.
+
+    ``life`` lives as long as the autograd graph of what the module made of the leaf; None as long as nothing is known.
     """
 
-    __slots__ = ("_told_with",)
+    __slots__ = ("_told_with", "leaf", "life")
     is_plain = False
 
-    def __init__(self, stream: Stream, run: Run, call: int) -> None:
+    def __init__(self, stream: Stream, run: Run, call: int, leaf: Tensor) -> None:
         super().__init__(stream, run, call)
+        self.leaf = weakref.ref(leaf)
+        self.life: weakref.ref[Any] | None = None
         self._told_with: int | None = None
 
     def is_dead(self) -> bool:
-        """Whether the autograd graph of its run is gone; the leaf's own accumulator is there to stay."""
-        return self.run.life is not None and self.run.life() is None
+        """Whether the autograd graph of its call is gone; the leaf's own accumulator is there to stay."""
+        return self.life is not None and self.life() is None
 
     def receive(self, gradients: Gradients, gradient: Tensor) -> Any:
         """Deliver the gradient if this pass is the run's own; note the run with which it is told otherwise."""
-        runs = gradients.runs_of(autograd.backward_task())
-        owner = runs[-1] if runs else gradients.latest_leaf
-        if owner is self.run:
+        runs = gradients.runs_that_met(self)
+        if runs == [self.run]:
+            gradients.seen(self.run)
             return self.deliver(gradient)
-        if self.run in runs and owner is not None:
-            self._told_with = owner.index
+        marked = [run for run in gradients.runs_of(autograd.backward_task()) if run in runs]
+        if not marked:
+            self.refuse(f"{len(runs)} runs used this leaf, and nothing tells whose backward pass brought its gradient")
+        elif marked[-1] is self.run:
+            return self.deliver(gradient)
+        elif self.run in marked and getattr(self.stream, "is_alike", False):
+            self.fired = True  # an edit that acts on every run alike has acted on the total
+        elif self.run in marked:
+            self._told_with = marked[-1].index
         return None
 
     def why_refused(self) -> str:
@@ -212,11 +226,11 @@ class Gradients:
         self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
         self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
-        self.latest_leaf: Run | None = None  # the run that armed a leaf last
         self._armed: list[Armed] = []
+        self._leaves: dict[int, list[ArmedLeaf]] = {}  # by identity of the leaf
         self._prune_at = 256
         self._tasks: dict[int, list[Run]] = {}
-        self._later: list[tuple[weakref.ref[Tensor], Stream, Run, int]] = []
+        self._later: list[tuple[weakref.ref[Tensor], int, str, Stream, Run, int]] = []
 
     def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
         """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad.
@@ -234,11 +248,12 @@ class Gradients:
             armed = ArmedView(stream, run, call, tensor)
         elif tensor.is_leaf:
             self.has_leaves = True
-            self.latest_leaf = run
-            armed = ArmedLeaf(stream, run, call)
+            armed = ArmedLeaf(stream, run, call, tensor)
+            known = [one for one in self._leaves.get(id(tensor), ()) if one.leaf() is tensor and not one.is_dead()]
+            self._leaves[id(tensor)] = [*known, armed]
         else:
             armed = Armed(stream, run, call)
-        self._hook(tensor, armed, self.has_edits)
+        self._hook(tensor, armed, has_edits=self.has_edits)
         return armed
 
     def arm_share(self, alias: Tensor, share: ArmedShare) -> None:
@@ -265,7 +280,7 @@ class Gradients:
         changed = share.receive_share(self, gradient)
         return None if changed is None else (*handed[:position], changed, *handed[position + 1 :])
 
-    def _hook(self, tensor: Tensor, armed: Armed, has_edits: bool) -> None:
+    def _hook(self, tensor: Tensor, armed: Armed, *, has_edits: bool) -> None:
         """Set the hook of ``armed``; with edits one hook for each tensor, which calls a chain.
 
         Edits at one tensor act as backward meets their calls, the last call first; within a call in the order given.
@@ -297,9 +312,20 @@ class Gradients:
     def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """Arm a tensor that does not require grad now: somebody may still make it, until the run ends.
 
-        It is held weakly. At the end of the run its hook is set, or the stream is told that there is no gradient.
+        It is held weakly. At the end of the run its hook is set, or the stream is told that there is no gradient. A
+        tensor that was written to since has another value, and what comes to it is no gradient of the one that passed.
         """
-        self._later.append((weakref.ref(tensor), stream, run, call))
+        reason = GETS_NONE if autograd.is_view_without_grad(tensor) else NEEDS_NONE
+        self._later.append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, run, call))
+
+    def mark(self, tensor: Tensor, run: Run) -> None:
+        """Take a backward pass for one of ``run`` when it comes by ``tensor``, which a call of the run has made."""
+        self._hook(tensor, Armed(_UNHEARD, run, 0), has_edits=False)
+
+    def runs_that_met(self, armed: ArmedLeaf) -> list[Run]:
+        """The runs with a living graph that met the leaf of ``armed``, in their order."""
+        known = [one for one in self._leaves.get(id(armed.leaf()), ()) if one is armed or not one.is_dead()]
+        return list(dict.fromkeys(one.run for one in known))
 
     def add(self, armed: Armed) -> None:
         """Keep an armed hook until its autograd graph is gone, to remove it at closing."""
@@ -332,12 +358,9 @@ class Gradients:
         """
         self._settle_later()
         if torch.is_grad_enabled():
-            outputs = [tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None]
-            if outputs and self.latest_leaf is run:
-                run.life = autograd.graph_life(outputs)
             for _, tensor in iter_tensors(output):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    self._hook(tensor, Armed(_Mark(self), run, 0), False)
+                if autograd.takes_gradient(tensor) and not tensor.is_leaf:
+                    self._hook(tensor, Armed(_Mark(self), run, 0), has_edits=False)
 
     def began(self, run: Run) -> None:
         """A backward pass comes by what ``run`` returned: an edit that torch will not call must not go unnoticed.
@@ -359,34 +382,65 @@ class Gradients:
         self.is_open = False
         for armed in self._armed:
             armed.remove()
-        for armed in self._armed:
-            _settle(armed)
+        self._settle(self._armed)
         self._armed.clear()
+        self._leaves.clear()
         self._chains.clear()
 
     def _settle_later(self) -> None:
         """Set the hooks of tensors that have come to require grad; tell the streams of the others."""
         later, self._later = self._later, []
-        for reference, stream, run, call in later:
+        for reference, version, reason, stream, run, call in later:
             tensor = reference()
-            if tensor is not None and tensor.requires_grad:
-                self.arm(tensor, stream, run, call)
+            if tensor is None or not autograd.takes_gradient(tensor):
+                stream.absent(run, call, reason)
+            elif memory.version_of(tensor) != version:
+                stream.absent(run, call, WRITTEN_LATER)
             else:
-                stream.absent(run, call, NEEDS_NONE)
+                self.arm(tensor, stream, run, call)
 
     def _prune(self) -> None:
         """Forget hooks whose autograd graph is gone, and tell their streams what never came.
 
         Called when their number has doubled since the last time, so that a long session costs the same for each hook.
         """
-        kept = []
-        for armed in self._armed:
-            if armed.is_dead():
-                _settle(armed)
+        dead = [armed for armed in self._armed if armed.is_dead()]
+        gone = set(map(id, dead))
+        self._armed = [armed for armed in self._armed if id(armed) not in gone]
+        self._prune_at = 2 * len(self._armed) + 256
+        self._leaves = {at: known for at, known in self._leaves.items() if known[-1].leaf() is not None}
+        self._settle(dead)
+
+    def _settle(self, waiting: list[Armed]) -> None:
+        """Tell the streams of hooks that never fired why: no gradient came, or none that can be told.
+
+        A run without a backward pass leaves nothing to tell. A call whose graph was made twice, first inside a
+        reentrant checkpoint's forward and then in its recomputation, has hooks in both, and is told of once.
+        """
+        told = {(id(armed.stream), armed.run, armed.call) for armed in self._armed if armed.fired}
+        for armed in waiting:
+            at = id(armed.stream), armed.run, armed.call
+            if armed.fired or at in told or not armed.run.has_backward:
+                continue
+            told.add(at)
+            refused = armed.why_refused()
+            if refused:
+                armed.refuse(refused)
             else:
-                kept.append(armed)
-        self._armed = kept
-        self._prune_at = 2 * len(kept) + 256
+                armed.fired = True
+                armed.stream.absent(armed.run, armed.call, NOT_REACHED)
+
+
+class _Unheard(Stream):
+    """A stream that keeps nothing: its hook is there to make a backward pass known."""
+
+    place = ""
+
+    def add(self, value: Any, run: Run, call: int) -> None:
+        """The pass has been noted by the hook already."""
+
+
+_UNHEARD = _Unheard()
 
 
 class _Mark(Stream):
@@ -408,9 +462,10 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any
     """
     if not gradients.is_open or gradient is None:  # a custom Function hands None to what it does not need
         return None
-    armed.run.has_backward = True
-    if gradients.has_leaves and not isinstance(armed, ArmedLeaf):
-        gradients.seen(armed.run)
+    if not isinstance(armed, ArmedLeaf):  # which does not tell by itself whose backward pass it is
+        armed.run.has_backward = True
+        if gradients.has_leaves:
+            gradients.seen(armed.run)
     if is_wrapper(gradient):
         armed.refuse(BATCHED)
     elif armed.is_plain:
@@ -429,18 +484,3 @@ def _arrived_chain(gradients: Gradients, chain: list[tuple[object, list[Armed]]]
             new = _arrived(gradients, armed, gradient if changed is None else changed)
             changed = changed if new is None else new
     return changed
-
-
-def _settle(armed: Armed) -> None:
-    """Tell the stream of a hook that never fired why: no gradient came, or none that can be told.
-
-    A run without a backward pass leaves nothing to tell.
-    """
-    if armed.fired or not armed.run.has_backward:
-        return
-    refused = armed.why_refused()
-    if refused:
-        armed.refuse(refused)
-    else:
-        armed.fired = True
-        armed.stream.absent(armed.run, armed.call, NOT_REACHED)

@@ -6,6 +6,7 @@ in-place writes. Here forward hooks find the tensor that an address means and se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Key, Site, print_key
 from gaff.address.nested import dig, dig_argument, first_tensor, iter_tensors
-from gaff.engine.clock import Run
-from gaff.engine.gradients.pending import ArmedView, Gradients
+from gaff.compat import autograd, checkpoints
+from gaff.engine.clock import Frame, Run
+from gaff.engine.gradients.pending import Armed, ArmedLeaf, ArmedView, Gradients
 from gaff.engine.modules import Node
-from gaff.engine.streams import Stream
+from gaff.engine.streams import ExitArm, Stream
 from gaff.errors import SiteError
 
 NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"
@@ -50,10 +52,15 @@ class GradientArm:
 
     def _arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """Hook ``tensor`` now, or at the end of the run if it requires grad by then."""
-        if tensor.requires_grad:
+        if autograd.takes_gradient(tensor):
             self._gradients.arm(tensor, stream, run, call)
         else:
             self._gradients.arm_later(tensor, stream, run, call)
+
+    def _frame(self, run: Run) -> Frame:
+        """The innermost call of the module that is in progress, in the run or in its recomputation."""
+        frames = run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
+        return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
 class OutputGradient(GradientArm):
@@ -91,7 +98,7 @@ class OutputGradient(GradientArm):
         A linear layer over more than two dimensions returns a view of a matrix product; writing into that in place
         would hide the gradient, so the product, which nobody else can see, is followed, too.
         """
-        if not tensor.requires_grad:
+        if not autograd.takes_gradient(tensor):
             self._gradients.arm_later(tensor, stream, run, call)
         else:
             armed = self._gradients.arm(tensor, stream, run, call)
@@ -116,20 +123,25 @@ class InputGradient(GradientArm):
     """The total gradient of a tensor that came in: all its uses together, in this module and elsewhere.
 
     In a reentrant checkpoint the tensor is hooked in the first pass, since the recomputation works on another tensor
-    and sees only the uses inside the checkpoint.
+    and sees only the uses inside the checkpoint. That decides for as long as the autograd graph lives, however often
+    backward runs. A leaf serves many runs: what the module returned tells whose backward pass comes by (``exit_arm``).
     """
 
     def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
         super().__init__(gradients, node, stream, site, is_exact)
-        self._armed_before: set[tuple[Run, int]] = set()  # calls that were armed in a first pass without a graph
+        self._armed_before: dict[tuple[Run, int], Armed] = {}  # in a first pass without a graph
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
         if self._wants(call):
             tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
-            if (run, call) in self._armed_before:
-                self._armed_before.discard((run, call))
-            elif tensor is not None:
-                self._arm(tensor, self._stream, run, call)
+            if tensor is None or (run, call) in self._armed_before:
+                return
+            if not autograd.takes_gradient(tensor):
+                self._gradients.arm_later(tensor, self._stream, run, call)
+                return
+            armed = self._gradients.arm(tensor, self._stream, run, call)
+            if isinstance(armed, ArmedLeaf):
+                self._frame(run).notes[self] = armed
 
     def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
         """Hook, in a reentrant checkpoint's first pass, what comes in from outside of it.
@@ -139,16 +151,68 @@ class InputGradient(GradientArm):
         """
         if self._wants(call):
             tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
-            is_made_inside = tensor is not None and tensor._is_view() and tensor.grad_fn is None  # a view without grad
-            if tensor is not None and tensor.requires_grad and not is_made_inside:
-                self._armed_before.add((run, call))
-                self._gradients.arm(tensor, self._stream, run, call)
+            if tensor is not None and autograd.takes_gradient(tensor) and not _is_made_inside(tensor):
+                known = self._armed_before
+                if len(known) > 256:
+                    known = self._armed_before = {at: one for at, one in known.items() if not one.is_dead()}
+                known[run, call] = self._gradients.arm(tensor, self._stream, run, call)
 
     def give_up(self, run: Run, call: int) -> None:
         """Tell the stream that there was no autograd graph, unless the tensor was hooked in the first pass."""
         if (run, call) not in self._armed_before:
             super().give_up(run, call)
-        self._armed_before.discard((run, call))
+
+    def exit_arm(self) -> LeafExit:
+        """The half that runs when the module returns, and matters only where a leaf went in."""
+        return LeafExit(self._leave)
+
+    def _leave(self, output: Any, given: tuple[Any, Any], run: Run) -> None:
+        """Let what the module made of a leaf tell whose backward pass it is that will bring the leaf its gradient."""
+        armed = self._frame(run).notes.pop(self, None)
+        if armed is not None:
+            roots = [tensor for _, tensor in iter_tensors(output) if autograd.takes_gradient(tensor)]
+            made = [tensor for tensor in roots if not tensor.is_leaf]
+            if made:
+                armed.life = autograd.graph_life(made)
+            for tensor in made:
+                self._gradients.mark(tensor, run)
+
+
+def _is_made_inside(tensor: Tensor) -> bool:
+    """Whether the custom Function around this call made ``tensor``, with grad mode on; then its graph is not the one
+    that backward will meet, unless the Function runs backward through it by itself."""
+    if not autograd.is_grad_enabled() or tensor.grad_fn is None:
+        return False
+    functions = checkpoints.enclosing_functions()
+    return bool(functions) and autograd.sequence_of(tensor.grad_fn) > autograd.sequence_of(functions[-1])
+
+
+class LeafExit(ExitArm):
+    """The second half of an ``InputGradient``, at the exit of the module; what never came is told by the first."""
+
+    def __init__(self, leave: Callable[[Any, tuple[Any, Any], Run], None]) -> None:
+        self._leave = leave
+
+    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
+        self._leave(output, given, run)
+
+
+class PassMark:
+    """Tells, where a backward pass comes by what a call returned, that it is a pass of the call's run.
+
+    Hung on the owner of a parameter whose gradient is asked for: a parameter serves many runs, and its gradient does
+    not tell whose it is.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def __call__(self, output: Any, run: Run) -> None:
+        """Mark the tensors of ``output``, which a call in ``run`` returns; nothing without grad mode."""
+        if autograd.is_grad_enabled():
+            for _, tensor in iter_tensors(output):
+                if autograd.takes_gradient(tensor) and not tensor.is_leaf:
+                    self._gradients.mark(tensor, run)
 
 
 def find_input(

@@ -16,10 +16,16 @@ from torch.autograd.graph import Node as GraphNode
 from gaff.address.nested import iter_deep, iter_tensors
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
-from gaff.engine.clock import Frame, Run
+from gaff.engine.clock import Run
 from gaff.engine.gradients.pending import BATCHED, Armed, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
 from gaff.engine.streams import ExitArm, Stream
+
+Edge = tuple[GraphNode, int]  # the node of a tensor, and which of its outputs the tensor is
+OLDER = (
+    "what the module returned was made of its input outside of this call, too: by a worker thread, or before the call "
+    "and kept; ask for :input_grad, the total gradient"
+)
 
 
 class InputShare(GradientArm):
@@ -40,13 +46,13 @@ class InputShare(GradientArm):
             return
         given = [other for _, other in iter_tensors((args, kwargs))]
         twins = sum(other is tensor for other in given)
-        if not tensor.requires_grad:
+        if not autograd.takes_gradient(tensor):
             self._gradients.arm_later(tensor, _ShareOfLate(self._stream), run, call)
         elif twins > 1:
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
         else:
             for other in given:  # a stale view gets its node when it is asked for: before the call, not inside it
-                _ = other.grad_fn
+                autograd.takes_gradient(other)
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
             self._frame(run).notes[self] = (tensor, edge, since, memory.version_of(tensor), call, (args, kwargs))
 
@@ -56,9 +62,11 @@ class InputShare(GradientArm):
         if noted is None:
             return
         tensor, edge, since, version, call, given = noted
-        outputs = [found for _, found in iter_tensors(output)]
+        outputs = [found for _, found in iter_tensors(output) if autograd.takes_gradient(found)]
         is_changed = memory.version_of(tensor) != version
-        if any(found is tensor for found in outputs) and not is_changed:
+        if any((found.grad_fn is edge[0] and found.output_nr == edge[1]) or found is tensor for found in outputs) and (
+            not is_changed or tensor.grad_fn is edge[0]  # a write without grad mode leaves the graph as it was
+        ):
             self._stream.refuse(run, call, f"{RETURNED_INPUT}: ask for :input_grad, the total gradient")
         elif tensor._is_view() and is_changed:
             self._stream.refuse(run, call, "the input is a view that the module changed in place")
@@ -66,26 +74,21 @@ class InputShare(GradientArm):
             roots = [other for other in roots_of(output, given, self._node.module) if other is not tensor]
             if is_changed:
                 roots.append(tensor)
-            self._follow(find_feeding(roots, edge, since), run, call)
-
-    def _follow(self, feeding: list[tuple[GraphNode, int]], run: Run, call: int) -> None:
-        """Hook the nodes of a share, and let it be told when all of them have run."""
-        if not feeding:
-            self._stream.absent(run, call, "what the module returned does not depend on this input")
-            return
-        share = _Share(self._gradients, self._stream, run, call, len(feeding))
-        for graph_node, position in feeding:
-            share.handles.append(graph_node.register_hook(partial(_share_arrived, share, position)))
-        self._gradients.add(share)
+            feeding, older = find_feeding(roots, edge, since)
+            if older and _lead_to(older, edge, [*iter_deep(given)]):
+                self._stream.refuse(run, call, OLDER)
+            elif not feeding:
+                self._stream.absent(run, call, "what the module returned does not depend on this input")
+            else:
+                share = _Share(self._gradients, self._stream, run, call, len(feeding))
+                share.follow(feeding)
+                share.watch_writes(tensor, outputs)
+                _follow_second(share, roots, edge, since)
+                self._gradients.add(share)
 
     def exit_arm(self) -> ShareExit:
         """The half that runs when the module returns."""
         return ShareExit(self._leave)
-
-    def _frame(self, run: Run) -> Frame:
-        """The innermost call of the module that is in progress, in the run or in its recomputation."""
-        frames = run.frames if autograd.backward_task() == -1 else self._node.clock.replay_frames()
-        return next(frame for frame in reversed(frames) if frame.owner is self._node)
 
 
 class ShareExit(ExitArm):
@@ -118,19 +121,47 @@ class _Share(Armed):
     """Sums the shares of one backward pass; hands over the sum when all have come, or the pass has ended.
 
     A pass may reach only some of the nodes, when a loss depends on a part of the output: then its end decides. A pass
-    that comes by again begins a new sum. ``expected`` is the number of nodes that hand something to the input.
+    that comes by again begins a new sum. ``expected`` is the number of nodes that hand something to the input; 0 where
+    a differentiable backward pass has added others, so that only the end of a pass can decide.
+
+    Where the output is a view of the input, a later write into that memory gives it another node, and the one that is
+    followed never runs: the version counter tells, and the share is refused.
     """
 
-    __slots__ = ("_come", "_expected", "_gradients", "_sum", "_task", "handles")
+    __slots__ = ("_come", "_expected", "_gradients", "_probe", "_sum", "_task", "_version", "handles")
 
     def __init__(self, gradients: Gradients, stream: Stream, run: Run, call: int, expected: int) -> None:
         super().__init__(stream, run, call)
         self.handles: list[Any] = []
         self._expected = expected
+        self._probe: Tensor | None = None
+        self._version = -1
         self._gradients = gradients
         self._task = -1
         self._come = 0
         self._sum: Tensor | None = None
+
+    def follow(self, feeding: Iterable[tuple[GraphNode, int]]) -> None:
+        """Hook nodes that hand a gradient to the input, each at the given position of what it hands on."""
+        for graph_node, position in feeding:
+            self.handles.append(graph_node.register_hook(partial(_share_arrived, self, position)))
+
+    def follow_more(self, feeding: list[tuple[GraphNode, int]]) -> None:
+        """Hook the nodes of a second derivative, too; from now on only the end of a pass tells that all have come."""
+        self._expected = 0
+        self.follow(feeding)
+
+    def watch_writes(self, tensor: Tensor, outputs: list[Tensor]) -> None:
+        """Note how often the memory of the input was written to, if one of the outputs is a view of it."""
+        if any(found is not tensor and _is_of_same_memory(found, tensor) for found in outputs):
+            self._probe = memory.version_probe(tensor)
+            self._version = self._probe._version
+
+    def why_refused(self) -> str:
+        """Why a missing or partial share is not the truth; empty if it is."""
+        if self._probe is None or self._probe._version == self._version:
+            return ""
+        return "the module returned a view of its input, which was changed in place later: torch hides its share"
 
     def is_dead(self) -> bool:
         return all(handle.hooks_dict_ref() is None for handle in self.handles)
@@ -144,7 +175,7 @@ class _Share(Armed):
         task = autograd.backward_task()
         if task != self._task:
             self._task, self._come, self._sum = task, 0, None
-            if self._expected > 1:
+            if self._expected != 1:
                 autograd.at_backward_end(partial(self.finish, task))
         self._come += 1
         if gradient is not None:
@@ -159,7 +190,10 @@ class _Share(Armed):
         self._task = -1
         total, self._sum = self._sum, None
         self._gradients.seen(self.run)
-        if total is not None:
+        refused = self.why_refused()
+        if refused:
+            self.refuse(refused)
+        elif total is not None:
             self.deliver(total)
 
 
@@ -183,19 +217,25 @@ def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
     return [*iter_deep(given), *(tensor for _, tensor in iter_tensors(output)), *_kept_by(module)]
 
 
-def find_feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: int) -> list[tuple[GraphNode, int]]:
+def find_feeding(
+    roots: Iterable[Tensor], edge: Edge, since: int, made: set[GraphNode] | None = None
+) -> tuple[list[tuple[GraphNode, int]], list[GraphNode]]:
     """The nodes made since ``since`` that hand a gradient to ``edge``, each with the position at which it does.
 
     ``roots`` are where the walk begins, ``edge`` is the node of the input and its output number, ``since`` the
     sequence number of the first node of the call. The walk stops at older nodes, so it costs what the call itself
-    made.
+    made. The older ones are told second: nodes from before the call, or of another thread, which numbers its own.
+    Into ``made`` go all nodes of the call.
     """
-    waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
-    seen: set[GraphNode] = set()
-    found = []
+    waiting = [tensor.grad_fn for tensor in roots if autograd.takes_gradient(tensor) and tensor.grad_fn is not None]
+    seen: set[GraphNode] = set() if made is None else made
+    found, older = [], []
     while waiting:
         node = waiting.pop()
-        if node in seen or autograd.sequence_of(node) < since:
+        if node in seen:
+            continue
+        if autograd.sequence_of(node) < since:
+            older.append(node)
             continue
         seen.add(node)
         for position, (onward, number) in enumerate(node.next_functions):
@@ -205,7 +245,100 @@ def find_feeding(roots: Iterable[Tensor], edge: tuple[GraphNode, int], since: in
                 found.append((node, position))
             else:
                 waiting.append(onward)
-    return found
+    return found, older
+
+
+def _lead_to(older: list[GraphNode], edge: Edge, given: list[Tensor]) -> bool:
+    """Whether a node from outside the call, which is behind none of its arguments ``given``, hands to ``edge``.
+
+    Then a part of what the module returned was made of the input in another way: by a worker thread of the forward, or
+    before the call and kept somewhere. Walks what lies behind such nodes; there are none in most models.
+    """
+    seen = {tensor.grad_fn for tensor in given if autograd.takes_gradient(tensor)} | {edge[0]}
+    waiting = [node for node in older if node not in seen]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for onward, number in node.next_functions:
+            if onward is edge[0] and number == edge[1]:
+                return True
+            if onward is not None:
+                waiting.append(onward)
+    return False
+
+
+def _is_of_same_memory(found: Tensor, tensor: Tensor) -> bool:
+    """Whether one of the two is a view of the other, or both are views of a third."""
+    base, other = found._base, tensor._base
+    return (base is not None and (base is tensor or base is other)) or (other is not None and other is found)
+
+
+def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int) -> None:
+    """Let the share hear of second derivatives: of nodes that a differentiable backward pass makes of the call's nodes.
+
+    Such a pass (``create_graph=True``) is told by grad mode at the first gradient that arrives at what the module
+    returned; only then are the call's own nodes hooked, each before and after it runs. What it made while it ran
+    belongs to the module as well, and so on for further derivatives.
+    """
+
+    def begin(gradient: Tensor | None) -> None:
+        if autograd.is_grad_enabled() and share._gradients.is_open:
+            derivatives.follow_roots(autograd.current_node())
+
+    derivatives = _Derivatives(share, edge, since)
+    for tensor in roots:
+        if autograd.takes_gradient(tensor) and not tensor.is_leaf:
+            share.handles.append(tensor.register_hook(begin))
+
+
+class _Derivatives:
+    """The nodes whose backward makes nodes that hand a gradient to the input, too: those of the call, and theirs.
+
+    Held by hooks on the autograd graph alone, so that it lives and dies with that.
+    """
+
+    def __init__(self, share: _Share, edge: Edge, since: int) -> None:
+        self._share = share
+        self._edge = edge
+        self._since = since
+        self._known: set[int] = set()  # identities of nodes, which the graph holds
+
+    def follow_roots(self, node: GraphNode | None) -> None:
+        """Hook the nodes of the call that lie behind ``node``, the one of a tensor that the module returned."""
+        waiting = [node]
+        while waiting:
+            one = waiting.pop()
+            if one is None or one is self._edge[0] or id(one) in self._known:
+                continue
+            if autograd.sequence_of(one) >= self._since and not hasattr(one, "variable"):
+                self._follow(one)
+                waiting += [onward for onward, _ in one.next_functions]
+
+    def _follow(self, node: GraphNode) -> None:
+        """Hook one node before and after it runs, and remember the number that autograd had reached before."""
+        self._known.add(id(node))
+        first: list[int] = []
+
+        def before(gradients: Any) -> None:
+            first[:] = [autograd.next_sequence()]
+
+        def after(handed: tuple[Tensor | None, ...], _given: Any) -> None:
+            if autograd.is_grad_enabled() and self._share._gradients.is_open and first:
+                self._made(handed, first[0])
+
+        self._share.handles += [node.register_prehook(before), node.register_hook(after)]
+
+    def _made(self, handed: tuple[Tensor | None, ...], since: int) -> None:
+        """A node has run with grad mode on and made others since ``since``: they belong to the module, too."""
+        made: set[GraphNode] = set()
+        roots = [tensor for tensor in handed if tensor is not None]
+        feeding, _ = find_feeding(roots, self._edge, since, made)
+        made = {node for node in made if id(node) not in self._known and not hasattr(node, "variable")}
+        self._share.follow_more([(node, position) for node, position in feeding if node in made])
+        for node in made:
+            self._follow(node)
 
 
 def _kept_by(module: nn.Module) -> Iterable[Tensor]:
@@ -213,4 +346,4 @@ def _kept_by(module: nn.Module) -> Iterable[Tensor]:
     for inner in module.modules():
         for name, value in vars(inner).items():
             if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, (Tensor, list, tuple, dict)):
-                yield from (tensor for tensor in iter_deep(value) if tensor.requires_grad)
+                yield from (tensor for tensor in iter_deep(value) if autograd.takes_gradient(tensor))

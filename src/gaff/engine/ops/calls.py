@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gaff.address.grammar import Site
 from gaff.compat import checkpoints
-from gaff.compat.autograd import is_grad_enabled
-from gaff.compat.checkpoints import has_saved_hooks
+from gaff.compat.checkpoints import may_repeat
 from gaff.compat.memory import version_of
 from gaff.engine.clock import Frame, Run
 from gaff.engine.modules import (
@@ -81,7 +80,7 @@ class OpEvent:
         self.name: str = row.name
         self.row = row
         self.index = part.counts.get(row, 0)
-        self.node: Node | None = part.scope.node(row, self.index)
+        self.node: OpNode | None = part.scope.node(row, self.index)
         self._place = place
         self._frames: list[Frame] | None = None
         self._found: tuple[Passage, bool, bool] | None = None
@@ -93,7 +92,7 @@ class OpEvent:
         Versions of the arguments are noted if its value will be edited, to see whether the op writes into one of them.
         """
         node, run = self.node, self.part.run
-        if self.part.scope.repeats and (not is_grad_enabled() or has_saved_hooks()):
+        if self.part.scope.repeats and may_repeat():
             self._follow_regions()
         if node is None:
             return args, kwargs
@@ -308,7 +307,18 @@ def is_at(place: tuple[int, Any, int] | None, frame: FrameType, own: FrameType) 
     return here is not None and here.f_lasti == at and here.f_code is code and here.f_back is own
 
 
-def check_place(node: Node, frame: FrameType) -> None:
+class OpNode(Node):
+    """One op of a module, handled as a small module: what is asked of it hangs here.
+
+    ``place``: how many frames up the code is that called it first, that code, and where in it; None before it has run.
+    ``streams``: who asked.
+    """
+
+    place: tuple[int, Any, int] | None = None
+    streams: tuple[Any, ...] = ()
+
+
+def check_place(node: OpNode, frame: FrameType) -> None:
     """Tell who asked for an op that another line of code has become this op. ``frame``: where it was called.
 
     Ops are numbered in the order in which they run, so a branch taken in one call and not in another shifts the
@@ -326,14 +336,14 @@ def check_place(node: Node, frame: FrameType) -> None:
 def _passage(replay: Any, run: Run, call: int) -> Passage:
     """The call to which an op belongs, noted for recomputations if there may be any."""
     passage = Passage(run, call)
-    if not is_grad_enabled() or has_saved_hooks():
+    if may_repeat():
         replay.remember(passage)
     return passage
 
 
 def _regions() -> list[Any]:
     """What may recompute the code that runs now: checkpoints of both kinds, other custom Functions."""
-    functions = [] if is_grad_enabled() else checkpoints.enclosing_functions()
+    functions = checkpoints.enclosing_functions() if may_repeat() else []
     return [*(found.frame for found in checkpoints.enclosing() if not found.is_again), *functions]
 
 

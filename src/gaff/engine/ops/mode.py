@@ -31,7 +31,7 @@ from gaff.compat.autograd import backward_task, transform_level
 from gaff.compat.modes import call_frames
 from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook, Node
-from gaff.engine.ops.calls import CallShare, OpCall, OpEvent, Written, check_place, enter_op, is_at, leave_op
+from gaff.engine.ops.calls import CallShare, OpCall, OpEvent, OpNode, Written, check_place, enter_op, is_at, leave_op
 from gaff.engine.ops.names import COMPOSITES, NAMES, is_tensors, name_of, opened
 from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
 from gaff.errors import PlanError
@@ -82,7 +82,7 @@ class NamedOps:
         self.name = name
         self.wants = wants
         self.is_wanted = is_wanted
-        self.nodes: list[Node | None] = []
+        self.nodes: list[OpNode | None] = []
         self.looks = _LOOKS
         self.has_left_out = False
 
@@ -132,24 +132,24 @@ class Scope:
         wants = [want for want in self.wants if fits_op(want.site.op or "", name)]
         return self.rows.setdefault(name, NamedOps(self, name, wants, is_wanted=bool(wants or self.listeners)))
 
-    def node(self, row: NamedOps, index: int) -> Node | None:
+    def node(self, row: NamedOps, index: int) -> OpNode | None:
         """What is asked of the op with this number, None for nothing; made when it is first met, under a lock."""
         with _making:  # of several threads
             while len(row.nodes) <= index:
                 row.nodes.append(self._make(row, len(row.nodes)))
         return row.nodes[index]
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[OpNode]:
         """The ops that somebody asks for, as far as they have come."""
         return (node for row in list(self.rows.values()) for node in row.nodes if node is not None)
 
-    def _make(self, row: NamedOps, index: int) -> Node | None:
+    def _make(self, row: NamedOps, index: int) -> OpNode | None:
         """Make the node of one op and connect all streams that ask for it; equal sites share one stream."""
         self.ran.add(row.name)
         wants = [want for want in row.wants if want.site.op_index in (None, index)]
         if not wants:
             return None
-        node = Node(self.owner.module, self.owner.clock, -1)
+        node = OpNode(self.owner.module, self.owner.clock, -1)
         made: dict[tuple[Any, ...], Any] = {}
         for want in wants:
             site = replace(want.site, op=row.name, op_index=index)

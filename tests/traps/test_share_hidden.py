@@ -1,0 +1,102 @@
+"""Shares that no node of the call brings, or not all of it: refused, never told as None or in part."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff import edits
+
+
+def test_a_view_of_the_input_that_is_changed_in_place_later():
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 1))
+    with gaff.capture(model, "1:grad_input", "0:grad_output") as got:
+        model(torch.randn(1, 1, 3, 3)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="returned a view of its input, which was changed in place later"):
+        got["1:grad_input"]
+    assert got["0:grad_output"].shape == (1, 2, 2, 2)
+
+
+def test_a_view_of_the_input_that_nobody_changes():
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.ReLU(), nn.Linear(8, 1))
+    with gaff.capture(model, "1:grad_input", "0:grad_output") as got:
+        model(torch.randn(1, 1, 3, 3)).sum().backward()
+    assert torch.equal(got["1:grad_input"], got["0:grad_output"])
+
+
+class Clips(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            x.clamp_(-0.1, 0.1)
+        return x
+
+
+def test_an_input_that_is_written_to_without_grad_mode_and_returned():
+    model = nn.Sequential(nn.Linear(3, 3), Clips(), nn.Linear(3, 1))
+    with gaff.capture(model, "1:grad_input", "1:input_grad") as got:
+        model(torch.randn(2, 3)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="the module returned its input itself"):
+        got["1:grad_input"]
+    assert torch.equal(got["1:input_grad"], model[2].weight.expand(2, 3))
+
+
+class OnTwoThreads(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.one, self.other, self.pool = nn.Linear(3, 3), nn.Linear(3, 3), pool
+
+    def forward(self, x):
+        running = self.pool.submit(self.other, x)
+        return self.one(x) + running.result()
+
+
+@pytest.fixture
+def on_two_threads():
+    with ThreadPoolExecutor(1) as pool:
+        model = nn.Sequential(nn.Linear(3, 3), OnTwoThreads(pool))
+        for _ in range(5):  # autograd numbers the nodes of each thread: this one is ahead
+            model(torch.randn(2, 3))
+        yield model
+
+
+def test_a_forward_with_a_branch_on_another_thread(on_two_threads):
+    with gaff.capture(on_two_threads, "1:grad_input", "1:input_grad") as got:
+        on_two_threads(torch.randn(2, 3)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="by a worker thread, or before the call"):
+        got["1:grad_input"]
+    weight = on_two_threads[1].one.weight + on_two_threads[1].other.weight
+    torch.testing.assert_close(got["1:input_grad"], weight.sum(0).expand(2, 3))
+
+
+def test_an_edit_of_a_share_with_a_branch_on_another_thread(on_two_threads):
+    with gaff.edit(on_two_threads, {"1:grad_input": edits.zero()}):
+        on_two_threads(torch.randn(2, 3)).sum().backward()
+    assert not on_two_threads[0].weight.grad.any()
+
+
+def test_something_older_that_is_not_made_of_the_input_is_no_reason_to_refuse():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x * self.kept
+
+    block, x = Adds(), torch.randn(2, requires_grad=True)
+    block.kept = torch.randn(2, requires_grad=True) * 2
+    with gaff.capture(block, ":grad_input") as got:
+        block(x * 1).sum().backward()
+    assert torch.equal(got[":grad_input"], block.kept)
+
+
+def test_something_older_that_is_made_of_the_input_is_refused():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x * self.kept
+
+    model, x = Adds(), torch.randn(2, requires_grad=True)
+    h = x * 1
+    model.kept = h.sin()
+    with gaff.capture(model, ":grad_input") as got:
+        model(h).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="before the call and kept"):
+        got[":grad_input"]

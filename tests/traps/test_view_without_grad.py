@@ -1,0 +1,84 @@
+"""Views made without grad mode say that they require grad and get none; asking them anything may make torch raise."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+
+
+class ViewFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class ByFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Identity(), nn.Linear(3, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = ViewFunction.apply(x)
+        return self.last(self.inner(y)) + x
+
+
+class Logs(nn.Module):
+    def forward(self, view):
+        self.last = view.detach().abs().mean()
+        return view.detach()
+
+
+class WrittenToLater(nn.Module):
+    """Nobody may use the view in a graph from then on; looking at it without one is allowed."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.last = nn.Linear(3, 3), Logs()
+
+    def forward(self, x):
+        y = self.lin(x)
+        with torch.no_grad():
+            view = y[:, :1]
+        y.mul_(2.0)
+        self.last(view)
+        return y
+
+
+@pytest.mark.parametrize("port", ["input_grad", "grad_input"])
+@pytest.mark.parametrize("build", [ByFunction, WrittenToLater])
+def test_what_goes_into_a_module(build, port):
+    model, x = build(), torch.randn(2, 3, requires_grad=True)
+    with gaff.capture(model, f"last:{port}") as got:
+        model(x * 1).sum().backward()
+    assert got[f"last:{port}"] is None
+    assert "a view made without grad mode" in str(got.receipt)
+
+
+def test_what_a_module_returns():
+    class Returns(nn.Module):
+        def forward(self, y):
+            with torch.no_grad():
+                view = y[:, :1]
+            y.mul_(2.0)
+            return view
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.part = nn.Linear(3, 3), Returns()
+
+        def forward(self, x):
+            y = self.lin(x)
+            return {"view": self.part(y), "y": y}
+
+    model = Net()
+    with gaff.capture(model, "part", "part:grad_output", "lin.weight:grad") as got:
+        model(torch.randn(2, 3))["y"].sum().backward()
+    assert got["part:grad_output"] is None
+    assert got["lin.weight:grad"] is not None
