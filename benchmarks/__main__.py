@@ -138,9 +138,17 @@ def _blocks_once():
         with TraceDict(dictionary, names):
             dictionary(x)
 
+    again = gaff.capture(copy.deepcopy(watched), *names)
+    reopened = again._model
+
+    def run_again():
+        with again:
+            reopened(x)
+
     ways = {
         "no hooks": lambda: bare(x),
         "raw hooks, detach()": run_raw,
+        "gaff.capture, opened again": run_again,
         "gaff.capture, one pattern": lambda: run_gaff("blocks.*"),
         "gaff.capture, 48 addresses": lambda: run_gaff(*names),
         "tracing dictionary": run_dictionary,

@@ -21,9 +21,9 @@ def test_sessions_close_in_any_order():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_session_opens_once():
+def test_edits_open_once():
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
-    session = gaff.capture(model, ":output")
+    session = gaff.edit(model, {":output": gaff.edits.zero()})
     with session:
         model(x)
     with pytest.raises(gaff.PlanError, match="this session was opened before"):

@@ -71,7 +71,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     A module that is neither is returned as it is. Wrappers are told by the names of their classes, so that nothing of
     the compiler or of torch.distributed is imported for a look.
     """
-    while (name := _wrapped_name(type(module))) and (inner := module._modules.get(name)) is not None:
+    while (name := _wrapped_name(type(module))) and (inner := module._modules.get(name)) is not None:  # type: ignore[arg-type]
         module = inner
     if "_graph" in module.__dict__:  # of torch.fx
         from gaff.address import exported
@@ -80,6 +80,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+@lru_cache(maxsize=1024)
 def _wrapped_name(kind: type) -> str | None:
     """The name under which a wrapper holds what it wraps, or None for any other class.
 
@@ -164,12 +165,13 @@ def is_there(found: Found) -> bool:
         return True
     path = found.site.path.rpartition(".")[0] if found.name else found.site.path
     child = found.chain[-1]._modules.get(path.rpartition(".")[2])
-    if child is None or unwrap(child) is not found.module:
+    if child is None or (child is not found.module and unwrap(child) is not found.module):
         return False
-    return all(
-        any(inner is not None and unwrap(inner) is expected for inner in parent._modules.values())
-        for parent, expected in zip(found.chain, found.chain[1:], strict=False)
-    )
+    for parent, expected in zip(found.chain, found.chain[1:], strict=False):
+        inside = parent._modules.values()
+        if expected not in inside and not any(inner is not None and unwrap(inner) is expected for inner in inside):
+            return False
+    return True
 
 
 def place_of(found: Found) -> tuple[dict[str, nn.Module | None], str, nn.Module | None]:

@@ -113,18 +113,24 @@ class Clock:
 
     def __init__(self, addresses: AbstractSet[int], threads: str) -> None:
         self.open: dict[int, Run] = {}  # by thread
+        self.at_begin: list[Callable[[Run], None]] = []
+        self.at_end: list[Callable[[Run, Any], None]] = []
+        self._size = 0
+        self._is_everywhere = threads == "all"
+        self._spans: deque[tuple[int, int, int]] = deque(maxlen=4096)  # thread, first and last node of a run's forward
+        self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
+
+        self.restart(addresses)
+
+    def restart(self, addresses: AbstractSet[int]) -> None:
+        """Count from nothing, for the thread that asks; ``addresses`` as when made. Nothing may be in progress."""
         self.closed = False
         self.step = 0
         self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
         self.latest = self.before  # the run begun last
-        self.at_begin: list[Callable[[Run], None]] = []
-        self.at_end: list[Callable[[Run, Any], None]] = []
         self._addresses = addresses
-        self._size = 0
-        self._owner = None if threads == "all" else get_ident()
+        self._owner = None if self._is_everywhere else get_ident()
         self._numbers = itertools.count()
-        self._spans: deque[tuple[int, int, int]] = deque(maxlen=4096)  # thread, first and last node of a run's forward
-        self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
     def resize(self, size: int) -> None:
         """Set the number of hooked modules, once all are known; runs that begin later count the calls of so many."""

@@ -156,6 +156,25 @@ class Node:
         if self.has_entry:
             entered: Callable[..., Any] = before_edit if self.entry_changes else before
             handles.append(module.register_forward_pre_hook(make(entered, self), with_kwargs=True))
+            self._order_entry()
+        if len(self.exit_changes) == 1:
+            self.direct = getattr(self.exit_changes[0], "direct", None)
+        if self.exits or self.arms or self.exit_changes or self.mark is not None:
+            after: Callable[..., Any] = _after_edit if self.exit_changes else _after
+            handles.append(module.register_forward_hook(make(after, self), with_kwargs=True))
+            if self.exit_changes:
+                _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
+        if self.has_entry:
+            handles.append(module.register_forward_hook(make(leave, self), with_kwargs=True, always_call=always))
+        if self.scope is not None:
+            self.scope.install(handles)
+            # first of all: a function mode that somebody else's hook takes away must find itself on top
+            _order(module._forward_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=False)
+
+    def _order_entry(self) -> None:
+        """Put the hooks at the entry of the module in order, where there are others."""
+        module = self.module
+        if len(module._forward_pre_hooks) > 1:
             # an edited parameter stands in before hooks that use it, as those of weight_norm and pruning do
             _order(
                 module._forward_pre_hooks,
@@ -166,18 +185,6 @@ class Node:
             distributed.fsdp_first(module)
             # ops are looked at in a run, which the hooks of nodes begin
             _order(module._forward_pre_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
-        if len(self.exit_changes) == 1:
-            self.direct = getattr(self.exit_changes[0], "direct", None)
-        if self.exits or self.arms or self.exit_changes or self.mark is not None:
-            after: Callable[..., Any] = _after_edit if self.exit_changes else _after
-            handles.append(module.register_forward_hook(make(after, self), with_kwargs=True))
-            _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
-        if self.has_entry:
-            handles.append(module.register_forward_hook(make(leave, self), with_kwargs=True, always_call=always))
-        if self.scope is not None:
-            self.scope.install(handles)
-            # first of all: a function mode that somebody else's hook takes away must find itself on top
-            _order(module._forward_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=False)
 
 
 def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> None:

@@ -29,7 +29,9 @@ from gaff.errors import PlanError
 
 
 class Session:
-    """Feeds ``taps`` while open. Checked when made, installed when opened. Not reentrant, opens once.
+    """Feeds ``taps`` while open. Checked when made, installed when opened. Not reentrant.
+
+    One that is ``lasting`` may be opened again, on the wiring of the first time; any other opens once.
 
     ``notes``: why what ran is not, bit by bit, what would have run without the session; they go into the receipt.
     ``clock`` (from opening on) counts runs. After closing, ``lingering`` holds the hooks that the recomputation of
@@ -95,6 +97,11 @@ class Session:
         return hasattr(self, "clock")
 
     @property
+    def lasting(self) -> bool:
+        """Whether what the first opening prepared serves another one: only values of modules are looked at, eagerly."""
+        return self.was_opened and self._wiring.is_lasting and self._inside is None
+
+    @property
     def is_traced(self) -> bool:
         """Whether the hooks are inside compiled code; else it runs eagerly, if there is any. Known from opening on."""
         return self._inside is not None
@@ -102,14 +109,14 @@ class Session:
     def open(self) -> None:
         """Install every hook, all or nothing: a failure halfway removes what was already in.
 
-        Raises PlanError for a session that was opened before, and for what the wiring finds impossible.
+        Raises PlanError for a session that is open, or was and is not ``lasting``, and for what the wiring finds
+        impossible.
         """
-        if self.was_opened:
+        if self.is_open or (self.was_opened and not self.lasting):
             raise PlanError("this session was opened before: expected a new one for each with block")
-        self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self.threads)
         with ExitStack() as opening:
             opening.callback(forget)
-            self._wiring = wiring = Wiring(self._model, self._taps, self._tensors, self.clock, self.notes)
+            wiring = self._prepare()
             opening.callback(self._let_go)
             self._follow_runs(wiring)
             wiring.follow_runs()
@@ -137,6 +144,17 @@ class Session:
         if self._handles is not None:
             handles, self._handles = self._handles, None
             handles.close()
+
+    def _prepare(self) -> Wiring:
+        """Make the clock and the wiring; at another opening look around again and let the clock begin anew."""
+        if not self.was_opened:
+            self.clock = Clock(self._around.memory if self._around is not None else frozenset(), self.threads)
+            self._wiring = Wiring(self._model, self._taps, self._tensors, self.clock, self.notes)
+        elif self._model is not None:
+            self._around = self._around.renewed(self._model) if self._around else surroundings.look(self._model)
+            self.notes.clear()
+            self.clock.restart(self._around.memory)
+        return self._wiring
 
     def _meet_compiled(self, opening: ExitStack, wiring: Wiring) -> None:
         """Put hooks into compiled code, or have it run eagerly; exported graphs run as their trees.
@@ -196,9 +214,10 @@ class Session:
 
         Comes after hooks are removed; nodes of hooks that linger keep what they need.
         """
-        self.clock.closed = True
-        self._wiring.let_go(self.lingering.nodes() if self.lingering is not None else set())
-        self._taps = self._tensors = ()
+        self.clock.close()
+        if not self.lasting:
+            self._wiring.let_go(self.lingering.nodes() if self.lingering is not None else set())
+            self._taps = self._tensors = ()
 
     def _stop_waiting(self, run: Run, output: Any) -> None:
         """Tell streams of calls without grad mode, once it is certain, that no gradient will come.

@@ -6,9 +6,8 @@ A session looks once, when it is made and before anything is installed, so that 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,11 +44,30 @@ class Surroundings:
     ``is_compiled``: the model, a module in it, or anything else in this process is compiled. ``fused``: layers that
     nn.Transformer runs as one fused call when it may. ``memory``: addresses of the memory of all parameters and
     buffers, and of tensors that modules keep as plain attributes.
+
+    ``tables`` are all modules' own tables of children, ``inside`` what was in them; ``held`` the tables of parameters
+    and buffers, ``own`` the modules that may keep tensors as attributes: by these ``renewed`` is a short look.
     """
 
     is_compiled: bool
     fused: tuple[nn.Module, ...]
     memory: frozenset[int]
+    tables: tuple[dict[str, Any], ...]
+    inside: tuple[tuple[Any, ...], ...]
+    held: tuple[dict[str, Any], ...]
+    own: tuple[nn.Module, ...]
+
+    def renewed(self, model: nn.Module) -> Surroundings:
+        """What ``look`` would find now: the addresses are read anew, the modules only where some were replaced.
+
+        Raises like ``look``.
+        """
+        kinds = {type(tensor) for table in self.held for tensor in table.values()}
+        is_same = tuple([tuple(table.values()) for table in self.tables]) == self.inside
+        if not is_same or kinds - {nn.Parameter, Tensor, type(None)}:
+            return look(model)
+        memory = _memory_of(self.held, self.own)
+        return replace(self, is_compiled=self.is_compiled or has_compiled(), memory=memory)
 
 
 def look(model: nn.Module) -> Surroundings:
@@ -61,41 +79,56 @@ def look(model: nn.Module) -> Surroundings:
     """
     is_compiled = has_compiled()
     fused: list[nn.Module] = []
-    tensors: list[Tensor | None] = []
+    own: list[nn.Module] = []
+    tables: list[dict[str, Any]] = []
+    held: list[dict[str, Any]] = []
     kinds: dict[Any, str] = {}  # by class
     waiting: list[nn.Module | None] = [model]
     for module in waiting:
         if module is None:
             continue
         inside = module.__dict__
-        waiting += inside["_modules"].values()
+        children = inside["_modules"]
+        tables.append(children)
+        waiting += children.values()
         cls = type(module)
         kind = kinds.get(cls)
         if kind is None:
             kind = kinds[cls] = _kind(module)
         if kind == _OWN:
-            tensors += [value for value in inside.values() if type(value) is Tensor]  # state without a name
+            own.append(module)
         elif kind:
             is_compiled = is_compiled or kind == "compiled"
             if kind == "fused":
                 fused.append(module)
             _refuse(model, module, kind)
-        if "_compiled_call_impl" in inside:
-            is_compiled = is_compiled or inside["_compiled_call_impl"] is not None
+        is_compiled = is_compiled or inside.get("_compiled_call_impl") is not None
         for parameter in inside["_parameters"].values():
             if type(parameter) is not nn.Parameter and parameter is not None:
                 _refuse(model, module, type(parameter).__name__)
-            tensors.append(parameter)
-        tensors += inside["_buffers"].values()
-    return Surroundings(is_compiled, tuple(fused), frozenset(_iter_memory(tensors)))
+        held += [inside["_parameters"], inside["_buffers"]]
+    insides = tuple([tuple(table.values()) for table in tables])
+    memory = _memory_of(held, own)
+    return Surroundings(is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own))
 
 
-def _iter_memory(tensors: Iterable[Tensor | None]) -> Iterator[int]:
-    """Addresses of the memory behind tensors, of DTensors that of the local part."""
+def _memory_of(held: Iterable[dict[str, Any]], own: Iterable[nn.Module]) -> frozenset[int]:
+    """Addresses of the memory behind tables of parameters and buffers, and of what modules keep without a name.
+
+    Of DTensors that of the local part; sparse tensors and the like have none.
+    """
+    tensors = [tensor for table in held for tensor in table.values()]
+    for module in own:
+        tensors += [value for value in module.__dict__.values() if type(value) is Tensor]
+    found = set()
     for tensor in tensors:
         if tensor is not None:
-            with suppress(RuntimeError, ValueError):  # sparse and the like have none
-                yield memory_of(distributed.local_of(tensor))
+            try:
+                is_plain = type(tensor) is nn.Parameter or type(tensor) is Tensor
+                found.add(memory_of(tensor if is_plain else distributed.local_of(tensor)))
+            except (RuntimeError, ValueError):
+                continue
+    return frozenset(found)
 
 
 def _kind(module: nn.Module) -> str:

@@ -41,13 +41,15 @@ from gaff.engine.value_edits import InputChange, OutputChange
 from gaff.errors import PlanError
 
 AnyTap = Tap | EditTap | CallTap | OpTap
+_VALUES = ("output", "input")
 
 
 class Wiring:
     """The nodes, leaves, substitutes and scopes that ``taps`` and ``tensors`` need in ``model``.
 
     Raises PlanError for what cannot be done. ``has_arms``: some gradient at a module is wanted; ``has_edits``:
-    something is changed. ``let_go`` tells streams what never came, and frees all that was made.
+    something is changed; ``is_lasting``: values of modules alone are told, which leaves nothing behind, so that it
+    serves another opening. ``let_go`` tells streams what never came, and frees all that was made.
 
     A node is made once for each module, whatever is asked of it, and found again by the module's identity; ``swaps``
     are the edits of parameters.
@@ -81,6 +83,8 @@ class Wiring:
         for tensor in tensors:
             find = partial(_itself, tensor.tensor)
             self.leaves.append(LeafGradient(self.gradients, tensor.stream, clock, find, is_anywhere=True))
+        is_more = self.has_marks or bool(self.swaps or self.scopes)
+        self.is_lasting = not is_more and all(type(tap) is Tap and tap.found.site.port in _VALUES for tap in self.taps)
 
     @property
     def has_marks(self) -> bool:

@@ -32,6 +32,9 @@ from gaff.sessions.receipt import Receipt, ReceiptRow, tidy
 from gaff.views.text import counted
 
 
+PLAIN = "of plain tensors, and is entered once"
+
+
 class RunView:
     """The events of one run of a capture (or of all its runs): ``got.run(2)["a@1"]``.
 
@@ -56,8 +59,9 @@ class Capture:
     ``got.run(2)["a"]`` that of the third run; ``got.all("a")`` every value in order. A site whose value was None
     gives None, and the receipt says why.
 
-    Made by ``gaff.capture``, which checks everything that can be known without a run; entered once. It owns the kept
-    values and frees them when it is freed itself.
+    Made by ``gaff.capture``, which checks everything that can be known without a run. It owns the kept values and frees
+    them when it is freed itself. Entered again, it lets go of what it kept, and runs, calls and the receipt are counted
+    from nothing; of plain tensors it is entered once.
     """
 
     def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
@@ -65,15 +69,19 @@ class Capture:
             need_module(model)
         if plan.is_edit:
             raise PlanError("the plan edits: expected one of captures, Plan.of('layer3'); open it with gaff.edit")
-        options = plan.options
         self._plan = plan
+        self._model = model
+        self._set_up(model, tensors)
+
+    def _set_up(self, model: nn.Module | None, tensors: Mapping[str, Tensor]) -> None:
+        """Look the plan up in the model as it is now; the session is made, and not opened."""
+        options = self._plan.options
         self._ledger = Ledger(options.budget, options.evict, WeakMethod(self._iter_streams))
         self._by_name: dict[str, KeptSite] = {}  # plain tensors
         self._by_object: dict[tuple[object, ...], KeptSite] = {}
         self._missing: list[str] = []
         self._keepers: list[Keeper] = []
         self._places: list[Any] = []  # where the modules hung at opening
-        self._model = model
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
         is_traceable = not (options.graph or options.reference)
@@ -88,6 +96,8 @@ class Capture:
         if self._model is not None and any(keeper.reduce for keeper in self._keepers):
             ranks = distributed.ranks_of(self._model.parameters())  # what reduces a DTensor talks to the others
             distributed.agree(ranks, f"capture {'; '.join(map(str, self._plan.requests))}")
+        if self._session.was_opened:
+            self._begin_anew()
         self._session.open()
         for keeper in self._keepers:
             keeper.is_foreign = self._session.clock.is_foreign
@@ -96,9 +106,28 @@ class Capture:
         for stream in self._iter_streams() if self._session.is_traced else ():
             stream.copy_all()
         streams = zip(self._taps, self._by_object.values(), strict=True)
-        self._places = [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
+        self._places = self._places or [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
         self._session.clock.at_begin.append(self._look_for_replaced)
         return self
+
+    def _begin_anew(self) -> None:
+        """Let go of what was kept; the plan is looked up again unless every module still hangs where it was found.
+
+        Raises PlanError while the capture is open, and for one of plain tensors: it holds none of them any more.
+        """
+        if self._session.is_open or self._by_name:
+            raise PlanError(f"this capture is {'open already' if self._session.is_open else PLAIN}: expected a new one")
+        if not (self._session.lasting and self._is_all_there()):
+            return self._set_up(self._model, {})
+        for stream in self._by_object.values():
+            stream.restart()
+        self._ledger.held = 0
+
+    def _is_all_there(self) -> bool:
+        """Whether every module that was found is at its place, and all those around it are, too."""
+        chains = {id(tap.found.chain): tap for tap in self._taps}  # siblings have one between them
+        hangs = all(inside.get(name) is child for inside, name, child, _ in self._places)
+        return hangs and all(is_there(tap.found) for tap in chains.values())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -188,6 +217,8 @@ class Capture:
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
         """Say which modules were replaced while the session was open: what their successors did was not seen."""
+        if self._is_all_there():
+            return
         for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
             if not is_there(tap.found):
                 stream.skip("the module was replaced while the session was open: what its successor did was not seen")

@@ -84,6 +84,16 @@ class KeptSite:
         if self._last is not None:
             self._trim()
 
+    def restart(self) -> None:
+        """Let go of all events and of what was counted: the capture is opened again."""
+        self.records.clear()
+        if self.reasons or self.remarks or self.inner or self.evicted:
+            self.reasons.clear()
+            self.inner.clear()
+            self.none = self.evicted = 0
+            self.remarks = frozenset()
+        self.is_replaced = False
+
     def copy_all(self) -> None:
         """Take no short way: what passes lies in memory that compiled code will use again; see ``Keeper.copy_all``."""
         self._lazy = None
