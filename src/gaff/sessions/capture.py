@@ -31,7 +31,6 @@ from gaff.sessions.reading import Reading
 from gaff.sessions.receipt import Receipt, ReceiptRow, tidy
 from gaff.views.text import counted
 
-
 PLAIN = "of plain tensors, and is entered once"
 
 

@@ -2,15 +2,21 @@
 
 Several sessions may edit one parameter, and leave in any order; a recomputation may need another value than the run in
 progress. So what stands in is kept as a stack for each parameter, known by the parameter and by all that stands in.
+
+It stands in the tables of the modules that own the parameter, where nearly all code finds it. Code that holds the
+parameter itself (a list, a closure, a module that the model does not know) is met at its uses: as long as something
+stands in, the parameter's class is one whose ``__torch_function__`` puts the substitute in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from gaff.address.nested import map_tensors
 from gaff.compat import memory
 
 _BY_TENSOR: dict[int, Standing] = {}  # by identity of a parameter, or of what stands in for it; only while it does
@@ -44,7 +50,9 @@ class Standing:
 
     def add(self, key: object, new: Tensor, task: int = -1) -> None:
         """Put ``new`` in the parameter's place; ``task``: for the recomputation in this backward pass."""
-        self._put(self._now(), new)
+        self._put(self.now, new)
+        if not self._rows:
+            _step_aside(self.original)
         self._rows.append(_Row(key, new, memory.version_of(new), task))
         _BY_TENSOR[id(self.original)] = _BY_TENSOR[id(new)] = self
 
@@ -58,8 +66,8 @@ class Standing:
         What lies below comes back if this was on top; else the one on top stays in place.
         """
         row = next(row for row in self._rows if row.key is key)
-        was_there = all(any(value is self._now() for value in owner._parameters.values()) for owner in self._owners)
-        before = self._now()
+        was_there = all(any(value is self.now for value in owner._parameters.values()) for owner in self._owners)
+        before = self.now
         self._rows.remove(row)
         if not any(other.tensor is row.tensor for other in self._rows):
             _BY_TENSOR.pop(id(row.tensor), None)
@@ -67,11 +75,14 @@ class Standing:
             _BY_TENSOR[id(self.original)] = self
         else:
             _BY_TENSOR.pop(id(self.original), None)
-        if self._now() is not before:
-            self._put(before, self._now())
+            _step_back(self.original)
+        if self.now is not before:
+            self._put(before, self.now)
         return was_there and memory.version_of(row.tensor) == row.version
 
-    def _now(self) -> Tensor:
+    @property
+    def now(self) -> Tensor:
+        """What is in the parameter's place now; the parameter itself where nothing stands in."""
         return self._rows[-1].tensor if self._rows else self.original
 
     def _put(self, old: Tensor, new: Tensor) -> None:
@@ -87,3 +98,47 @@ def original_of(tensor: Tensor) -> Tensor:
     """The parameter for which ``tensor`` stands in, or itself."""
     standing = _BY_TENSOR.get(id(tensor))
     return tensor if standing is None else standing.original
+
+
+_TENSORS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag, Tensor.data)  # attributes with values
+_OF_THE_LEAF = frozenset(
+    ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward", "__hash__")
+)
+
+
+def _step_aside(parameter: Tensor) -> None:
+    """Let a parameter's uses go to what stands in for it; tensors of other classes than torch's own are left as is."""
+    kind = _ASIDE.get(type(parameter))
+    if kind is not None:
+        parameter.__class__ = kind
+
+
+def _step_back(parameter: Tensor) -> None:
+    """Give a parameter its own class back."""
+    for own, kind in _ASIDE.items():
+        if type(parameter) is kind:
+            parameter.__class__ = own
+
+
+def _used(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A use of a parameter that stands aside: of its value with the substitute, of the leaf itself (its hooks, its
+    ``grad``) with the parameter."""
+    kwargs = kwargs or {}
+    is_of_leaf = func.__name__ in _OF_THE_LEAF
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        is_of_leaf = getattr(func, "__self__", None) not in _TENSORS
+    if not is_of_leaf:
+        args, kwargs = map_tensors((args, kwargs), _substitute)
+    with torch._C.DisableTorchFunctionSubclass():  # the parameter may stand in for itself, in a recomputation
+        return func(*args, **kwargs)
+
+
+def _substitute(tensor: Tensor) -> Tensor:
+    standing = _BY_TENSOR.get(id(tensor))
+    return tensor if standing is None or standing.original is not tensor else standing.now
+
+
+_ASIDE: dict[type, type] = {
+    kind: type(kind.__name__, (kind,), {"__torch_function__": classmethod(_used), "__module__": kind.__module__})
+    for kind in (nn.Parameter, Tensor)
+}
