@@ -42,3 +42,8 @@ class NonFiniteError(GaffError):
 
 class RecordError(GaffError):
     """A file that cannot be read or written: missing, torn, of another format, or hostile."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a line below the message of an exception, as ``add_note`` of Python 3.11 does; its arguments stay."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]  # of Python 3.11

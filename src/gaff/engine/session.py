@@ -23,6 +23,7 @@ from gaff.engine.leftovers import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.ops.mode import forget
 from gaff.engine.process.optimizer import StepCount
+from gaff.engine.raised import tell_where
 from gaff.engine.taps import EditTap, TensorTap
 from gaff.engine.wiring import AnyTap, Wiring
 from gaff.errors import PlanError
@@ -83,7 +84,8 @@ class Session:
         self.open()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        tell_where(error, self._model)
         self.close()
 
     @property

@@ -135,7 +135,7 @@ class Capture:
 
         Raises NeverFiredError for a pattern that stayed silent; warns where a module was replaced after it had fired.
         """
-        self._session.close()
+        self._session.__exit__(kind, error, trace)
         self._report_replaced(is_quiet=kind is not None)  # never mask the user's own exception
         if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
             raise_if_silent(self.receipt, self._ran())

@@ -14,7 +14,7 @@ from gaff.address.grammar import Site
 from gaff.compat import elements, memory, modes
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
-from gaff.errors import ExactnessError, GaffError, PlanError
+from gaff.errors import ExactnessError, GaffError, PlanError, note
 from gaff.sessions.edit_size import plain
 
 # What is kept of a first pass: the strength, checksums of what went in and came out, versions of the edit's constants.
@@ -57,8 +57,7 @@ class CheckedEdit:
         except Exception as error:
             self.has_failed = True
             self._raise_ours(error, value)
-            if hasattr(error, "add_note"):
-                error.add_note(f"gaff: in the edit at {self._site}, run {run.index}, call {call}")
+            note(error, f"gaff: in the edit at {self._site}, run {run.index}, call {call}")
             raise
         self.has_failed = True  # unless what follows is right
         if not is_pure and memory.version_of(value) != version:

@@ -60,7 +60,7 @@ class Editing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(is_quiet=kind is not None)  # never mask the user's own exception
+        self._close(error)
 
     def attach(self) -> Editing:
         """Open without a block, until ``remove``; warns once where nothing was hit in the first full step.
@@ -87,7 +87,7 @@ class Editing:
     def remove(self) -> None:
         """Take attached edits away. Raises NeverFiredError, with the receipt, for a pattern that never acted."""
         if self._session.is_open:
-            self._close(is_quiet=False)
+            self._close(None)
 
     @property
     def receipt(self) -> Receipt:
@@ -145,19 +145,20 @@ class Editing:
         )
         return f"<gaff edit, {state}>\n{self.receipt}"
 
-    def _close(self, *, is_quiet: bool) -> None:
-        """Remove the hooks, then say what went wrong, unless ``is_quiet``: an exception of the user is under way.
+    def _close(self, error: BaseException | None) -> None:
+        """Remove the hooks, then say what went wrong, unless an ``error`` of the user, never masked, is under way.
 
         Raises ExactnessError where backward went on without an edit, NeverFiredError for a pattern that never acted;
         the latter not after an edit has failed, since the error that it raised says more.
         """
+        is_quiet = error is not None
         self._family.is_open = False
         for tap, stream in zip(self._taps, self._streams, strict=False):
             if not is_there(tap.found):
                 stream.skip(REPLACED)
                 if stream.size.hits and not is_quiet:
                     warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
-        self._session.close()
+        self._session.__exit__(None, error, None)
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
         if lost and not is_quiet:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")

@@ -20,7 +20,7 @@ from gaff.address.nested import iter_tensors
 from gaff.compat import memory
 from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
 from gaff.compat.memory import memory_of
-from gaff.errors import GaffError, PlanError
+from gaff.errors import GaffError, PlanError, note
 from gaff.keep import in_graph
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper, Moment, Refused, size_of
@@ -236,7 +236,7 @@ class KeptSite:
         except GaffError as error:
             raise type(error)(f"{self.site}: {error}") from error
         except Exception as error:
-            error.add_note(f"gaff: while keeping {self.site}") if hasattr(error, "add_note") else None
+            note(error, f"gaff: while keeping {self.site}")
             raise
 
 

@@ -22,6 +22,7 @@ from gaff.address.resolve import called_modules, need_module, resolve
 from gaff.compat import distributed
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.process.optimizer import StepWatch
+from gaff.engine.raised import tell_where
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import NonFiniteError, PlanError
@@ -91,12 +92,14 @@ class Examination:
             closing.callback(lambda: self._trail.nodes.close())
             if self._from_step is not None:
                 closing.enter_context(StepWatch(None, self._before_step))
-            with session:
-                try:
-                    output = around()
-                except Exception as error:
-                    self._explain(error)
-                    raise
+            session.open()
+            try:
+                output = around()
+            except Exception as error:
+                self._explain(error)
+                raise
+            finally:
+                session.close()
             self.notes += session.notes
             self._sink(output)
             if output is None and not len(self._trail) and self._now.outside is not None:
@@ -116,7 +119,8 @@ class Examination:
         self._trail, self._marks, self._sinks = Trail(), Marks(), []
 
     def _explain(self, error: Exception) -> None:
-        """Add to an exception of the step what was not finite before: more often than not, that is why."""
+        """Add to an exception of the step where it was raised, and what was not finite before: often that is why."""
+        tell_where(error, self._model)
         bad = [made for made in self._marks if not made.is_meant]
         if bad and hasattr(error, "add_note") and not isinstance(error, NonFiniteError):
             first = min(bad, key=lambda made: made.number)
