@@ -27,7 +27,7 @@ def test_predicates_modules_and_lists():
     model, x = Net(), torch.randn(1, 3, 8, 8)
     with gaff.capture(model, lambda site: site.path.startswith("c"), [model.fc1, "relu"]) as got:
         model(x)
-    assert got.keys() == ["conv", "fc1", "relu"]
+    assert list(got) == ["conv", "fc1", "relu"]
     with pytest.raises(gaff.SiteError, match="accepted none of the sites of Net"):
         gaff.capture(model, lambda site: False)
     with pytest.raises(gaff.SiteError, match="module Linear given as a pattern is not part of Net"):

@@ -18,15 +18,20 @@ def look(model: nn.Module, x: Tensor, loss: Tensor) -> str:
         model(x)
     with gaff.capture(model, "fc", budget="2GB", evict="oldest", threads="all", dtype=torch.float16, loss=loss) as more:
         model(x)
-    keys: list[str] = more.keys()
+    keys: list[str] = list(more)
     with gaff.capture(b=x) as plain:
         x.sum().backward()
     plan = gaff.Plan.of("0", last=1, clone=True)
     with gaff.capture(model, plan):
         model(x)
     site = gaff.Site("fc", port="grad")
+    stacked: Tensor = got.stack("h.*", [model, "fc"], gaff.Site("fc"))
+    got.save(Path("x.safetensors"))
+    saved = gaff.load("x.safetensors", "capture")
+    shapes = {name: value.shape for name, value in saved.run(0).items()}
+    kept = [saved.get("fc", stacked), got[model], saved.receipt.runs, "fc" in saved, shapes, *saved.values()]
     tree: str = str(gaff.sites(model, x, ops=True))
-    return f"{got['0']} {got.receipt} {got.all('0')} {keys} {plain['b']} {site} {tree}"
+    return f"{kept} {got['0']} {got.receipt} {got.all('0')} {keys} {plain['b']} {site} {tree}"
 
 
 def take(model: nn.Module, x: Tensor) -> Tensor:

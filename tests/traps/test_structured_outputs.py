@@ -44,7 +44,7 @@ def test_a_pattern_takes_every_tensor_of_a_structure():
     with gaff.capture(model, "p*:grad_output") as got:
         y = model(x)
         (y.hidden.sum() + y.extra["second"].sum()).backward()
-    assert got.keys() == ["pair:grad_output[first]", "pair:grad_output[second]"]
+    assert list(got) == ["pair:grad_output[first]", "pair:grad_output[second]"]
     assert torch.equal(got["pair:grad_output[second]"], torch.ones(2, 4))
 
 

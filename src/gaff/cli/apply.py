@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from gaff.api import edit
     from gaff.cli.inputs import load_inputs, need_input
     from gaff.cli.models import load_model
-    from gaff.cli.tensors import loss_of, save_tensors
+    from gaff.cli.tensors import loss_of, save_values
     from gaff.inspection.call_log import shape_text
     from gaff.sessions.plan import Plan
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             raise PlanError(f"{error}; the plan edits gradients: add --backward or --loss") from error
         raise
     if options.out is not None:
-        save_tensors(edited, options.out, options.model)
+        save_values(edited, changed.receipt, options.out, options.model)
     rows = [(name, shape_text(edited[name]), *_difference(edited[name], bare.get(name))) for name in edited]
     _print(options, plan, changed.receipt, rows)
     return 0

@@ -21,6 +21,8 @@ from gaff.errors import PlanError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gaff.sessions.receipt import Receipt
+
 SUMMARY = "extract features; the model runs only as far as it must"
 
 
@@ -40,21 +42,19 @@ def run(options: argparse.Namespace) -> int:
     inputs = [site for site in options.sites if ".py:" in site or site.startswith(("randn:", "zeros:", "ones:"))]
     if inputs:
         raise PlanError(f"{inputs[0]!r} looks like an input, where a site is expected: give it as --input {inputs[0]}")
-    features = _taken(options)
+    features, receipt = _taken(options)
     if options.out is not None:
-        from gaff.cli.tensors import save_tensors
+        from gaff.cli.tensors import save_values
 
-        save_tensors(features, options.out, options.model)
-    _print(features, options)
+        save_values(features, receipt, options.out, options.model)
+    _print(_tensors(features), options)
     return 0
 
 
-def _taken(options: argparse.Namespace) -> dict[str, Tensor]:
-    """Every tensor of the features, under its own address."""
+def _taken(options: argparse.Namespace) -> tuple[dict[str, Any], Receipt]:
+    """The features by address, and the receipt of the run."""
     import torch
 
-    from gaff.address.grammar import print_key
-    from gaff.address.nested import iter_tensors
     from gaff.api import take
     from gaff.cli.inputs import load_inputs, need_input
     from gaff.cli.models import load_model
@@ -67,11 +67,21 @@ def _taken(options: argparse.Namespace) -> dict[str, Tensor]:
             found: dict[str, Any] = extractor(*args, **kwargs)
     except TypeError as error:
         raise need_input(options.input, error) from error
+    return found, extractor.receipt
+
+
+def _tensors(features: dict[str, Any]) -> dict[str, Tensor]:
+    """Every tensor of the features, under its own address."""
+    from dataclasses import replace
+
+    from gaff.address.grammar import parse_site
+    from gaff.address.nested import iter_tensors
+
     tensors = {}
-    for address, value in found.items():
+    for address, value in features.items():
+        site = parse_site(address)
         for key, tensor in iter_tensors(value):
-            port = ":output" if key and ":" not in address else ""
-            tensors[f"{address}{port}{print_key(key)}"] = tensor
+            tensors[str(replace(site, key=(*site.key, *key))) if key else address] = tensor
     return tensors
 
 

@@ -6,7 +6,7 @@ Imports torch; a command imports this when it runs.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from gaff.address.nested import iter_tensors
 from gaff.cli.models import load_name
 from gaff.compat.extras import need
 from gaff.errors import PlanError
-from gaff.version import __version__
+from gaff.sessions.receipt import Receipt
+from gaff.sessions.saved_capture import write_values
 
 
 def loss_of(options: Namespace) -> Callable[[Any], Tensor] | None:
@@ -35,12 +36,11 @@ def mean_of_first(output: Any) -> Tensor:
     raise PlanError("the output holds no floating tensor to run backward from: expected --loss file.py:function")
 
 
-def save_tensors(features: dict[str, Tensor], path: str, model: str) -> None:
-    """Write tensors by name, contiguous and on the CPU, as safetensors; ``model`` is noted in the file.
+def save_values(values: Mapping[str, Any], receipt: Receipt, path: str, model: str) -> None:
+    """Write values by address as a capture of one run, which ``gaff.load`` reads; ``model`` is noted in the file.
 
     Makes the folders that are missing. Raises PlanError where the package safetensors is not installed.
     """
-    safetensors = need("safetensors.torch", "files", for_="--out")
+    need("safetensors.torch", "files", for_="--out")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in features.items()}
-    safetensors.save_file(whole, path, metadata={"gaff": __version__, "model": model})
+    write_values(path, values, receipt, model)

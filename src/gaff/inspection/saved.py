@@ -1,11 +1,11 @@
-"""``gaff.load``: what gaff has saved, read back; anything else is told for what it is. Needs no torch."""
+"""``gaff.load``: what gaff has saved, read back; anything else is told for what it is. Only captures need torch."""
 
 from __future__ import annotations
 
 import json
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from gaff.errors import RecordError
 from gaff.inspection.anatomy import Anatomy
@@ -13,15 +13,20 @@ from gaff.inspection.trace import Trace
 from gaff.record.flight import ENDING as RING
 from gaff.record.run import ENDING, Record
 
+if TYPE_CHECKING:
+    from gaff.sessions.saved_capture import SavedCapture
+
 _MOST_BYTES = 500 * 2**20
-_KINDS: dict[type, str] = {Record: "run", Trace: "trace", Anatomy: "anatomy"}
+_KINDS = ("run", "trace", "anatomy", "capture")
+_EXPECTED = "expected a run, a trace, an anatomy or a capture"
+_TENSORS = ".safetensors"
 # What else there is: by the ending of a file, what it is and what reads it.
 _OTHERS = {
     ".html": ("a page", "open it in a browser"),
     ".svg": ("a picture", "open it in a browser"),
     ENDING: ("the log of one process of a run", "give its folder"),
     RING: ("the flight recorder of one process of a run", "give its folder"),
-    ".safetensors": ("a file of tensors", "read it with safetensors; a plan's tensors lie beside its JSON"),
+    _TENSORS: ("a file of tensors", "read it with safetensors; a plan's tensors lie beside its JSON"),
     ".npy": ("an array of NumPy", "read it with numpy.load"),
     ".pt": ("a file of torch", "read it with torch.load"),
     ".pth": ("a file of torch", "read it with torch.load"),
@@ -38,31 +43,34 @@ def load(path: str | PathLike[str], kind: Literal["trace"]) -> Trace: ...
 @overload
 def load(path: str | PathLike[str], kind: Literal["anatomy"]) -> Anatomy: ...
 @overload
+def load(path: str | PathLike[str], kind: Literal["capture"]) -> SavedCapture: ...
+@overload
 def load(path: str | PathLike[str], kind: None = None) -> Any: ...
 def load(path: str | PathLike[str], kind: str | None = None) -> Any:
-    """Read back what was saved: a run (a folder), a trace or an anatomy (a file).
+    """Read back what was saved: a run (a folder), a trace, an anatomy or a capture (a file).
 
     Args:
         path: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written, as a ``Record``; or a file of
-            ``Trace.save`` or ``Anatomy.save``, or of ``--out`` of their commands.
-        kind: "run", "trace" or "anatomy", where only that will do; editors then know what comes back.
+            ``Trace.save``, ``Anatomy.save`` or ``Capture.save``, or of ``--out`` of their commands.
+        kind: "run", "trace", "anatomy" or "capture", where only that will do; editors then know what comes back.
 
-    Reads no tensor, unpickles nothing, and needs no torch. A run that is still going on can be opened; its
-    ``refresh()`` reads on.
+    Unpickles nothing, and needs torch and safetensors for a capture only, whose tensors come on the CPU. A run that is
+    still going on can be opened; its ``refresh()`` reads on.
 
     Raises:
         RecordError: where there is nothing, where it is damaged or of a later version; for anything else it says what
             it is, and what reads it.
     """
-    if kind is not None and kind not in _KINDS.values():
-        raise RecordError(f"kind={kind!r} is not known: expected one of {', '.join(map(repr, _KINDS.values()))}")
-    found = _read(Path(path))
-    if kind is not None and _KINDS[type(found)] != kind:
-        raise RecordError(f"{str(path)!r} is of kind {_KINDS[type(found)]!r}: expected one of kind {kind!r}")
+    if kind is not None and kind not in _KINDS:
+        raise RecordError(f"kind={kind!r} is not known: expected one of {', '.join(map(repr, _KINDS))}")
+    there, found = _read(Path(path))
+    if kind is not None and there != kind:
+        raise RecordError(f"{str(path)!r} is of kind {there!r}: expected one of kind {kind!r}")
     return found
 
 
-def _read(path: Path) -> Record | Trace | Anatomy:
+def _read(path: Path) -> tuple[str, Record | Trace | Anatomy | SavedCapture]:
+    """What is at ``path``, with its kind."""
     if not path.exists():
         raise RecordError(f"{str(path)!r} is not there: expected the folder of a run, or a file that gaff has saved")
     if path.is_dir():
@@ -70,22 +78,37 @@ def _read(path: Path) -> Record | Trace | Anatomy:
         if inside and not any(path.glob(f"*{ENDING}")):
             names = ", ".join(str(one) for one in inside[:4]) + (" ..." if len(inside) > 4 else "")
             raise RecordError(f"{str(path)!r} is a folder of {len(inside)} runs: expected one of them, such as {names}")
-        return Record(path)
+        return "run", Record(path)
+    if path.suffix.lower() == _TENSORS and _is_capture(path):
+        from gaff.sessions.saved_capture import read
+
+        return "capture", read(path)
     what, remedy = _OTHERS.get(path.suffix.lower(), ("", ""))
     if what:
-        raise RecordError(f"{str(path)!r} is {what}: expected a run, a trace or an anatomy; {remedy}")
+        raise RecordError(f"{str(path)!r} is {what}: {_EXPECTED}; {remedy}")
     if path.stat().st_size > _MOST_BYTES:
         raise RecordError(f"{str(path)!r} is larger than {_MOST_BYTES} bytes: not read")
     text = _text_of(path)
     told = _parsed(text)
     if "gaff_trace" in told:
-        return Trace.from_json(text)
+        return "trace", Trace.from_json(text)
     if "gaff_anatomy" in told:
-        return Anatomy.from_json(text)
+        return "anatomy", Anatomy.from_json(text)
     if "gaff_plan" in told:
-        raise RecordError(f"{str(path)!r} is a plan: expected a run, a trace or an anatomy; gaff.Plan.load reads it")
+        raise RecordError(f"{str(path)!r} is a plan: {_EXPECTED}; gaff.Plan.load reads it")
     is_other = "other JSON" if told else "a text that is no JSON" if text.strip() else "empty"
-    raise RecordError(f"{str(path)!r} is {is_other}: expected a run, a trace or an anatomy")
+    raise RecordError(f"{str(path)!r} is {is_other}: {_EXPECTED}")
+
+
+def _is_capture(path: Path) -> bool:
+    """Whether a file of tensors says that it is a capture; its header is read without safetensors."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, _MOST_BYTES)))
+        return "gaff_capture" in header["__metadata__"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def _text_of(path: Path) -> str:
@@ -93,7 +116,7 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise RecordError(f"{str(path)!r} is no text: expected a run, a trace or an anatomy") from None
+        raise RecordError(f"{str(path)!r} is no text: {_EXPECTED}") from None
     except OSError as error:
         raise RecordError(f"{str(path)!r} cannot be read: {error}") from None
 

@@ -7,7 +7,7 @@ it is entered and remove them when it is left, and answers by address at any tim
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
@@ -17,8 +17,8 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import Site, every_call
-from gaff.address.resolve import first_name, identity, is_there, need_module, place_of, resolve
+from gaff.address.grammar import Pattern, Site, every_call
+from gaff.address.resolve import first_name, identity, is_there, need_module, place_of, resolve, unwrap
 from gaff.compat import distributed
 from gaff.engine.session import Session
 from gaff.engine.taps import Tap, TensorTap
@@ -27,6 +27,7 @@ from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper
 from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite, make_keeper
 from gaff.sessions.plan import Plan
+from gaff.sessions.readable import Captured
 from gaff.sessions.reading import Reading
 from gaff.sessions.receipt import Receipt, ReceiptRow, tidy
 from gaff.views.text import counted
@@ -34,29 +35,12 @@ from gaff.views.text import counted
 PLAIN = "of plain tensors, and is entered once"
 
 
-class RunView:
-    """The events of one run of a capture (or of all its runs): ``got.run(2)["a@1"]``.
-
-    Made by ``Capture.run`` for each question; reading an event checks that its value is still exact.
-    """
-
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-
-    def __getitem__(self, address: str) -> Any:
-        return self._reading.one(address)
-
-    def all(self, address: str) -> list[Any]:
-        """Every value of a site in this run, in order of call and backward pass."""
-        return self._reading.all(address)
-
-
-class Capture:
+class Capture(Captured):
     """An open or closed capture. Read it by address, inside the ``with`` block or after it.
 
     ``got["a"]`` is the value of a site that fired once; ``got["a@1"]`` its second call within the only run;
-    ``got.run(2)["a"]`` that of the third run; ``got.all("a")`` every value in order. A site whose value was None
-    gives None, and the receipt says why.
+    ``got.run(2)["a"]`` that of the third run; ``got.all("a")`` every value in order; ``got.stack("h.*")`` one tensor of
+    several sites. A site whose value was None gives None, and the receipt says why.
 
     Made by ``gaff.capture``, which checks everything that can be known without a run. It owns the kept values and frees
     them when it is freed itself. Entered again, it lets go of what it kept, and runs, calls and the receipt are counted
@@ -140,50 +124,6 @@ class Capture:
         if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
             raise_if_silent(self.receipt, self._ran())
 
-    def __getitem__(self, address: str) -> Any:
-        """The value of a site that fired once.
-
-        The reader may write into it, unless it was captured with ``reference`` or ``graph``. Raises SiteError when
-        nothing or several events fit, ExactnessError when the value cannot be trusted.
-        """
-        if not isinstance(address, str):
-            raise SiteError(f"got[{address!r}]: expected an address as text, such as got['conv'] or got[':output']")
-        if not self._session.was_opened:
-            raise PlanError(f"got[{address!r}]: this session was never opened: use `with gaff.capture(...) as got:`")
-        return self.run(None)[address]
-
-    def __contains__(self, address: str) -> bool:
-        try:
-            return bool(self.all(address))
-        except SiteError:
-            return False
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self.keys())
-
-    def keys(self) -> list[str]:
-        """Addresses of the sites that fired, in the order asked for."""
-        names = {id(stream): name for name, stream in self._by_name.items()}
-        return [names.get(id(stream), str(stream.site)) for stream in self._iter_streams() if stream.fired]
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Address and value of every site that fired, one after the other; raises like ``got[address]``."""
-        return ((name, self[name]) for name in self.keys())
-
-    def all(self, address: str) -> list[Any]:
-        """Every value of a site, in order of run, call and backward pass. Raises SiteError if it was not captured."""
-        return self.run(None).all(address)
-
-    def run(self, index: int | None) -> RunView:
-        """The events of the run with this number, from 0; None for all runs.
-
-        Nothing is looked up yet: a number without a run raises SiteError when a value is read.
-        """
-        return RunView(Reading(self._by_name, list(self._iter_streams()), self._find, index, self._ran()))
-
     def clear(self) -> None:
         """Let go of all values kept so far; the receipt goes on counting. For sessions that stay open for long."""
         for stream in (*self._by_object.values(), *self._by_name.values()):
@@ -200,10 +140,20 @@ class Capture:
         optional = frozenset(str(request) for request in self._plan.requests) - needed
         return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional)
 
-    def __repr__(self) -> str:
+    def _reading(self) -> Reading:
+        runs = self._ran() if self._session.was_opened else None
+        return Reading(self._by_name, list(self._iter_streams()), self._find, self._sites, runs)
+
+    def _state(self) -> str:
         was_opened = self._session.was_opened
-        state = "open" if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
-        return f"<gaff capture, {state}>\n{self.receipt}"
+        return "open" if self._session.is_open else "closed" if was_opened else "not opened: use it in a with block"
+
+    def _about(self) -> tuple[str, dict[int, Sequence[str]]]:
+        found: dict[int, Sequence[str]] = {}
+        for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
+            names = [base.__name__ for base in type(tap.found.module).__mro__]
+            found.update((id(one), names) for one in _with_inner(stream, set()))
+        return type(unwrap(self._model)).__name__ if self._model is not None else "", found
 
     def _look_for_replaced(self, run: Any) -> None:
         """At the begin of each run: mark the sites whose module is not the one that was there at opening.
@@ -252,6 +202,7 @@ class Capture:
                     continue
                 keeper = keeper or self._make_keeper(request.reduce, found.site)
                 by_object[same] = stream = KeptSite(pattern, found.site, keeper, self._ledger, options.last)
+                stream.name = request.spelled
                 taps.append(Tap(found, stream, is_exact and not request.optional))
                 places.append(same)
         if exact:
@@ -274,6 +225,7 @@ class Capture:
         site = Site(name, port="grad")
         keeper = self._make_keeper(None, site)
         stream = self._by_name[name] = KeptSite(name, site, keeper, self._ledger, self._plan.options.last)
+        stream.name = name
         return TensorTap(name, tensor, stream)
 
     def _find(self, site: Site) -> KeptSite | None:
@@ -295,6 +247,12 @@ class Capture:
             if same := self._by_object.get(identity(named.module, named.name, wanted)):
                 return same
         return None
+
+    def _sites(self, wanted: Pattern | nn.Module) -> list[Site]:
+        """The sites that a pattern or a module names in the model. Raises SiteError where there are none."""
+        if self._model is None:
+            raise SiteError(f"{wanted} names modules, and this capture has no model: read by the name of a tensor")
+        return [found.site for found in resolve(self._model, wanted)]
 
     def _iter_streams(self) -> Iterator[Any]:
         """Every stream once: of sites, of plain tensors, and of single tensors and ops inside of these."""

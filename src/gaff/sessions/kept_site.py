@@ -41,6 +41,7 @@ class KeptSite:
     ``in_graph`` is what compiled code may tell in the place of the tensor.
     """
 
+    name = ""  # the address as it was written, where it was
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()

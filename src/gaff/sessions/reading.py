@@ -1,118 +1,241 @@
 """Reading a capture: kept values by address, in any order.
 
-An address is looked up among the sites that were captured; the model is asked only for other names of a shared module.
-The events found are then limited by run and call, and the value is checked (``exact.read``) when handed out.
+An address is looked up among the sites that were captured; the model is asked only for other names of a shared module,
+for patterns and for module objects. The events found are then limited by run and call, and the value is checked
+(``exact.read``) when handed out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
-from gaff.address.grammar import GRADIENT_PORTS, Key, Site, nearest, parse_site
-from gaff.address.nested import dig
-from gaff.errors import SiteError
+import torch
+from torch import Tensor, nn
+
+from gaff.address.grammar import GRADIENT_PORTS, Key, Pattern, Site, nearest, parse, print_key
+from gaff.address.nested import describe, dig, iter_tensors
+from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Kept, own, read
-from gaff.sessions.kept_site import KeptSite
+
+Wanted = str | Site | nn.Module  # what a value is read by
 
 
-class Reading:
-    """Looks up kept values by address; ``run`` limits it to one run.
+class ReadSite(Protocol):
+    """The events of one site, as a capture keeps them or as a file holds them.
 
-    Made anew for each question. ``by_name`` are plain tensors by the names that the user gave them, ``streams`` all
-    sites of the capture, ``find`` the capture's own look-up, which knows the several names of a shared module, and
-    ``runs`` how many runs there have been.
+    ``records`` are run, call and what was kept, in order; ``inner`` the sites of single tensors and ops inside this
+    one; ``name`` is how the user asked for it, empty where only a pattern did.
     """
 
-    def __init__(
-        self,
-        by_name: Mapping[str, KeptSite],
-        streams: Sequence[KeptSite],
-        find: Callable[[Site], KeptSite | None],
-        run: int | None,
-        runs: int,
-    ) -> None:
-        self._by_name = by_name
-        self._streams = streams
-        self._find = find
-        self._run = run
-        self._runs = runs  # how many there have been
+    site: Site
+    name: str
+    records: Any
+    inner: Any
 
-    def one(self, address: str) -> Any:
+    @property
+    def is_loose(self) -> bool:
+        """Whether values are handed out as they are, with their autograd graph or by reference."""
+
+    @property
+    def fired(self) -> int:
+        """How many events there have been."""
+
+    @property
+    def evicted(self) -> int:
+        """How many of them were let go."""
+
+
+class ReadEvent(NamedTuple):
+    """One event that fits an address; ``value`` reads it, which may raise, so it is called only where it is wanted."""
+
+    run: int
+    call: int
+    value: Callable[[], Any]
+
+
+class Group(NamedTuple):
+    """What one exact address names: its text for messages, the site (None: a plain tensor), and its events."""
+
+    name: str
+    site: Site | None
+    events: list[ReadEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Looks up kept values by address; ``index`` limits it to one run.
+
+    Made anew for each question. ``by_name`` are plain tensors by the names that the user gave them, ``streams`` all
+    sites of the capture, ``find`` the capture's own look-up, which knows the several names of a shared module,
+    ``sites`` what a pattern or a module names, and ``runs`` how many runs there have been (None: never opened).
+    """
+
+    by_name: Mapping[str, ReadSite]
+    streams: Sequence[ReadSite]
+    find: Callable[[Site], ReadSite | None]
+    sites: Callable[[Pattern | nn.Module], list[Site]]
+    runs: int | None
+    index: int | None = None
+
+    def keys(self) -> list[str]:
+        """Addresses of the sites with an event, in the order asked for: as they were written, where they were."""
+        return [
+            stream.name or str(stream.site)
+            for stream in self.streams
+            if any(self.index in (None, run.index) for run, _, _ in stream.records)
+        ]
+
+    def one(self, wanted: Wanted) -> Any:
         """The value of the only event. Raises SiteError when there is none, or several.
 
         Raises ExactnessError where the value can no longer be trusted. The reader may write into it, unless it was
         captured with ``graph`` or ``reference``.
         """
-        site, events = self._events(address)
-        if len(events) == 1:
-            return events[0][2]()
-        if not events:
-            raise SiteError(self._nothing(address, site))
-        ops = self._find_all(site) if site is not None and site.op is not None else []
-        if len(ops) > 1:
-            names = ", ".join(str(replace(op.site, call=None)) for op in ops[:6])
-            raise SiteError(f"{address!r} names {len(ops)} ops: say which, {names}; or got.all({address!r}) for all")
-        raise SiteError(_several(address, site, events))
+        address = _parsed(wanted)
+        if isinstance(address, Pattern):
+            raise SiteError(
+                f"address {wanted!r} is a pattern: expected one exact site, without *, ? or <Class>; "
+                f"got.all({wanted!r}) gives all, got.stack({wanted!r}) one tensor of them"
+            )
+        return self._only(self._exact(wanted, address))()
 
-    def all(self, address: str) -> list[Any]:
+    def all(self, wanted: Wanted) -> list[Any]:
         """Values in order of run, call and backward pass; an empty list where nothing has fired yet.
 
-        Raises SiteError for an address that was not captured.
+        Of a pattern those of all sites that were captured. Raises SiteError for an address that was not captured.
         """
-        _, events = self._events(address)
-        return [value() for _, _, value in sorted(events, key=lambda event: (event[0], event[1]))]
+        events = [event for group in self._groups(wanted) for event in group.events]
+        return [event.value() for event in sorted(events, key=lambda event: event[:2])]
 
-    def _events(self, address: str) -> tuple[Site | None, list[tuple[int, int, Callable[[], Any]]]]:
-        """The events of an address (run, call, and a function that reads), and its site: None for a plain tensor.
+    def has(self, wanted: object) -> bool:
+        """Whether there is an event, of one captured site at least where it is a pattern."""
+        try:
+            return any(group.events for group in self._groups(wanted))  # type: ignore[arg-type]
+        except (SiteError, PlanError):
+            return False
+
+    def stack(self, wanted: Sequence[Wanted]) -> Tensor:
+        """The only value of each site as one tensor ``[sites, ...]``, as ``Readable.stack`` tells."""
+        found = []
+        for group in [group for one in wanted for group in self._groups(one)]:
+            value = self._only(group)()
+            if not isinstance(value, Tensor):
+                inside = [f"{_keyed(group, key)!r}" for key, _ in iter_tensors(value)]
+                remedy = f"say which, such as {inside[0]}" if inside else "expected a tensor of each site"
+                raise SiteError(f"{group.name!r} cannot be stacked, its value is {_what(value)}: {remedy}")
+            found.append((group.name, value))
+        if not found:
+            raise SiteError("stack was given no address: expected got.stack('h.*'), addresses or modules")
+        kinds: dict[str, list[str]] = {}
+        for name, tensor in found:
+            size = f"nested {name}" if tensor.is_nested else describe(tensor)
+            layout = "" if tensor.layout == torch.strided else f" as {tensor.layout}"
+            kinds.setdefault(f"{size} on {tensor.device}{layout}", []).append(name)
+        if len(kinds) > 1:
+            told = "; ".join(f"{kind}: {_few(names)}" for kind, names in kinds.items())
+            raise SiteError(f"sites cannot be stacked, their values are not of one shape, dtype and device: {told}")
+        return torch.stack([tensor for _, tensor in found])
+
+    def _groups(self, wanted: Wanted) -> list[Group]:
+        """What an address names, one group for each site. Raises SiteError where nothing of it was captured."""
+        address = _parsed(wanted)
+        if not isinstance(address, Pattern):
+            return [self._exact(wanted, address)]
+        self.need_opened(wanted)
+        found = []
+        for site in self.sites(address):
+            for stream, rest in self._captured(site):
+                inside = [] if stream.records else list(stream.inner.values())
+                for one in inside or [stream]:
+                    found.append(Group(str(one.site), one.site, list(self._select(one, site.call, rest))))
+        if not found:
+            raise SiteError(f"{wanted!r} was captured nowhere: expected one of {', '.join(self._near(str(wanted)))}")
+        return found
+
+    def _exact(self, wanted: Wanted, address: Site | nn.Module | None) -> Group:
+        """The events of an exact address, of a module or of a plain tensor's name.
+
+        Nothing is read before it is wanted, since reading may raise. Raises SiteError where nothing fits.
+        """
+        self.need_opened(wanted)
+        if isinstance(wanted, str) and wanted in self.by_name:
+            return Group(wanted, None, list(self._select(self.by_name[wanted], None, ())))
+        site = address if isinstance(address, Site) else None
+        if isinstance(address, nn.Module):
+            [site] = self.sites(address)
+        if site is None:
+            raise SiteError(
+                f"got[{wanted!r:.60}]: expected an address as text, such as got['conv'] or got[':output'], or a module"
+            )
+        name = wanted if isinstance(wanted, str) else str(site)
+        found = self._captured(site)
+        if not found:
+            raise SiteError(f"{name!r} was not captured: expected one of {', '.join(self._near(name)) or 'nothing'}")
+        return Group(name, site, [event for one, rest in found for event in self._select(one, site.call, rest)])
+
+    def _captured(self, site: Site) -> list[tuple[ReadSite, Key]]:
+        """The streams of a site, each with the rest of its key.
 
         An address may lead deeper than what was captured: the longest captured part of its key is taken, and the rest
-        is looked up in each value. Nothing is read before it is wanted, since reading may raise. Raises SiteError where
-        nothing fits.
+        is looked up in each value.
         """
-        if address in self._by_name:
-            return None, list(self._select(self._by_name[address], None, ()))
-        site = parse_site(address)
         for depth in range(len(site.key), -1, -1):
             found = self._find_all(replace(site, key=site.key[:depth]))
             if found:
-                rest = site.key[depth:]
-                return site, [event for stream in found for event in self._select(stream, site.call, rest)]
-        near = ", ".join(self._near(address)) or "nothing"
-        raise SiteError(f"{address!r} was not captured: expected one of {near}")
+                return [(stream, site.key[depth:]) for stream in found]
+        return []
 
-    def _find_all(self, site: Site) -> list[KeptSite]:
+    def _only(self, group: Group) -> Callable[[], Any]:
+        """What reads the only event of a site. Raises SiteError when there is none, or several."""
+        name, site, events = group
+        if len(events) == 1:
+            return events[0].value
+        if not events:
+            raise SiteError(self._nothing(name, site))
+        ops = self._find_all(site) if site is not None and site.op is not None else []
+        if len(ops) > 1:
+            names = ", ".join(str(replace(op.site, call=None)) for op in ops[:6])
+            raise SiteError(f"{name!r} names {len(ops)} ops: say which, {names}; or got.all({name!r}) for all")
+        raise SiteError(_several(name, site, events))
+
+    def need_opened(self, wanted: object) -> None:
+        """Raises PlanError where nothing can have been kept, since the session was never opened."""
+        if self.runs is None:
+            raise PlanError(f"got[{wanted!r}]: this session was never opened: use `with gaff.capture(...) as got:`")
+
+    def _find_all(self, site: Site) -> list[ReadSite]:
         """The stream of an address, if there is one; of an op without a number, those of all ops with its name."""
         if site.op is not None and site.op_index is None:
             wanted = {replace(site, call=None), site}
-            ops = [one for one in self._streams if one.site.op_index is not None]
+            ops = [one for one in self.streams if one.site.op_index is not None]
             found = [one for one in ops if replace(one.site, op_index=None) in wanted]
             if found:
                 return found
-        exact = self._find(site)
+        exact = self.find(site)
         if exact is not None and site.op is not None and exact.inner and exact.site.op_index is None:
             return list(exact.inner.values())  # under another name of a shared module
         return [] if exact is None else [exact]
 
-    def _select(self, stream: KeptSite, call: int | None, rest: Key) -> Iterator[tuple[int, int, Callable[[], Any]]]:
+    def _select(self, stream: ReadSite, call: int | None, rest: Key) -> Iterator[ReadEvent]:
         """The events of one stream of the wanted run and call (None: any); ``rest`` leads on into each value."""
         for run, number, kept in stream.records:
-            if (call is None or number == call) and (self._run is None or run.index == self._run):
-                yield run.index, number, lambda kept=kept: _read(stream, kept, rest)  # type: ignore[misc]
+            if (call is None or number == call) and (self.index is None or run.index == self.index):
+                yield ReadEvent(run.index, number, lambda kept=kept: _read(stream, kept, rest))  # type: ignore[misc]
 
     def _near(self, address: str) -> list[str]:
         """Addresses that were captured, the most similar first, for a message."""
-        known = [*self._by_name, *(str(stream.site) for stream in self._streams)]
+        known = [*self.by_name, *(str(stream.site) for stream in self.streams)]
         return nearest(address, known, 5) or known[:5]
 
     def _nothing(self, address: str, site: Site | None) -> str:
         """The message for an address that was captured and has no event: the likeliest reason, and what there is."""
-        where = "" if self._run is None else f" in run {self._run}"
-        stream = self._find(site) if site is not None else self._by_name[address]
-        why = "; the model was not called in this session yet" if not self._runs else ""
-        if self._run is not None and self._run >= self._runs:
-            why = f"; there were {self._runs} runs, from 0"
+        where = "" if self.index is None else f" in run {self.index}"
+        stream = self.find(site) if site is not None else self.by_name[address]
+        why = "; the model was not called in this session yet" if not self.runs else ""
+        if self.index is not None and self.runs is not None and self.index >= self.runs:
+            why = f"; there were {self.runs} runs, from 0"
         elif stream is not None and stream.evicted:
             why = f"; {stream.evicted} older events were let go (last=, evict=)"
         elif stream is not None and stream.inner:
@@ -125,7 +248,13 @@ class Reading:
         return f"{address!r} has no event{where}{why}"
 
 
-def _read(stream: KeptSite, kept: Any, rest: Key) -> Any:
+def _parsed(wanted: Any) -> Site | Pattern | nn.Module | None:
+    """What a user reads by: text as the address that it is, everything else as it is; None for what names nothing."""
+    wanted = parse(wanted) if isinstance(wanted, str) else wanted
+    return wanted if isinstance(wanted, (Site, Pattern, nn.Module)) else None
+
+
+def _read(stream: ReadSite, kept: Any, rest: Key) -> Any:
     """A kept value, checked, followed by ``rest`` of a key, and made the reader's own unless it is handed out loose."""
     value = read(kept, stream.site)
     if rest and value is not None:
@@ -136,10 +265,10 @@ def _read(stream: KeptSite, kept: Any, rest: Key) -> Any:
     return value if stream.is_loose else own(value, is_shared=type(kept) is Kept)
 
 
-def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, Any]]) -> str:
+def _several(address: str, site: Site | None, events: Sequence[ReadEvent]) -> str:
     """The message for an address with several events: how to say which one, by run, by call, or all in order."""
-    runs = sorted({run for run, _, _ in events})
-    calls = sorted({call for _, call, _ in events})
+    runs = sorted({event.run for event in events})
+    calls = sorted({event.call for event in events})
     what = f"{address!r} fired {len(events)} times"
     if len(runs) > 1:
         one = f"got.run({runs[0]})[{address!r}]"
@@ -153,3 +282,19 @@ def _several(address: str, site: Site | None, events: Sequence[tuple[int, int, A
 def _span(numbers: Sequence[int]) -> str:
     """Numbers for a message: ``0 to 7``, or ``0 and 1``."""
     return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else " and ".join(map(str, numbers))
+
+
+def _keyed(group: Group, key: Key) -> str:
+    """The address of one tensor inside the value of a site."""
+    site = group.site
+    return f"{group.name}{print_key(key)}" if site is None else str(replace(site, key=(*site.key, *key)))
+
+
+def _what(value: Any) -> str:
+    """What a value is that is no tensor, for a message: ``None``, ``a tuple of 2``."""
+    return "None" if value is None else f"a {describe(value)}"
+
+
+def _few(names: Sequence[str]) -> str:
+    """Some names for a message, and how many more there are."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -7,7 +7,7 @@ Everything that a user may write as a pattern (text, module, predicate, list, di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
@@ -46,13 +46,15 @@ class Request:
     """One pattern of a plan. ``reduce`` overrides the plan's own for its sites; ``edit`` changes them.
 
     ``target`` is an address, a module of the model, a plain tensor (whose gradient is meant) or a predicate on a site.
-    ``str`` of it is the pattern's name in receipts and messages.
+    ``str`` of it is the pattern's name in receipts and messages; ``spelled`` is the address of one site as the user
+    wrote it, by which its value is read.
     """
 
     target: Target
     optional: bool = False
     reduce: Reducer | None = None
     edit: Edit | None = None  # of a plan to edit by
+    spelled: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         if isinstance(self.target, (Site, Pattern)):
@@ -202,7 +204,8 @@ def requests_of(patterns: Iterable[Any], optional: bool = False) -> Iterable[Req
         elif isinstance(pattern, (list, tuple, set, frozenset)):
             yield from requests_of(pattern, optional)
         elif isinstance(pattern, str):
-            yield Request(parse(pattern), optional)
+            address = parse(pattern)
+            yield Request(address, optional, spelled=pattern if isinstance(address, Site) else "")
         elif isinstance(pattern, Tensor):
             raise PlanError(
                 "a tensor was given as a pattern: expected it by keyword, gaff.capture(model, b=b), to name it"

@@ -27,7 +27,7 @@ from gaff.sessions.capture import raise_if_silent
 from gaff.sessions.exact import Keeper, read
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import Receipt, ReceiptRow, merge_reasons
-from gaff.sessions.request import Options, Resolved
+from gaff.sessions.request import Options, Request, Resolved
 
 _OPTIONS = ("to", "dtype", "reduce", "clone")
 
@@ -39,8 +39,9 @@ class Feature:
     was over makes the answer ambiguous. ``done`` is called when the value is there, and may raise ``StopForward``.
     """
 
-    def __init__(self, pattern: str, site: Site, keeper: Keeper, done: Callable[[], None]) -> None:
-        self.pattern = pattern
+    def __init__(self, request: Request, site: Site, keeper: Keeper, done: Callable[[], None]) -> None:
+        self.pattern = str(request)
+        self.name = request.spelled or str(site)
         self.site = site
         self.kept: Any = None
         self.fired = 0
@@ -100,10 +101,11 @@ class Feature:
 class Take(nn.Module):
     """Calls ``model`` and returns its values at ``patterns`` as a dict, from address to value.
 
-    The model runs only until every wanted site has fired. An address without ``@call`` means the first call; when
-    more calls were seen before the run could end, that is an error which says how to choose. Values keep their
-    autograd graph (call it under ``torch.no_grad()`` to drop it) and are what they were at their site, even if a
-    later module overwrites them. ``model`` is a submodule, so the extractor moves, trains and saves like any other.
+    The model runs only until every wanted site has fired. Keys are addresses as they were written, those of a pattern's
+    sites as ``gaff.sites`` prints them. One without ``@call`` means the first call; when more calls were seen before
+    the run could end, that is an error which says how to choose. Values keep their autograd graph (call it under
+    ``torch.no_grad()`` to drop it) and are what they were at their site, even if a later module overwrites them.
+    ``model`` is a submodule, so the extractor moves, trains and saves like any other.
 
     Made by ``gaff.take``, which raises SiteError and PlanError for what can be known before the first call. The sites
     are looked up again at each call, since modules may have been replaced.
@@ -143,7 +145,7 @@ class Take(nn.Module):
         wanted = [(row, self._plan.requests[row.request]) for row in self._plan.check(self.model)]
         waiting: set[int] = set()
         features = [
-            Feature(str(request), row.found.site, self._keeper(request.reduce), lambda at=at: _arrived(at, waiting))  # type: ignore[misc]
+            Feature(request, row.found.site, self._keeper(request.reduce), lambda at=at: _arrived(at, waiting))  # type: ignore[misc]
             for at, (row, request) in enumerate(wanted)
         ]
         waiting.update(range(len(features)))
@@ -224,7 +226,7 @@ class Take(nn.Module):
                     f"{feature.site}: was called {feature.fired} times in the run: say which, such as {first!r}"
                 )
             if feature.fired:
-                values[str(feature.site)] = read(feature.kept, feature.site)
+                values[feature.name] = read(feature.kept, feature.site)
         return values
 
 

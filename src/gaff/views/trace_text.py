@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from gaff.views.notebook import table_html
 from gaff.views.text import bytes_text, count_text, fold, table
 
 if TYPE_CHECKING:
@@ -46,18 +47,11 @@ def render_tree(trace: Traced) -> str:
 
 def render_html(trace: Traced) -> str:
     """The tables as plain HTML, for where no page can be shown (it needs numpy); everything in them is escaped."""
-    tables = _html_table(*_cells(trace))
+    tables = table_html(*_cells(trace))
     if trace.has_backward:
-        tables += _html_table(_PARAMETER_HEAD, _parameter_cells(trace))
+        tables += table_html(_PARAMETER_HEAD, _parameter_cells(trace))
     notes = "".join(f"<p>{escape(line)}</p>" for line in _endings(trace) if line)
     return f"<p>{escape(summary(trace))}</p>{tables}{notes}"
-
-
-def _html_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A ``<table>`` of heads and cells, all escaped."""
-    heading = "".join(f"<th>{escape(name)}</th>" for name in head)
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{heading}</tr></thead><tbody>{cells}</tbody></table>"
 
 
 def summary(trace: Traced) -> str:

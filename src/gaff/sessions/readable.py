@@ -1,0 +1,170 @@
+"""The verbs by which kept values are read: those of an open capture, of one run of it, and of one that was saved."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from os import PathLike
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.address.grammar import Site
+from gaff.address.nested import describe
+from gaff.sessions.exact import Refused
+from gaff.sessions.reading import Reading, Wanted
+from gaff.sessions.receipt import Receipt
+from gaff.views.notebook import table_html
+from gaff.views.text import counted, table
+
+_HEAD = ("site", "value", "events", "none", "reason")
+_MOST_ROWS = 200  # in a notebook
+
+
+class Readable(Mapping[str, Any]):
+    """Kept values by address: a mapping of the sites that have an event, in the order in which they were asked for.
+
+    Its keys are addresses as they were written; of what a pattern, a predicate or a module found those of ``Site``.
+    Values are read by every way to write an address, and by a module of the model. A key with several events cannot be
+    read alone: ``values()`` and ``items()`` then raise as ``got[address]`` does, and those of one run do not. Equal is
+    only itself.
+    """
+
+    @abstractmethod
+    def _reading(self) -> Reading:
+        """What looks addresses up, made anew for each question."""
+
+    def __getitem__(self, address: Wanted) -> Any:
+        """The value of a site that fired once.
+
+        The reader may write into it, unless it was captured with ``reference`` or ``graph``. Raises SiteError when
+        nothing or several events fit, ExactnessError when the value cannot be trusted.
+        """
+        return self._reading().one(address)
+
+    def __contains__(self, address: object) -> bool:
+        """Whether the site has an event, of a pattern any of its sites; never raises."""
+        return self._reading().has(address)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reading().keys())
+
+    def __len__(self) -> int:
+        return len(self._reading().keys())
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # a mapping has none
+
+    def get(self, address: Wanted, default: Any = None, /) -> Any:
+        """The value as ``got[address]`` gives it, ``default`` where there is no event; else raises like it."""
+        return self[address] if self._reading().has(address) else default
+
+    def all(self, address: Wanted) -> list[Any]:
+        """Every value of a site, in order of run, call and backward pass.
+
+        Of a pattern those of all its sites that were captured, in each call in the order of the sites. Raises SiteError
+        for what was not captured.
+        """
+        return self._reading().all(address)
+
+    def stack(self, *addresses: Wanted | Iterable[Wanted]) -> Tensor:
+        """The values of several sites as one tensor ``[sites, ...]``: ``got.stack("h.*")``, ``got.stack("a", "b")``.
+
+        ``addresses``: patterns, addresses, modules, or lists of these; a pattern's sites come in the order of the
+        model. Raises SiteError, which names the sites, where a value is no tensor, where shapes, dtypes or devices
+        differ, and where a site has no event or several: ``got.run(0).stack("h.*")`` takes those of one run.
+        """
+        flat: list[Wanted] = []
+        for one in addresses:
+            flat += [one] if isinstance(one, (str, Site, nn.Module)) else one
+        return self._reading().stack(flat)
+
+
+class RunView(Readable):
+    """The events of one run of a capture (or of all its runs): ``got.run(2)["a@1"]``.
+
+    Made by ``run`` of a capture for each question; reading an event checks that its value is still exact.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self._whole = reading
+
+    def _reading(self) -> Reading:
+        return self._whole
+
+    def __repr__(self) -> str:
+        which = "all runs" if self._whole.index is None else f"run {self._whole.index}"
+        return f"<{which} of a gaff capture: {', '.join(self) or 'nothing'}>"
+
+
+class Captured(Readable):
+    """A whole capture, open, closed or read from a file: what it kept, run by run, and its receipt."""
+
+    @property
+    @abstractmethod
+    def receipt(self) -> Receipt:
+        """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""
+
+    @abstractmethod
+    def _state(self) -> str:
+        """What stands first in ``repr``, such as ``open``."""
+
+    @abstractmethod
+    def _about(self) -> tuple[str, Mapping[int, Sequence[str]]]:
+        """The model's name; names of the classes of each site's module, bases included, by identity of its stream."""
+
+    def run(self, index: int | None) -> RunView:
+        """The events of the run with this number, from 0; None for all runs.
+
+        Nothing is looked up yet: a number without a run raises SiteError when a value is read.
+        """
+        return RunView(replace(self._reading(), index=index))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write everything to ``path``, a ``.safetensors`` file, which ``gaff.load`` reads back.
+
+        Values are written detached; the file is there as a whole or not at all. Raises PlanError, before anything is
+        written, for a value that no such file can hold, which is named, and without the package safetensors.
+        """
+        from gaff.sessions.capture_files import write
+
+        self._reading().need_opened("save")
+        write(path, self._reading(), self.receipt, *self._about())
+
+    def __repr__(self) -> str:
+        return f"<gaff capture, {self._state()}>\n{self._summary()}\n{table(_HEAD, self._rows(), right=('events',))}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table of the sites, at most 200."""
+        rows = self._rows()
+        more = f"<p>{len(rows) - _MOST_ROWS} more sites</p>" if len(rows) > _MOST_ROWS else ""
+        head = escape(f"gaff capture, {self._state()}: {self._summary()}")
+        return f"<p>{head}</p>{table_html(_HEAD, rows[:_MOST_ROWS])}{more}"
+
+    def _summary(self) -> str:
+        """How many runs and sites, and why the run was not bit by bit a bare one."""
+        told = self.receipt
+        notes = "".join(f"\nnot bitwise: {note}" for note in told.notes)
+        return f"{counted(told.runs, 'run')}, {counted(len(told.rows), 'site')}{notes}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The rows of the receipt, each with the newest value that is held, in words."""
+        values = {str(one.site): one.records[-1][2] for one in self._reading().streams if one.records}
+        return [
+            (row.site or row.pattern, _described(values.get(row.site)), str(row.fired), str(row.none or ""), row.reason)
+            for row in self.receipt.rows
+        ]
+
+
+def _described(kept: Any) -> str:
+    """What was kept of one event, in words: ``2x3 float32``, ``tuple of 2``; empty for None, which the row tells."""
+    if isinstance(kept, Refused):
+        return "refused"
+    value = getattr(kept, "value", kept)
+    if value is None:
+        return ""
+    if isinstance(value, Tensor) and value.is_nested:
+        return "nested"
+    return describe(value)
