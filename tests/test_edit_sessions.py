@@ -240,6 +240,26 @@ def test_bad_input_is_refused_before_anything_is_installed(make, message):
     assert hooks_of(model) == 0
 
 
+def test_a_value_with_several_tensors_says_which_there_are():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 5, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    model, x = Net(), torch.randn(2, 3, 4)
+    parts = r"say which, or give an edit for each: {0}:output\[0\] \(2x3x5 float32\), {0}:output\[1\]\[0\] \(1x2x5 float32\)"
+    for asked, told in (("lstm:output", "lstm"), ("l*", "lstm"), ("lstm@0", "lstm@0")):
+        start = f"{told}: its value is a tuple of 2 and holds 3 tensors, an edit changes one: "
+        with pytest.raises(gaff.SiteError, match=start + parts.format(told)), gaff.edit(model, {asked: edits.zero()}):
+            model(x)
+    with gaff.edit(model, {"lstm:output[0]": edits.zero(), "lstm:output[1][0]": edits.zero()}) as changed:
+        assert not model(x).any()
+    assert [row.hits for row in changed.receipt.rows] == [1, 1]
+
+
 def test_structures_ask_which_tensor_and_are_put_together_again():
     model, x = Structured(), torch.randn(2, 4)
     with pytest.raises(

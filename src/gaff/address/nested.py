@@ -229,7 +229,8 @@ def size_bytes(tensor: Tensor) -> int:
 def describe(value: Any) -> str:
     """A short text of what a value is: ``2x3 float32``, ``tuple of 2``, ``DynamicCache``."""
     if isinstance(value, Tensor):
-        return f"{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
+        size = "nested" if value.is_nested else "x".join(map(str, value.shape)) or "scalar"
+        return f"{size} {str(value.dtype).removeprefix('torch.')}"
     inside = children(value)
     return type(value).__name__ if inside is None else f"{type(value).__name__} of {len(inside)}"
 

@@ -6,13 +6,13 @@ in its place. Containers on the way to it are made anew, and the caller's own ar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from gaff.address.grammar import Key, Site
-from gaff.address.nested import dig, dig_argument, first_tensor, iter_tensors, put, put_argument
-from gaff.engine.gradients.ports import ambiguous
+from gaff.address.nested import describe, dig, dig_argument, first_tensor, iter_tensors, put, put_argument
 from gaff.engine.recomputation import Passage
 from gaff.engine.streams import EditStream, EntryChange, ExitChange
 from gaff.errors import PlanError, SiteError
@@ -116,11 +116,16 @@ def find_argument(args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> 
 def single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
     """The one tensor in ``value``, with its key; ``key`` is where ``value`` stands. None in its place if there is none.
 
-    Raises SiteError where there are several: an edit must say which.
+    Raises SiteError where there are several, with their addresses: an edit must say which.
     """
     found = list(iter_tensors(value))
     if len(found) > 1:
-        raise ambiguous(site, key, found)
+        names = [f"{replace(site, key=(*key, *one))} ({describe(tensor)})" for one, tensor in found[:8]]
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        raise SiteError(
+            f"{site}: its value is a {describe(value)} and holds {len(found)} tensors, an edit changes one: say which, "
+            f"or give an edit for each: {', '.join(names)}{more}"
+        )
     return ((*key, *found[0][0]), found[0][1]) if found else (key, None)
 
 

@@ -163,8 +163,4 @@ def _described(kept: Any) -> str:
     if isinstance(kept, Refused):
         return "refused"
     value = getattr(kept, "value", kept)
-    if value is None:
-        return ""
-    if isinstance(value, Tensor) and value.is_nested:
-        return "nested"
-    return describe(value)
+    return "" if value is None else describe(value)
