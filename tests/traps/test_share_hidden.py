@@ -100,3 +100,41 @@ def test_something_older_that_is_made_of_the_input_is_refused():
         model(h).sum().backward()
     with pytest.raises(gaff.ExactnessError, match="before the call and kept"):
         got[":grad_input"]
+
+
+def test_an_argument_that_another_thread_made_of_the_input_is_not_the_modules_own():
+    class Adds(nn.Module):
+        def forward(self, x, y):
+            return x * 3 + y
+
+    model, x = Adds(), torch.randn(2, requires_grad=True)
+    h = x * 1
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [x * 1 for _ in range(20000)]).result()  # its nodes have higher numbers than ours
+        y = pool.submit(lambda: h * 5).result()
+    with gaff.capture(model, ":grad_input[0]", ":input_grad[0]") as got:
+        model(h, y).sum().backward()
+    assert torch.equal(got[":grad_input[0]"], torch.full((2,), 3.0))
+    assert torch.equal(got[":input_grad[0]"], torch.full((2,), 8.0))
+
+
+def test_a_tensor_that_requires_grad_late_inside_a_reentrant_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    class Late(nn.Module):
+        def forward(self, h):
+            return h.detach().requires_grad_()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.late = nn.Linear(4, 4), Late()
+
+        def forward(self, x):
+            return checkpoint(self.late, self.lin(x), use_reentrant=True)
+
+    model = Net()
+    with gaff.capture(model, "late/detach:grad_output", "late:grad_output") as got:
+        model(torch.randn(2, 4)).sum().backward()
+    assert torch.equal(got["late/detach:grad_output"], torch.ones(2, 4))
+    assert torch.equal(got["late:grad_output"], torch.ones(2, 4))

@@ -105,7 +105,7 @@ class Clock:
     ``addresses`` are those of the memory of the model's parameters and buffers. With ``threads="all"`` runs of every
     thread are seen, else those of the thread that makes the clock, which a session does when it opens. ``at_begin``
     holds functions of the run, ``at_end`` functions of the run and of what it returned; both are called on the thread
-    of the run.
+    of the run. ``at_recomputed`` are called when the outermost hooked module of a recomputation has left.
 
     Once ``closed`` the clock begins no run any more. Hooks that have to stay on a module after their session (see
     ``leftovers``) ask for that.
@@ -115,6 +115,7 @@ class Clock:
         self.open: dict[int, Run] = {}  # by thread
         self.at_begin: list[Callable[[Run], None]] = []
         self.at_end: list[Callable[[Run, Any], None]] = []
+        self.at_recomputed: list[Callable[[], None]] = []
         self._size = 0
         self._is_everywhere = threads == "all"
         self._spans: deque[tuple[int, int, int]] = deque(maxlen=4096)  # thread, first and last node of a run's forward
@@ -294,6 +295,7 @@ class Clock:
         self.open.clear()
         self.at_begin.clear()
         self.at_end.clear()
+        self.at_recomputed.clear()
         self._replays.clear()
 
 

@@ -346,6 +346,8 @@ def leave(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             is_found = frame.owner is node
             for callback in frame.at_leave:
                 callback()
+        for callback in node.clock.at_recomputed if not frames else ():
+            callback()
 
 
 def arm_before_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

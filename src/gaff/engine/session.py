@@ -22,6 +22,7 @@ from gaff.engine.force_eager import keep_eager
 from gaff.engine.leftovers import Lingering, Release, remove_all
 from gaff.engine.modules import Node
 from gaff.engine.ops.mode import forget
+from gaff.engine.ops.workers import worker_watch
 from gaff.engine.process.optimizer import StepCount
 from gaff.engine.raised import tell_where
 from gaff.engine.taps import EditTap, TensorTap
@@ -133,6 +134,8 @@ class Session:
                 else:
                     node.install(hooks[-1][1])
             wiring.follow_leaves(opening)
+            if wiring.scopes:
+                opening.enter_context(worker_watch)
             parameters = self._model.parameters if self._model is not None else tuple
             opening.enter_context(StepCount(parameters, self.clock.count_step))
             self._handles = opening.pop_all()

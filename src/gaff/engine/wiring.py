@@ -278,6 +278,7 @@ class Wiring:
             clock.at_end.append(self.swaps.end)
         if self.leaves or self.has_arms:
             clock.at_end.append(self.gradients.end_run)
+            clock.at_recomputed.append(self.gradients.settle_later)
         if self.leaves:
             self.gradients.has_leaves = True
             clock.at_begin.append(self._follow_leaves)

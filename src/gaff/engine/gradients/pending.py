@@ -356,7 +356,7 @@ class Gradients:
         Called at the end of each run, on its thread. The mark on the outputs makes a pass known that reaches none of
         the hooks, so that None can be told apart from a backward that never ran.
         """
-        self._settle_later()
+        self.settle_later()
         if torch.is_grad_enabled():
             for _, tensor in iter_tensors(output):
                 if autograd.takes_gradient(tensor) and not tensor.is_leaf:
@@ -378,7 +378,7 @@ class Gradients:
 
         Runs without any backward pass are not told of. No hook that still fires, on another thread, is listened to.
         """
-        self._settle_later()
+        self.settle_later()
         self.is_open = False
         for armed in self._armed:
             armed.remove()
@@ -387,7 +387,7 @@ class Gradients:
         self._leaves.clear()
         self._chains.clear()
 
-    def _settle_later(self) -> None:
+    def settle_later(self) -> None:
         """Set the hooks of tensors that have come to require grad; tell the streams of the others."""
         later, self._later = self._later, []
         for reference, version, reason, stream, run, call in later:

@@ -6,7 +6,7 @@ then the sum of several parts, of which autograd keeps none. This is about the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
 
@@ -51,17 +51,18 @@ class InputShare(GradientArm):
         elif twins > 1:
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
         else:
-            for other in given:  # a stale view gets its node when it is asked for: before the call, not inside it
-                autograd.takes_gradient(other)
+            # a stale view gets its node when it is asked for: before the call, not inside it
+            stops = {other.grad_fn for other in given if autograd.takes_gradient(other)} - {None}
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
-            self._frame(run).notes[self] = (tensor, edge, since, memory.version_of(tensor), call, (args, kwargs))
+            noted = tensor, edge, since, memory.version_of(tensor), call, (args, kwargs), stops
+            self._frame(run).notes[self] = noted
 
     def _leave(self, output: Any, run: Run) -> None:
         """Find, when the module returned, the nodes that make up its share, and hook them."""
         noted = self._frame(run).notes.pop(self, None)
         if noted is None:
             return
-        tensor, edge, since, version, call, given = noted
+        tensor, edge, since, version, call, given, stops = noted
         outputs = [found for _, found in iter_tensors(output) if autograd.takes_gradient(found)]
         is_changed = memory.version_of(tensor) != version
         if any((found.grad_fn is edge[0] and found.output_nr == edge[1]) or found is tensor for found in outputs) and (
@@ -74,8 +75,8 @@ class InputShare(GradientArm):
             roots = [other for other in roots_of(output, given, self._node.module) if other is not tensor]
             if is_changed:
                 roots.append(tensor)
-            feeding, older = find_feeding(roots, edge, since)
-            if older and _lead_to(older, edge, [*iter_deep(given)]):
+            feeding, older = find_feeding(roots, edge, since, stops)
+            if older and _lead_to(older, edge, stops, given):
                 self._stream.refuse(run, call, OLDER)
             elif not feeding:
                 self._stream.absent(run, call, "what the module returned does not depend on this input")
@@ -218,21 +219,22 @@ def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
 
 
 def find_feeding(
-    roots: Iterable[Tensor], edge: Edge, since: int, made: set[GraphNode] | None = None
+    roots: Iterable[Tensor], edge: Edge, since: int, stops: Set[GraphNode] = frozenset(), made: Any = None
 ) -> tuple[list[tuple[GraphNode, int]], list[GraphNode]]:
     """The nodes made since ``since`` that hand a gradient to ``edge``, each with the position at which it does.
 
     ``roots`` are where the walk begins, ``edge`` is the node of the input and its output number, ``since`` the
     sequence number of the first node of the call. The walk stops at older nodes, so it costs what the call itself
     made. The older ones are told second: nodes from before the call, or of another thread, which numbers its own.
-    Into ``made`` go all nodes of the call.
+    ``stops`` are nodes of the call's arguments, at which it ends in any case. Into the set ``made``, if one is given,
+    go all nodes of the call.
     """
     waiting = [tensor.grad_fn for tensor in roots if autograd.takes_gradient(tensor) and tensor.grad_fn is not None]
     seen: set[GraphNode] = set() if made is None else made
     found, older = [], []
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in seen or node in stops:
             continue
         if autograd.sequence_of(node) < since:
             older.append(node)
@@ -248,13 +250,14 @@ def find_feeding(
     return found, older
 
 
-def _lead_to(older: list[GraphNode], edge: Edge, given: list[Tensor]) -> bool:
+def _lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode], given: Any) -> bool:
     """Whether a node from outside the call, which is behind none of its arguments ``given``, hands to ``edge``.
 
     Then a part of what the module returned was made of the input in another way: by a worker thread of the forward, or
     before the call and kept somewhere. Walks what lies behind such nodes; there are none in most models.
     """
-    seen = {tensor.grad_fn for tensor in given if autograd.takes_gradient(tensor)} | {edge[0]}
+    seen: set[Any] = {tensor.grad_fn for tensor in iter_deep(given) if autograd.takes_gradient(tensor)}
+    seen |= {edge[0], *stops}
     waiting = [node for node in older if node not in seen]
     while waiting:
         node = waiting.pop()
@@ -334,7 +337,7 @@ class _Derivatives:
         """A node has run with grad mode on and made others since ``since``: they belong to the module, too."""
         made: set[GraphNode] = set()
         roots = [tensor for tensor in handed if tensor is not None]
-        feeding, _ = find_feeding(roots, self._edge, since, made)
+        feeding, _ = find_feeding(roots, self._edge, since, made=made)
         made = {node for node in made if id(node) not in self._known and not hasattr(node, "variable")}
         self._share.follow_more([(node, position) for node, position in feeding if node in made])
         for node in made:

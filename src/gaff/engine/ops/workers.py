@@ -1,0 +1,143 @@
+"""Ops that a forward runs on other threads: noticed, since function modes see their own thread only.
+
+Which number an op has on a worker thread depends on who is faster, so that such ops are no sites. While ops are asked
+for, what a module's own forward gives to a thread or a pool of threads is run under a mode that only looks at names: an
+op that somebody asked for raises there, any other is told once, in the receipt.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from multiprocessing.pool import ThreadPool
+from types import FrameType
+from typing import Any, ClassVar
+
+from torch.overrides import TorchFunctionMode
+
+from gaff.compat.modes import call_frames
+from gaff.engine.ops.mode import Scope, scopes_of
+from gaff.engine.ops.names import NAMES, name_of
+from gaff.errors import PlanError
+
+UNSEEN = "a forward runs ops on another thread, where they are no sites"
+
+
+class _OnWorker(TorchFunctionMode):
+    """Looks at the ops that a worker runs for a call of a module; those of modules called there are their own."""
+
+    def __init__(self, scopes: list[Scope]) -> None:
+        super().__init__()
+        self._scopes = scopes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises PlanError where somebody asked for this op."""
+        name = NAMES.get(func) or name_of(func)
+        if name and not _is_in_module(sys._getframe(1)):
+            for scope in self._scopes:
+                _meet(scope, name)
+        return func(*args, **(kwargs or {}))
+
+
+def _meet(scope: Scope, name: str) -> None:
+    """An op of this name runs on a worker: it raises if it is asked for, else the receipt tells of it once."""
+    if scope.owner.clock.closed:
+        return
+    row = scope.row(name)
+    if row.wants:
+        kind = type(scope.owner.module).__name__
+        raise PlanError(
+            f"{row.wants[0].site}: {kind} runs such an op on another thread, where ops are no sites: "
+            "ask for the output of a module, or for ops that run on the thread of its forward"
+        )
+    if UNSEEN not in scope.notes:
+        scope.notes.append(UNSEEN)
+
+
+def _is_in_module(frame: FrameType | None) -> bool:
+    """Whether what runs in ``frame`` was called by a module on this thread."""
+    codes = call_frames().codes
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _watched(function: Callable[..., Any], frame: FrameType) -> Callable[..., Any]:
+    """``function``, to be run on another thread, under a mode if the call at ``frame`` is one whose ops are asked."""
+    scopes = scopes_of(frame)
+    if not scopes or not callable(function):
+        return function
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _OnWorker(scopes):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _start(start: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(start)
+    def started(thread: Any) -> Any:
+        own = thread.run
+        run = _watched(own, sys._getframe(1))
+        if run is not own:
+            thread.run = run
+        return start(thread)
+
+    return started
+
+
+def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(submit)
+    def submitted(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return submit(pool, _watched(function, sys._getframe(1)), *args, **kwargs)
+
+    return submitted
+
+
+class WorkerWatch:
+    """While open: what is given to threads is looked at. One for all sessions of the process, counted.
+
+    Stands as ``start`` of ``threading.Thread``, ``submit`` of a thread pool and ``apply_async`` of
+    ``multiprocessing.pool.ThreadPool``, and puts back what was there.
+    """
+
+    _PLACES: ClassVar[tuple[tuple[type, str, Any], ...]] = (
+        (threading.Thread, "start", _start),
+        (ThreadPoolExecutor, "submit", _submit),
+        (ThreadPool, "apply_async", _submit),
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._before: list[tuple[type, str, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                for owner, name, make in self._PLACES:
+                    own = vars(owner).get(name)
+                    ours = make(getattr(owner, name))
+                    self._before.append((owner, name, own, ours))
+                    setattr(owner, name, ours)
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            while not self._holders and self._before:
+                owner, name, own, ours = self._before.pop()
+                if vars(owner).get(name) is not ours:
+                    continue  # somebody has put another over it
+                if own is None:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, own)
+
+
+worker_watch = WorkerWatch()

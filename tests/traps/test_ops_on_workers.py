@@ -1,0 +1,90 @@
+"""Ops that a forward runs on another thread are no sites: asked for they raise, else the receipt tells of them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
+from threading import Thread
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff import edits
+
+
+def by_pool(work):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def by_thread_pool(work):
+    with ThreadPool(1) as pool:
+        return pool.apply_async(work).get()
+
+
+def by_thread(work):
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+class OnTwoThreads(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.lin, self.run = nn.Linear(1, 1), run
+
+    def forward(self, x):
+        return x * 5 + self.run(lambda: self.lin(x) * 3)
+
+
+@pytest.fixture(params=[by_pool, by_thread_pool, by_thread])
+def model(request):
+    return OnTwoThreads(request.param)
+
+
+def test_an_edit_of_such_an_op_raises(model):
+    with (
+        pytest.raises(gaff.PlanError, match="OnTwoThreads runs such an op on another thread"),
+        gaff.edit(model, {"/mul": edits.zero()}),
+    ):
+        model(torch.ones(1))
+
+
+def test_a_capture_of_such_an_op_raises(model):
+    with pytest.raises(gaff.PlanError, match="where ops are no sites"), gaff.capture(model, "/mul"):
+        model(torch.ones(1))
+
+
+def test_other_ops_are_told_and_the_receipt_says_so(model):
+    bare = model(torch.ones(1))
+    with gaff.capture(model, "/add") as got:
+        y = model(torch.ones(1))
+    assert torch.equal(y, bare)
+    assert torch.equal(got["/add"], bare)
+    assert "runs ops on another thread, where they are no sites" in str(got.receipt)
+
+
+def test_threads_are_as_they_were(model):
+    before = Thread.start, ThreadPoolExecutor.submit, ThreadPool.apply_async
+    with gaff.capture(model, "/add"), gaff.capture(model, "/add"):
+        model(torch.ones(1))
+        assert Thread.start is not before[0]
+    assert (Thread.start, ThreadPoolExecutor.submit, ThreadPool.apply_async) == before
+
+
+def test_threads_of_others_are_left_alone(model):
+    with gaff.capture(model, "/add") as got:
+        assert by_pool(lambda: torch.ones(1) * 2) == 2
+        model(torch.ones(1))
+    assert got["/add"].shape == (1,)
