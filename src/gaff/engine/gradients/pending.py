@@ -256,6 +256,14 @@ class Gradients:
         self._hook(tensor, armed, has_edits=self.has_edits)
         return armed
 
+    def arm_plain(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
+        """As ``arm``, for a tensor inside an autograd graph that is no view, and where nothing is edited."""
+        armed = Armed(stream, run, call)
+        armed.handle = tensor.register_hook(partial(_arrived, self, armed))
+        self._armed.append(armed)
+        if len(self._armed) > self._prune_at:
+            self._prune()
+
     def arm_share(self, alias: Tensor, share: ArmedShare) -> None:
         """Edit what arrives at ``alias``, the view that a module was given as its input.
 

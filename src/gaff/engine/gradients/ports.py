@@ -71,7 +71,12 @@ class OutputGradient(GradientArm):
 
     def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
         if type(output) is Tensor and self._is_plain:
-            self._arm_output(output, self._stream, given, run, call)
+            if output._is_view() or output.grad_fn is None or self._gradients.has_edits:
+                self._arm_output(output, self._stream, given, run, call)
+            else:  # the common case, without further questions
+                self._gradients.arm_plain(output, self._stream, run, call)
+                if given[0] and output is given[0][0]:
+                    self._remark_on_identity(output, self._stream)
             return
         if not self._wants(call):
             return
@@ -102,11 +107,16 @@ class OutputGradient(GradientArm):
             self._gradients.arm_later(tensor, stream, run, call)
         else:
             armed = self._gradients.arm(tensor, stream, run, call)
-            if any(tensor is other for other in given[0]) and tensor._version == 0:
-                stream.remark(f"{RETURNED_INPUT}: input and output are one tensor, this is its total gradient")
+            if any(tensor is other for other in given[0]):
+                self._remark_on_identity(tensor, stream)
             base = tensor._base
             if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and _is_flattened(tensor, base):
                 armed.follow_base(base, self._gradients)  # type: ignore[arg-type]  # which nobody else can see
+
+    def _remark_on_identity(self, tensor: Tensor, stream: Stream) -> None:
+        """Remark that the module returned what it was given, unless somebody wrote to it."""
+        if tensor._version == 0:
+            stream.remark(f"{RETURNED_INPUT}: input and output are one tensor, this is its total gradient")
 
 
 def _is_flattened(tensor: Tensor, base: Tensor | None) -> bool:
