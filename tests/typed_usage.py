@@ -46,6 +46,11 @@ def change(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Non
     ) as changed:
         model(x)
     print(changed.receipt)
+    with gaff.capture(model, "0") as got:
+        model(x)
+    patches = {"1": gaff.edits.patch(got, source="0"), "2": gaff.edits.patch(source=gaff.Site("0"), detach=True)}
+    with gaff.edit(model, {**patches, "3": gaff.edits.patch(gaff.load("x.safetensors", "capture"), rows=0)}):
+        model(x)
     with gaff.edit({x: gaff.edits.zero()}):
         x.sum().backward()
     plan = gaff.Plan.edit({"0": gaff.edits.clamp(-1, 1)}, threads="own")

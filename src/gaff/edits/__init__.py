@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.address.grammar import Site, parse_site
 from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Noise, Project, Quantize, Reverse, Scale, Stop
 from gaff.edits.event import Call, Edit, Event, need_callable, with_event
 from gaff.edits.places import At, Chain, Skip, When, as_edit, numbers_of
@@ -116,23 +117,40 @@ def replace(value: Tensor | Callable[[Tensor], Tensor]) -> Replace | Call:
 
 
 def patch(
-    source: Tensor | Source,
+    values: Tensor | Source | None = None,
     *,
+    source: str | Site | None = None,
     rows: Mapping[int, int] | Sequence[int] | int | None = None,
     positions: Mapping[int, int] | Sequence[int] | int | None = None,
     run: int | None = None,
+    detach: bool = False,
 ) -> Patch:
-    """Put in what another run had.
+    """Put in what another run had, or what passed another site: ``patch(got)``, ``patch(source="h.3")``.
 
     Args:
-        source: a tensor, or a ``gaff.capture`` of the same sites: each site then gets its own value, call by call.
+        values: a tensor, or a ``gaff.capture`` of another run (also one from ``gaff.load``), call by call; None: the
+            very run that is edited, in which ``source`` must pass first, as the model goes on with it.
+        source: the address of the one output or input to take from; None: each site gets its own value. Without
+            ``@call`` its call of the same number is meant.
         rows, positions: ``{here: there}`` along dimensions 0 and 1; the rest stays. A number or a list (-1: the last)
             means the same places in both. Without them shapes must be equal.
         run: which run of the capture, when it holds several.
+        detach: let no gradient flow to where the values came from; without it it flows as through code of the model.
     """
-    if not isinstance(source, Tensor) and not (hasattr(source, "run") and hasattr(source, "all")):
-        raise PlanError(f"patch {source!r:.40} is nothing to patch from: expected a tensor or a gaff.capture")
-    return Patch(source, pairs_of(rows, "rows"), pairs_of(positions, "positions"), run)
+    if isinstance(values, (str, Site)):
+        raise PlanError(f"patch was given the address {str(values)!r} first: expected patch(source={str(values)!r})")
+    if values is not None and not isinstance(values, (Tensor, Source)):
+        raise PlanError(f"patch {values!r:.40} is nothing to patch from: expected a tensor or a gaff.capture")
+    if source is not None and not isinstance(source, (str, Site)):
+        raise PlanError(f"source={source!r:.40} is no address: expected one exact site as text, such as 'h.3'")
+    if not isinstance(detach, bool):
+        raise PlanError(f"detach={detach!r} is no truth value: expected True or False")
+    address = None if source is None else str(parse_site(source) if isinstance(source, str) else source)
+    if values is None and (address is None or run is not None):
+        raise PlanError("patch was given nothing to patch from: expected a tensor, a capture, or source= alone")
+    if isinstance(values, Tensor) and address is not None:
+        raise PlanError(f"patch has a tensor and source={address!r}: expected one of them, a tensor has no sites")
+    return Patch(values, address, pairs_of(rows, "rows"), pairs_of(positions, "positions"), run, detach)
 
 
 def ablate(how: str = "zero", reference: Tensor | Source | None = None, seed: int = 0) -> Ablate:

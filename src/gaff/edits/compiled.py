@@ -166,10 +166,10 @@ def _replace(value: Tensor, what: str) -> Change:
 
 
 def _patch(edit: Patch) -> Change | None:
-    """``Patch`` by a tensor as a whole; None where values come from a capture, or for some rows and positions."""
-    if not isinstance(edit.source, Tensor) or edit.rows is not None or edit.positions is not None:
+    """``Patch`` by a tensor as a whole; None where values come from a run, or for some rows and positions."""
+    if not isinstance(edit.values, Tensor) or edit.rows is not None or edit.positions is not None:
         return None
-    return _replace(edit.source, "patch")
+    return _replace(edit.values.detach() if edit.detach else edit.values, "patch")
 
 
 def _ablate(edit: Ablate) -> Change | None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -183,6 +183,15 @@ def is_placed(edit: Edit) -> bool:
     if isinstance(edit, Chain):
         return any(is_placed(inner) for inner in edit.edits)
     return is_placed(edit.edit) if isinstance(edit, (At, When)) else isinstance(edit, (Patch, Replace, Ablate))
+
+
+def with_patches(edit: Edit, change: Callable[[Patch], Edit]) -> Edit:
+    """``edit`` with every patch in it replaced by what ``change`` makes of it; the edit itself where there is none."""
+    if isinstance(edit, Patch):
+        return change(edit)
+    if isinstance(edit, Chain):
+        return replace(edit, edits=tuple(with_patches(inner, change) for inner in edit.edits))
+    return replace(edit, edit=with_patches(edit.edit, change)) if isinstance(edit, (At, When)) else edit
 
 
 def numbers_of(value: Any, name: str) -> Numbers:

@@ -1,24 +1,26 @@
 """Edits that bring values from elsewhere: replace, patch, ablate.
 
-What they put in is a copy, since the model may write into it, and a constant: no gradient flows to what was there, but
-for the rest around a patch.
+What they put in is a copy, since the model may write into it. No gradient flows to what was there, but for the rest
+around a patch; to what is put in it flows where that has an autograd graph, as a value of the same run has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from gaff.address.grammar import parse_site
 from gaff.edits.event import Event, generator, like
 from gaff.errors import PlanError
 
 
+@runtime_checkable
 class Source(Protocol):
-    """A capture of another run, as ``gaff.capture`` returns it: read when the edit acts, at the site of the edit."""
+    """A capture of another run, as ``gaff.capture`` and ``gaff.load`` return it: read when the edit acts."""
 
     def run(self, index: int | None) -> Any:
         """The values of one run (None: of all runs), to be read by address, as ``source.run(0)["fc@1"]``."""
@@ -45,24 +47,35 @@ class Replace:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """What another run had here: all of it, or some of its ``rows`` and ``positions`` (here -> there).
+    """What another run had here, or another site: all of it, or some of its ``rows`` and ``positions`` (here -> there).
 
-    Rows are indices of dimension 0, positions of dimension 1. ``run`` picks one run of a capture that holds several.
+    Rows are indices of dimension 0, positions of dimension 1. ``values`` is a tensor, or a capture, of which ``run``
+    picks one of several runs; None: the run in progress, for which a session puts a function of the event in its place.
+    ``source`` is the address of the site that they are taken from, None for that of the edit. ``detach``: no gradient
+    flows to where they came from.
     """
 
-    source: Tensor | Source
+    values: Tensor | Source | Callable[[Event], Tensor] | None = None
+    source: str | None = None
     rows: tuple[tuple[int, int], ...] | None = None
     positions: tuple[tuple[int, int], ...] | None = None
     run: int | None = None
+    detach: bool = False
     is_pure = True
 
-    def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """A copy of the tensor with the other run's values at the wanted places, or a copy of these values alone.
+    @property
+    def is_of_same_run(self) -> bool:
+        """Whether values are those of the run in progress, which only a session can give."""
+        return self.values is None
 
-        From a capture the value of the same site and call is taken. Raises PlanError where shapes or places do not fit,
-        and SiteError where the capture has no such event, or several.
+    def change(self, tensor: Tensor, event: Event) -> Tensor:
+        """A copy of the tensor with the other values at the wanted places, or a copy of these values alone.
+
+        From a capture the value of the same call is taken, of the same site or that of ``source``. Raises PlanError
+        where shapes or places do not fit, and SiteError where the capture has no such event, or several.
         """
-        value = like(_value(self.source, event, self.run), tensor)
+        value = like(self._value(event), tensor)
+        value = value.detach() if self.detach else value
         if self.rows is None and self.positions is None:
             if value.shape != tensor.shape:
                 raise PlanError(
@@ -79,6 +92,22 @@ class Patch:
         new = tensor.clone()
         new[at] = given
         return new
+
+    def _value(self, event: Event) -> Tensor:
+        """The tensor to patch in: the one given, or what the capture or the run has at the site and call."""
+        if isinstance(self.values, Tensor):
+            return self.values
+        if self.values is None:
+            raise PlanError(f"a patch from {self.source!r} of the same run acts in a session only: expected gaff.edit")
+        if not isinstance(self.values, Source):
+            return self.values(event)
+        site = event.site if self.source is None else parse_site(self.source)
+        if self.source is None or site.call is None:
+            site = replace(site, call=event.call)
+        found = self.values.run(self.run)[str(site)]
+        if not isinstance(found, Tensor):
+            raise PlanError(f"the capture holds a {type(found).__name__} at {site}: expected a tensor")
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,16 +157,6 @@ def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
             f"{name}={mapping!r} is no mapping: expected {{here: there}}, such as {{0: 1}}, a number or a list"
         )
     return tuple((int(here), int(there)) for here, there in mapping.items())
-
-
-def _value(source: Tensor | Source, event: Event, run: int | None) -> Tensor:
-    """The tensor to patch in: the one given, or what the capture has at the site and call of the event."""
-    if isinstance(source, Tensor):
-        return source
-    found = source.run(run)[str(replace(event.site, call=event.call))]
-    if not isinstance(found, Tensor):
-        raise PlanError(f"the capture holds a {type(found).__name__} there: expected a tensor")
-    return found
 
 
 def _rows(reference: Tensor | Source, event: Event) -> Tensor:

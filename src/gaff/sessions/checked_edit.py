@@ -5,6 +5,7 @@ A wrong shape, a write into the argument, or another result in a recomputation r
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.files import tensors_of
 from gaff.errors import ExactnessError, GaffError, PlanError, note
 from gaff.sessions.edit_size import plain
+from gaff.sessions.same_run import sources_of
 
-# What is kept of a first pass: the strength, checksums of what went in and came out, versions of the edit's constants.
-FirstPass = tuple[float, tuple[Tensor, Tensor] | None, tuple[int, ...]]
+# What is kept of a first pass: the strength, checksums of what went in and came out, versions of the edit's constants,
+# and what it has taken from other sites of the run.
+FirstPass = tuple[float, tuple[Tensor, Tensor] | None, tuple[int, ...], tuple[Any, ...]]
 
 
 class CheckedEdit:
@@ -27,7 +30,7 @@ class CheckedEdit:
     ``has_failed``: its last event ended in an error; closing must then not complain that the edit never acted.
     """
 
-    __slots__ = ("_any_event", "_constants", "_edit", "_is_pure", "_site", "has_failed")
+    __slots__ = ("_any_event", "_constants", "_edit", "_is_pure", "_site", "_sources", "has_failed")
 
     def __init__(self, edit: Edit, site: Site) -> None:
         self.has_failed = False
@@ -36,6 +39,7 @@ class CheckedEdit:
         self._is_pure = edit.is_pure
         self._any_event = None if uses_event(edit) else Event(site)  # made once, where it is not asked for
         self._constants = tuple(tensors_of(edit)) if edit.is_pure else ()
+        self._sources = sources_of(edit)
 
     def change(self, value: Tensor, run: Any, call: int, strength: float) -> Tensor:
         """What the edit makes of ``value``, mixed by ``strength`` and checked: a tensor alike, and ``value`` untouched.
@@ -73,9 +77,13 @@ class CheckedEdit:
         self.has_failed = False
         return new
 
-    def first_pass(self, value: Tensor, new: Tensor, strength: float) -> FirstPass:
-        """What ``again`` needs of a first pass that a checkpoint may repeat: sums only, where the edit is not pure."""
-        return strength, None if self._is_pure else (_checksum(value), _checksum(new)), self._versions()
+    def first_pass(self, value: Tensor, new: Tensor, strength: float, event: Event) -> FirstPass:
+        """What ``again`` needs of a first pass that a checkpoint may repeat: sums only, where the edit is not pure.
+
+        Of a patch from the same run also the value that it put in.
+        """
+        sums = None if self._is_pure else (_checksum(value), _checksum(new))
+        return strength, sums, self._versions(), tuple(source.drawn(event) for source in self._sources)
 
     def again(self, value: Tensor, run: Any, call: int, first: FirstPass) -> Tensor:
         """Change a value in a recomputation as in the first pass, and see that nothing is different from it.
@@ -83,13 +91,16 @@ class CheckedEdit:
         What came out is compared only where what went in has the same bits: without that nothing can be expected.
         Raises ExactnessError for a function that returned something else, and for constants that were written to.
         """
-        strength, checksums, versions = first
+        strength, checksums, versions, drawn = first
         if versions != self._versions():
             raise ExactnessError(
                 f"{self._site}: a tensor of the edit was written to between the forward and the recomputation of a "
                 "checkpoint: expected it unchanged until backward() is done"
             )
-        new = self.change(value, run, call, strength)
+        with ExitStack() as given:
+            for source, held in zip(self._sources, drawn, strict=True):
+                given.enter_context(source.again(held))
+            new = self.change(value, run, call, strength)
         if checksums and _is_same(_checksum(value), checksums[0]) and not _is_same(_checksum(new), checksums[1]):
             raise ExactnessError(
                 f"{self._site}: the edit returned another value in the recomputation of a checkpoint, so gradients "

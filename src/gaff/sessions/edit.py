@@ -23,6 +23,7 @@ from gaff.sessions.capture import raise_if_silent
 from gaff.sessions.edited_site import EditedSite, Family
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import CHANGING, Receipt, ReceiptRow, tidy
+from gaff.sessions.same_run import SameRun
 
 REPLACED = "the module was replaced while the session was open: its successor was not edited"
 
@@ -47,6 +48,7 @@ class Editing:
         self._family = Family(check_finite=plan.options.check_finite)
         self._streams = self._family.streams  # one for each edited site, then those of single ops as they come
         self._missing: list[str] = []
+        self._sources = SameRun(model)
         self._taps = self._make_taps(model) if model is not None else []
         tensors = [self._make_tensor_tap(request) for request in plan.requests if isinstance(request.target, Tensor)]
         self._session = Session(model, self._taps, tensors, plan.options.threads, is_traceable=True)
@@ -82,6 +84,11 @@ class Editing:
             asked = sorted(f"{request}: {type(request.edit).__name__}" for request in self._plan.requests)
             distributed.agree(distributed.processes_of(self._model), f"edit {'; '.join(asked)}")
         self._session.open()
+        try:
+            self._sources.open(self._session.threads)
+        except BaseException:
+            self._session.close()
+            raise
         CHANGING.add(self)
 
     def remove(self) -> None:
@@ -158,6 +165,7 @@ class Editing:
                 stream.skip(REPLACED)
                 if stream.size.hits and not is_quiet:
                     warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
+        self._sources.close()
         self._session.__exit__(None, error, None)
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
         if lost and not is_quiet:
@@ -212,7 +220,8 @@ class Editing:
             request = self._plan.requests[number]
             matched.add(number)
             place = identity(found.module, found.name, found.site)
-            stream = self._make_stream(str(request), found.site, place, request.edit)
+            edit = None if request.edit is None else self._sources.bind(request.edit, found.site)
+            stream = self._make_stream(str(request), found.site, place, edit)
             inner = request.edit.edit if isinstance(request.edit, When) else request.edit
             taps.append(EditTap(found, stream, isinstance(inner, Skip)))
             _check_port(found.site, inner, self._plan.options.threads)

@@ -109,7 +109,7 @@ class EditedSite:
             return value
         new = self._apply(value, run, call, strength)
         if memo is not None:
-            memo[self] = self.checked.first_pass(value, new, strength)
+            memo[self] = self.checked.first_pass(value, new, strength, event_at(self.site, run, call))
         return new
 
     def told(self, old: Tensor, new: Tensor, remark: str) -> None:
