@@ -130,10 +130,10 @@ def test_the_readme_names_the_two_commands():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["digits.py", "minilm.py", "resnet50.py", "train_digits.py"])
+@pytest.mark.parametrize("example", ["attention.py", "digits.py", "minilm.py", "resnet50.py", "train_digits.py"])
 def test_the_examples_run(example):
     ran = subprocess.run([sys.executable, f"examples/{example}"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     expected = {"digits.py": "this digit is a 1", "minilm.py": "0.665  0.060", "resnet50.py": "(1, 2048, 7, 7)"}
-    expected["train_digits.py"] = "epoch 5: loss"
+    expected |= {"train_digits.py": "epoch 5: loss", "attention.py": "looking at [SEP]: 0.659"}
     assert expected[example] in ran.stdout
