@@ -75,3 +75,40 @@ def test_a_watched_step_waits_for_nothing_but_the_loss():
             model(x).square().mean().backward()
             optimizer.step()
     assert watch.findings is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("mask", [None, "causal", "truth", "added"])
+def test_weights_of_attention_are_those_that_each_kernel_uses(dtype, backend, heads, mask):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    class Attention(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    torch.manual_seed(0)
+    seen = torch.rand(64, 48, device="cuda") > 0.3
+    seen[3] = False
+    options = {"is_causal": mask == "causal", "enable_gqa": heads != 4}
+    if mask in ("truth", "added"):
+        options["attn_mask"] = (
+            seen if mask == "truth" else torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
+        )
+    q, k = (torch.randn(2, one, size, 64, device="cuda", dtype=dtype) for one, size in ((4, 64), (heads, 48)))
+    v = torch.eye(48, 64, device="cuda", dtype=dtype).expand(2, heads, 48, 64).contiguous()
+    model, site = Attention(), "/scaled_dot_product_attention:weights"
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        try:
+            bare = model(q, k, v)
+        except RuntimeError:
+            pytest.skip("this kernel does not take such a call")
+        with gaff.capture(model, site) as got:
+            assert torch.equal(model(q, k, v), bare)
+        with gaff.edit(model, {site: gaff.edits.scale(0.5)}):
+            half = model(q, k, v)
+    at = {"atol": 2e-2 if dtype is torch.bfloat16 else 2e-3, "rtol": 2e-2}
+    rows = slice(4, None)  # some kernels leave a query that may see nothing as NaN
+    torch.testing.assert_close(got[site][:, :, rows], bare[:, :, rows, :48], **at)
+    torch.testing.assert_close(half[:, :, rows] * 2, bare[:, :, rows], **at)

@@ -303,3 +303,33 @@ def test_directions_that_are_written_to_are_refused():
             run(x)
             directions.mul_(2)
             run(x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_of_fused_attention_are_seen_with_the_code_run_eagerly(whole):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(self.lin(x), x, x, is_causal=True)
+
+    net, x = nn.Sequential(Attention(), nn.Linear(4, 4)), torch.randn(2, 5, 4)
+    site = "0/scaled_dot_product_attention:weights"
+    with gaff.capture(net, site) as wanted:
+        bare = net(x)
+    if whole:
+        run = torch.compile(net, backend="aot_eager")
+    else:
+        net[0].compile(backend="aot_eager")
+        run = net
+    run(x)
+    with gaff.capture(run, site) as got:
+        assert torch.allclose(run(x), bare)
+    assert torch.equal(got[site], wanted[site])
+    assert "are seen by Python alone" in got.receipt.notes[0]
+    with gaff.edit(run, {site: gaff.edits.zero()}) as changed:
+        assert torch.allclose(run(x), net[1].bias.expand(2, 5, 4))
+    assert len(changed.receipt.notes) == 2
+    assert torch.allclose(run(x), bare)

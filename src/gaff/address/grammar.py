@@ -22,8 +22,10 @@ OUTPUT = "output"
 VALUE_PORTS = ("output", "input")
 GRADIENT_PORTS = ("grad_output", "grad_input", "input_grad")
 STATE_PORTS = ("param", "grad", "buffer")  # of a parameter or a buffer; the others belong to a module
+WEIGHTS = "weights"  # of an op of attention only: its probabilities, which it does not return
+ATTENTIONS = ("scaled_dot_product_attention", "flex_attention")
 OP_PORTS = VALUE_PORTS + GRADIENT_PORTS
-PORTS = OP_PORTS + STATE_PORTS
+PORTS = (*OP_PORTS, WEIGHTS, *STATE_PORTS)
 
 Key = tuple[int | str, ...]
 
@@ -134,6 +136,11 @@ def parse(text: str) -> Address:
     port, at = _read_port(text, at)
     key, at = _read_keys(text, at)
     if at != len(text):
+        if port == WEIGHTS and text[at] == ":":
+            raise SiteError(
+                f"address {text!r}: :{WEIGHTS} have no {text[at:]}, fused attention never makes them: expected "
+                f"attention written out, which has them as /softmax{text[at:]}"
+            )
         raise SiteError(
             f"address {text!r} cannot be read from {text[at:]!r} on: expected 'path <Class> /op#k @call :port [key]' "
             "in this order; other characters in a name go in backticks"

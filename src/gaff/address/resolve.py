@@ -12,7 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from gaff.address.grammar import ANY_DEPTH, OP_PORTS, STATE_PORTS, Address, Name, Pattern, Site, nearest, parse
+from gaff.address.grammar import (
+    ANY_DEPTH,
+    ATTENTIONS,
+    OP_PORTS,
+    STATE_PORTS,
+    WEIGHTS,
+    Address,
+    Name,
+    Pattern,
+    Site,
+    fits_op,
+    nearest,
+    parse,
+)
 from gaff.errors import PlanError, SiteError
 
 if TYPE_CHECKING:
@@ -121,8 +134,8 @@ def find_site(model: nn.Module, site: Site) -> list[Found]:
     PlanError for a port that ops do not have. The call and the key are not checked: only a run tells whether they
     exist.
     """
+    _refuse_port(site)
     if site.port in STATE_PORTS:
-        _refuse_op_state(site)
         return [_find_state(model, site)]
     found = _descend(model, site.path)
     if found is None:
@@ -185,10 +198,20 @@ def place_of(found: Found) -> tuple[dict[str, nn.Module | None], str, nn.Module 
     return inside, name, inside.get(name)
 
 
-def _refuse_op_state(address: Address) -> None:
-    """Raises PlanError where an address asks for a parameter, buffer or ``.grad`` of an op, which has none."""
-    if address.op is not None:
+def _refuse_port(address: Address) -> None:
+    """Raises PlanError for a port that cannot be there: state of an op, weights of what is no op of attention."""
+    if address.op is not None and address.port in STATE_PORTS:
         raise PlanError(f"{address}: an op has no :{address.port}: expected {', '.join(OP_PORTS)}")
+    if address.port != WEIGHTS:
+        return
+    if address.op is None or not any(fits_op(address.op, name) for name in ATTENTIONS):
+        whose = f"/{address.op} has" if address.op is not None else "a module has"
+        raise PlanError(
+            f"{address}: {whose} no :{WEIGHTS}: expected those of the op in a module's forward that attends, "
+            f"{' or '.join(f'.../{name}:{WEIGHTS}' for name in ATTENTIONS)}; attention written out has them as /softmax"
+        )
+    if address.key:
+        raise PlanError(f"{address}: the weights are one tensor, without keys: take a part with gaff.keep")
 
 
 def is_container(module: nn.Module) -> bool:
@@ -282,8 +305,8 @@ def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
     Patterns for parameters and buffers go over tensors, all others over modules that are called. ``/op`` without a path
     means the ops of the root, which no other pattern names.
     """
+    _refuse_port(pattern)
     if pattern.port in STATE_PORTS:
-        _refuse_op_state(pattern)
         found = _match_states(model, pattern)
     elif pattern.op is not None and not pattern.names and pattern.cls is None:
         found = [Found(_site(pattern, ""), unwrap(model))]  # the ops of the root itself

@@ -97,10 +97,10 @@ def compile_counts() -> tuple[int, int]:
 
 
 def mark_reduced(tensor: Any) -> None:
-    """Mark a tensor as a number that a compiled graph has told in the place of a whole tensor."""
+    """Mark a tensor as what is wanted of a whole one that was never there: told by a graph, or computed alone."""
     tensor.is_reduced_by_gaff = True
 
 
 def is_reduced(tensor: Any) -> bool:
-    """Whether a tensor is such a number: it must not be reduced again, and its shape is not that of what passed."""
+    """Whether a tensor is so marked: it must not be reduced again, and its shape is not that of what passed."""
     return hasattr(tensor, "is_reduced_by_gaff")

@@ -34,7 +34,7 @@ class Event(NamedTuple):
     @property
     def is_gradient(self) -> bool:
         """Whether what passes is a gradient, and not a value or a parameter."""
-        return self.site.port not in ("output", "input", "param")
+        return self.site.port not in ("output", "input", "weights", "param")
 
 
 @runtime_checkable

@@ -34,7 +34,8 @@ class Stream(Protocol):
         """A value passed, in the nth ``call`` of the module in ``run``; at a gradient's site it is a tensor.
 
         Raising stops the user's run. A tensor returned for a gradient takes its place in the backward pass; what is
-        returned for any other value is ignored. A value may be anything that a module takes or returns.
+        returned for any other value is ignored. A value may be anything that a module takes or returns;
+        of attention it is ``ops.attention.Weights``, which makes the weights that are asked for.
         """
 
     def absent(self, run: Run, call: int, reason: str) -> None:

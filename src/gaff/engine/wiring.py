@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import GRADIENT_PORTS, Site
+from gaff.address.grammar import GRADIENT_PORTS, WEIGHTS, Site
 from gaff.address.nested import dig, dig_argument
 from gaff.address.resolve import Found, is_container, iter_modules, unwrap
 from gaff.engine.clock import Clock, Run
@@ -30,6 +30,7 @@ from gaff.engine.gradients.ports import InputGradient, OutputGradient, PassMark,
 from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.gradients.share import InputShare
 from gaff.engine.modules import Node
+from gaff.engine.ops.attention import WeightsChange, WeightsTap
 from gaff.engine.ops.mode import OpListener, Scope, Want, drop
 from gaff.engine.parameters.edits import ParameterEdits, Swap
 from gaff.engine.parameters.substitutes import original_of
@@ -317,6 +318,8 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
         node.exits += (_output_tap(site, stream, is_exact),)
     elif site.port == "input":
         node.entries += (_input_tap(site, stream, is_exact),)
+    elif site.port == WEIGHTS:
+        node.exits += (WeightsTap(site, stream),)
     elif site.port == "grad_output":
         node.arms += (OutputGradient(gradients, node, stream, site, is_exact),)
     elif site.port == "input_grad":
@@ -341,6 +344,8 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
         node.exit_changes = (*values, OutputChange(site, stream), *node.exit_changes[len(values) :])
     elif site.port == "input":
         node.entry_changes = _before_last(node.entry_changes, ShareChange, InputChange(site, stream))
+    elif site.port == WEIGHTS:
+        node.exit_changes = (*node.exit_changes, WeightsChange(site, stream))
     elif site.port == "grad_output":
         node.exit_changes += (ExitGradient(OutputGradient(gradients, node, stream, site, True)),)
     elif site.port == "input_grad":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.exported_calls import place_in_model
-from gaff.address.grammar import Site, print_key
+from gaff.address.grammar import ATTENTIONS, WEIGHTS, Site, print_key
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import called_modules, iter_modules, join
 from gaff.compat.autograd import next_sequence
+from gaff.engine.ops.attention import Weights
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
@@ -33,8 +34,7 @@ FUSED = {
     "gru": "one fused call, its gates and time steps cannot be seen: an nn.GRUCell in a loop shows them",
     "rnn_tanh": "one fused call, its time steps cannot be seen: an nn.RNNCell in a loop shows them",
     "rnn_relu": "one fused call, its time steps cannot be seen: an nn.RNNCell in a loop shows them",
-    "scaled_dot_product_attention": "one fused call: its softmax shows with attention written out "
-    "(transformers: attn_implementation='eager'; nn.MultiheadAttention: need_weights=True)",
+    **dict.fromkeys(ATTENTIONS, f"one fused call: what its softmax gives is :{WEIGHTS}"),
 }
 
 
@@ -78,6 +78,7 @@ class OpNotes:
     output: str = ""
     dtype: str = ""
     is_complete: bool = False
+    weights: tuple[str, str, str] | None = None  # of an op of attention: their shape, dtype, and a note
 
 
 def iter_state(model: nn.Module) -> Iterator[tuple[Tensor, Site]]:
@@ -167,6 +168,7 @@ class OpLog:
         notes.last_node = next_sequence()
         notes.output = shapes_text(output)
         notes.dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        notes.weights = _weights_of(call) if call.site.op in ATTENTIONS else None
         notes.is_complete = True
         self.producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
         return notes
@@ -217,29 +219,47 @@ def code_at(place: tuple[str, int]) -> str:
     return linecache.getline(*place).strip()
 
 
+def _weights_of(call: OpCall) -> tuple[str, str, str]:
+    """Shape, dtype and a note of the weights of an op of attention; only the note where they cannot be told."""
+    weights = Weights(call.site.op or "", call.args, call.kwargs)
+    if weights.untold:
+        return "", "", weights.untold
+    shape = "x".join(map(str, weights.shape))
+    return shape, str(weights.dtype).removeprefix("torch."), "computed when they are asked for"
+
+
 def rows_of(log: OpLog) -> list[OpRow]:
-    """One row for each op site that returned, in the order of the first calls, with the shapes of the first call."""
+    """One row for each op site that returned, in the order of the first calls, with the shapes of the first call.
+
+    An op of attention has a second row, for its weights.
+    """
     counts: dict[Site, int] = {}
     first: dict[Site, OpNotes] = {}
     for notes in log.done():
         site = Site(notes.site.path, notes.site.op, notes.site.op_index)
         counts[site] = counts.get(site, 0) + 1
         first.setdefault(site, notes)
-    return [
-        OpRow(
-            str(site),
-            site.path,
-            site.op or "",
-            place_text(notes.place),
-            code_at(notes.place),
-            notes.inputs,
-            notes.output,
-            notes.dtype,
-            counts[site],
-            FUSED.get(site.op or "", ""),
-        )
-        for site, notes in first.items()
-    ]
+    rows = []
+    for site, notes in first.items():
+        told = [(site, notes.output, notes.dtype, FUSED.get(site.op or "", ""))]
+        if notes.weights is not None:
+            told.append((replace(site, port=WEIGHTS), *notes.weights))
+        rows += [
+            OpRow(
+                str(one),
+                site.path,
+                site.op or "",
+                place_text(notes.place),
+                code_at(notes.place),
+                notes.inputs,
+                output,
+                dtype,
+                counts[site],
+                note,
+            )
+            for one, output, dtype, note in told
+        ]
+    return rows
 
 
 def list_ops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[OpRow], list[str]]:

@@ -7,7 +7,6 @@ byte a cell, which waits for the device. ``gaff.record.picture.Picture`` says wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gaff.compat import elements
+from gaff.engine.ops.attention import Weights
+from gaff.keep import Part
 from gaff.record.picture import Picture
 
 _ROOM = 5_000_000  # bytes of all pictures of a trace
@@ -146,34 +147,17 @@ class Album:
         return f" ({', '.join(parts)})" if parts else ""
 
 
-def attention_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The probabilities that ``scaled_dot_product_attention`` does not return, of the first example, from its inputs.
+def attention_of(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The weights of an op of attention, which it does not return, of the first example and its first heads.
 
-    As torch documents it: softmax(q k^T * scale + mask), before dropout. None where it cannot be told.
+    None where they cannot be told, or where there are no heads.
     """
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
-    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.dim() < 3 or key.dim() != query.dim():
+    weights = Weights(op, args, kwargs)
+    if weights.untold or len(weights.shape) < 3 or not weights.shape[0]:
         return None
     with torch.no_grad():
-        q, k = (one[0].float().reshape(-1, *one.shape[-2:]) for one in (query, key))
-        heads = q.shape[0]
-        if k.shape[0] != heads:  # groups of heads that share their keys
-            k = k.repeat_interleave(heads // k.shape[0], 0)
-        q, k = q[:_HEADS], k[:_HEADS]
-        scale = given.get("scale")
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        scores = q @ k.transpose(-2, -1) * scale
-        if given.get("is_causal"):
-            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~allowed, -math.inf)
-        if isinstance(mask, Tensor):
-            one = mask[0] if mask.dim() == query.dim() else mask
-            if one.dim() > 2:
-                one = one.expand(*query.shape[1:-2], *one.shape[-2:]).reshape(-1, *one.shape[-2:])[:_HEADS]
-            scores = scores.masked_fill(~one, -math.inf) if one.dtype == torch.bool else scores + one
-        return scores.softmax(-1).nan_to_num(0.0)[None]  # a query that may see nothing attends to nothing
+        first = weights.make(Part(0, 0))
+    return first.reshape(1, -1, *first.shape[-2:])[:, :_HEADS]
 
 
 def are_probabilities(tensor: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from gaff.address.grammar import Site, fits_op, parse_site
+from gaff.address.grammar import WEIGHTS, Site, fits_op, parse_site
 from gaff.address.resolve import is_container, iter_modules, need_module
 from gaff.errors import PlanError, SiteError
 from gaff.inspection.call_log import shape_text
@@ -144,8 +144,9 @@ def _ops_by_module(
 
 def _names_op(site: Site, row: OpRow) -> bool:
     """Whether the op of a site, whose name may be a glob and whose number may be left out, is that of a row."""
-    index = parse_site(row.site).op_index
-    return fits_op(site.op or "", row.op) and site.op_index in (None, index)
+    listed = parse_site(row.site)
+    is_port = (site.port == WEIGHTS) == (listed.port == WEIGHTS)
+    return is_port and fits_op(site.op or "", row.op) and site.op_index in (None, listed.op_index)
 
 
 def _split(what: Sequence[Any]) -> tuple[list[Any], list[Any]]:

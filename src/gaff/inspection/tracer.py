@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import Site, parse_site
+from gaff.address.grammar import ATTENTIONS, Site, parse_site
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
 from gaff.compat import libraries
@@ -177,7 +177,8 @@ def _picture_op(album: Album, call: OpCall, output: Any) -> None:
     """Draw attention: what a softmax has returned, or what is inside a fused call."""
     name = str(call.site)
     with outside_modes():  # what is computed here is not counted as the model's
-        found = attention_of(call.args, call.kwargs) if call.site.op == "scaled_dot_product_attention" else None
+        op = call.site.op or ""
+        found = attention_of(op, call.args, call.kwargs) if op in ATTENTIONS else None
         if found is not None:
             album.add(name, found, is_attention=True)
         elif call.site.op == "softmax" and are_probabilities(output):

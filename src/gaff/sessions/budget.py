@@ -65,9 +65,7 @@ class Ledger:
         raising stops the user's run.
         """
         self.held = self._count()
-        if self._budget is None:
-            self._budget = (_free_bytes(self._device()) + self.held) // 2
-        self.limit = self._budget
+        self._look_up()
         if self._evict == "oldest":
             self._let_go()
         if self.held > self.limit:
@@ -75,6 +73,25 @@ class Ledger:
                 f"{site}: capture holds {bytes_text(self.held)}, over its budget of {bytes_text(self.limit)}; "
                 "keep less: last=n, reduce=gaff.keep.rows(0), dtype=, to='cpu', evict='oldest', or a larger budget="
             )
+
+    def expect(self, size: int) -> None:
+        """Raises PlanError before a value of ``size`` bytes is computed, of which the budget has no room for even one.
+
+        The message leaves out the site.
+        """
+        if size > self.limit:
+            self._look_up()
+        if size > self.limit:
+            raise PlanError(
+                f"it would take {bytes_text(size)}, over the budget of {bytes_text(self.limit)}, and was not computed; "
+                "keep some rows: reduce=gaff.keep.rows([0, 7], dim=-2), or give a larger budget="
+            )
+
+    def _look_up(self) -> None:
+        """Set the limit to the budget, which is half of what is free where nobody gave one."""
+        if self._budget is None:
+            self._budget = (_free_bytes(self._device()) + self.held) // 2
+        self.limit = self._budget
 
     def _iter_holders(self) -> Iterable[Holder]:
         """The sites of the capture; none where it has been freed."""

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gaff.address.grammar import Site
 from gaff.address.nested import Opaque, iter_tensors, map_tensors, size_bytes
 from gaff.compat import distributed, memory
-from gaff.compat.compiler import is_reduced
+from gaff.compat.compiler import is_reduced, mark_reduced
+from gaff.engine.ops.attention import Weights
 from gaff.errors import ExactnessError
 from gaff.keep import Reduce, is_pure
 from gaff.sessions.request import Options
@@ -151,6 +152,8 @@ class Keeper:
         Called inside hooks, of which it must not be felt: writes into nothing, and waits for no device unless
         ``reduce`` does. Objects that gaff does not follow are replaced by ``Opaque``.
         """
+        if type(value) is Weights:
+            value = self._made(value)
         number = self._number(value) if self._is_number and type(value) is Tensor else None
         if number is not None:
             return number
@@ -161,6 +164,24 @@ class Keeper:
 
         kept = map_tensors(value, keep_tensor, lambda other: Opaque(type(other).__name__))
         return Kept(kept, checks) if checks else kept
+
+    def size_ahead(self, value: Weights) -> int:
+        """Bytes that keeping weights of attention will take; 0 where that depends on a function or another dtype.
+
+        Raises PlanError for a part that is not there.
+        """
+        part = value.part_of(self.reduce)
+        size = value.size_bytes(part)
+        return size if (self.reduce is None or part is not None) and self._dtype is None else 0
+
+    def _made(self, value: Weights) -> Tensor:
+        """The weights of attention, which nobody has computed; only what ``reduce`` wants, where that is a part."""
+        part = value.part_of(self.reduce)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+            made = value.make(part)
+        if part is not None:
+            mark_reduced(made)
+        return made
 
     def _number(self, tensor: Tensor) -> Tensor | None:
         """A tensor reduced to something smaller, the short way; None where the long way is needed.

@@ -20,6 +20,7 @@ from gaff.address.nested import iter_tensors
 from gaff.compat import memory
 from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
 from gaff.compat.memory import memory_of
+from gaff.engine.ops.attention import Weights
 from gaff.errors import GaffError, PlanError, note
 from gaff.keep import in_graph
 from gaff.sessions.budget import Ledger
@@ -233,6 +234,8 @@ class KeptSite:
     def _keep(self, value: Any, run: Any) -> Any:
         """Keep a value the long way; an error tells the site, those of a function of the user as a note."""
         try:
+            if type(value) is Weights:
+                self._ledger.expect(self._keeper.size_ahead(value))
             return self._keeper.keep(value, run)
         except GaffError as error:
             raise type(error)(f"{self.site}: {error}") from error

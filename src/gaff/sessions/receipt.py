@@ -114,6 +114,8 @@ def tidy(rows: list[ReceiptRow]) -> list[ReceiptRow]:
         elif row.pattern in silent and row is silent[row.pattern][0]:
             count = len(silent[row.pattern])
             why = f"none of the {count} modules that it names ran such an op, see gaff.sites(model, x, ops=True)"
+            if row.pattern.endswith(":weights"):
+                why += "; attention that is written out has its weights as /softmax"
             kept.append(replace(row, site="", skipped=0, reason=why))
     return kept
 

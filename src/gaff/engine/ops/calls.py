@@ -83,7 +83,7 @@ class OpEvent:
         self.node: OpNode | None = part.scope.node(row, self.index)
         self._place = place
         self._frames: list[Frame] | None = None
-        self._found: tuple[Passage, bool, bool] | None = None
+        self._found: Any = ()  # what ``passage`` has found
         self._versions: list[tuple[Tensor, int]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -132,7 +132,7 @@ class OpEvent:
         self.part.counts[self.row] = self.index + 1
         if node is None or not node.exit_changes:
             return value
-        found = self._passage(node)
+        found = self.passage()
         if found is None:
             return value
         passage, has_graph, is_again = found
@@ -163,7 +163,7 @@ class OpEvent:
                 tap(value, run, self.part.call)
             if node.arms:
                 arm_after(node, value, given, run, self.part.call)
-        if self._found is not None:
+        if self._found:
             passage, has_graph, is_again = self._found
             rest = [change for change in node.exit_changes if change.is_gradient]
             change_exit(node, value, given, passage, has_graph, is_again=is_again, changes=rest)
@@ -185,14 +185,20 @@ class OpEvent:
             while self._frames and self._frames.pop().owner is not self.node:
                 pass
 
-    def _passage(self, node: Node) -> tuple[Passage, bool, bool] | None:
-        """The call that edits at the exit belong to, whether gradient hooks are due, whether it is a recomputation."""
+    def passage(self) -> tuple[Passage, bool, bool] | None:
+        """The call that edits at the exit belong to, whether gradient hooks are due, whether it is a recomputation.
+
+        Found once; None in a recomputation of a forward that was not edited. Not for an op that nobody asks for.
+        """
+        node: Any = self.node
+        if self._found != ():
+            return self._found  # type: ignore[no-any-return]
         if self.part.run is not None:
             self._found = _passage(node.exit_replay, self.part.run, self.part.call), True, False
         else:
             match = find_match(node, node.module, node.exit_replay)
             self._found = None if match is None else (match.passage, match.is_first_graph, True)
-        return self._found
+        return self._found  # type: ignore[no-any-return]
 
     def _follow_regions(self) -> None:
         """Let checkpoints that began inside the module's forward be seen again when they recompute.

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gaff.address.grammar import Site, fits_op
+from gaff.address.grammar import ATTENTIONS, WEIGHTS, Site, fits_op
 from gaff.compat import libraries, modes
 from gaff.compat.autograd import backward_task, transform_level
 from gaff.compat.modes import call_frames
 from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook, Node
+from gaff.engine.ops.attention import attend
 from gaff.engine.ops.calls import CallShare, OpCall, OpEvent, OpNode, Written, check_place, enter_op, is_at, leave_op
 from gaff.engine.ops.names import COMPOSITES, NAMES, is_tensors, name_of, opened
 from gaff.engine.surroundings import SLOW_PATH, takes_fast_path
@@ -130,6 +131,8 @@ class Scope:
     def row(self, name: str) -> NamedOps:
         """The ops with this name, made when one is first met; patterns are matched once."""
         wants = [want for want in self.wants if fits_op(want.site.op or "", name)]
+        if name not in ATTENTIONS:
+            wants = [want for want in wants if want.site.port != WEIGHTS]
         return self.rows.setdefault(name, NamedOps(self, name, wants, is_wanted=bool(wants or self.listeners)))
 
     def node(self, row: NamedOps, index: int) -> OpNode | None:
@@ -204,7 +207,9 @@ class Scope:
         for want in self.wants:
             rows = [row for row in self.rows.values() if want in row.wants]
             if not any(len(row.nodes) > (want.site.op_index or 0) for row in rows):
-                want.stream.skip(f"there is no such op in {where}, which ran {ran}")
+                is_plain = want.site.port == WEIGHTS and "softmax" in self.ran
+                hint = f"; it writes attention out: ask {Site(self.path, 'softmax')}" if is_plain else ""
+                want.stream.skip(f"there is no such op in {where}, which ran {ran}{hint}")
 
     def _numbered(self, name: str) -> str:
         """The name of an op with its numbers, ``add#0 to #2``, where it is known how many there were."""
@@ -470,7 +475,10 @@ class OpMode(TorchFunctionMode):
             elif has_values and kwargs.get("out") is not None:
                 raise PlanError(f"op {name!r} writes with out=: its output cannot be edited; edit where it is used")
             inside = opened(func) if name in COMPOSITES else None
-            output = func(*args, **kwargs) if inside is None else self._open(inside, args, kwargs)
+            if name in ATTENTIONS:
+                output = attend(name, events, func, args, kwargs)
+            else:
+                output = func(*args, **kwargs) if inside is None else self._open(inside, args, kwargs)
             if (output is None and name == "setitem") or is_tensors(output):
                 output = leave_op(events, output, written if target is not None else None, args, kwargs)
                 for listener, call in heard:
