@@ -240,7 +240,7 @@ def test_globs_name_the_weights_of_all_attention_and_nothing_else():
     for pattern in ("**/*:weights", "attn/*:weights", "*/scaled_*:weights"):
         with gaff.capture(model, pattern) as got:
             model(q, k, v)
-        assert got.keys() == ["attn/scaled_dot_product_attention#0:weights"]
+        assert list(got.keys()) == ["attn/scaled_dot_product_attention#0:weights"]
 
 
 def test_no_grad_inference_mode_graphs_and_take():

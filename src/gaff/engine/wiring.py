@@ -84,8 +84,8 @@ class Wiring:
         for tensor in tensors:
             find = partial(_itself, tensor.tensor)
             self.leaves.append(LeafGradient(self.gradients, tensor.stream, clock, find, is_anywhere=True))
-        is_more = self.has_marks or bool(self.swaps or self.scopes)
-        self.is_lasting = not is_more and all(type(tap) is Tap and tap.found.site.port in _VALUES for tap in self.taps)
+        is_value = all(type(tap) is Tap and tap.found.site.port in _VALUES for tap in self.taps)
+        self.is_lasting = is_value and not (self.has_marks or self.swaps or self.scopes)
 
     @property
     def has_marks(self) -> bool:
@@ -157,10 +157,8 @@ class Wiring:
 
     def _wire_marks(self, model: nn.Module, found: Found) -> None:
         """Have the owners of a parameter mark what they return, so that its gradient is known as one of their run."""
-        around = called_above(found)
-        for module in [*owners_of(model, found), *([around] if around is not None else [])]:
-            node = self._node(module)
-            node.mark = node.mark or PassMark(self.gradients)
+        for module in (*owners_of(model, found), called_above(found) or found.module):
+            self._node(module).mark = PassMark(self.gradients)
 
     def _wire_state(self, model: nn.Module, tap: Tap | EditTap) -> None:
         """Have the value of a parameter or buffer told by the first of its owners that a run enters.
