@@ -170,7 +170,7 @@ def as_edit(value: Any) -> Edit:
         raise PlanError(f"edit {value.__name__} is a class: expected what it makes, such as gaff.edits.scale(0.5)")
     if isinstance(value, Edit) and not isinstance(value, nn.Module):
         return value
-    if getattr(value, "__module__", "").startswith("gaff.edits"):
+    if (getattr(value, "__module__", "") or "").startswith("gaff.edits"):
         raise PlanError(f"edit gaff.edits.{value.__name__} was not called: expected gaff.edits.{value.__name__}(...)")
     return Call(need_callable(value))
 
