@@ -278,7 +278,7 @@ def test_multiplying_everything_by_one_changes_no_bit(build):
 
 def test_a_function_that_names_no_module_of_its_own_is_an_edit():
     space = {}
-    exec("def twice(value): return value * 2", {}, space)  # noqa: S102  # as notebooks and generated code make them
+    exec("def twice(value): return value * 2", {}, space)  # as notebooks and generated code make them
     space["twice"].__module__ = None
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with gaff.edit(model, {":output": space["twice"]}):

@@ -221,7 +221,7 @@ def size_bytes(tensor: Tensor) -> int:
     tensor = distributed.local_of(tensor)  # of what is spread over processes: this one's part
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return sum(size_bytes(part) for part in inner if isinstance(part, Tensor))
+        return sum(size_bytes(part) for part in inner if isinstance(part, Tensor) and part is not tensor)
     is_plain = tensor.layout == torch.strided and not tensor.is_nested
     return tensor.nbytes if is_plain else tensor.numel() * tensor.element_size()
 

@@ -14,6 +14,7 @@ else. Nothing in this file communicates with other processes.
 | another wrapper of tensors (``__tensor_flatten__``) | those of the tensors inside, one after the other |
 | complex | pairs of real ones |
 | meta, fake, functional; stand-ins inside ``torch.func`` and batched backward passes | none that can be read |
+| a wrapper that lies inside itself, as ``torch.utils.swap_tensors`` can make one | none: torch cannot read it either |
 """
 
 from __future__ import annotations
@@ -38,9 +39,23 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether there are numbers that can be read here: not in meta and fake tensors, nor inside transforms."""
-    if tensor.is_meta or type(tensor).__name__ in _UNREADABLE:
+    kind = type(tensor)
+    if tensor.is_meta or kind.__name__ in _UNREADABLE or autograd.is_wrapper(tensor):
         return False
-    return not autograd.is_wrapper(tensor)
+    return kind is Tensor or kind is torch.nn.Parameter or not is_endless(tensor)
+
+
+def is_endless(tensor: Tensor, around: tuple[Tensor, ...] = ()) -> bool:
+    """Whether a wrapper of tensors lies inside itself, so that every operation on it ends in a RecursionError.
+
+    A parametrisation that wraps a parameter makes one where parameters are swapped and not replaced. ``around``: the
+    wrappers that ``tensor`` was found in.
+    """
+    if any(one is tensor for one in around):
+        return True
+    names: list[str] = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else []
+    parts = [getattr(tensor, name) for name in names]
+    return any(isinstance(part, Tensor) and is_endless(part, (*around, tensor)) for part in parts)
 
 
 def is_small_float(tensor: Tensor) -> bool:

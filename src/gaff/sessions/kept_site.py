@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Key, Site
 from gaff.address.nested import iter_tensors
-from gaff.compat import memory
+from gaff.compat import elements, memory
 from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
 from gaff.compat.memory import memory_of
 from gaff.engine.ops.attention import Weights
@@ -29,6 +29,7 @@ from gaff.sessions.receipt import ReceiptRow, merge_reasons
 from gaff.sessions.request import Options
 
 REPLACED = "the module was replaced while the session was open: what is at this address now was not seen"
+ENDLESS = "the tensor is a wrapper that lies inside itself, of which torch can read nothing"
 NOT_CALLED = "it was not called"
 NO_BACKWARD = "no backward pass reached it"
 
@@ -74,6 +75,9 @@ class KeptSite:
             size = held.nbytes
         elif value is None:
             self.absent(run, call, "the value is None")
+            return
+        elif isinstance(value, Tensor) and elements.is_endless(value):
+            self.refuse(run, call, ENDLESS)
             return
         else:
             kept = self._keep(value, run)

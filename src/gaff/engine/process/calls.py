@@ -38,7 +38,8 @@ class _Call:
     """Stands in place of a class's ``__call__`` and hands each call to those who asked for it.
 
     There is one for each class, shared by all who follow that class; the first in ``arounds`` is the outermost. It is a
-    descriptor, as a function is, so that ``module(...)`` finds it bound. A class that is pickled by value with it gets
+    descriptor, as a function is, so that ``module(...)`` finds it bound; a call that nobody wants, as that of a module
+    inside itself, finds the class's own and no frame of ours. A class that is pickled by value with it gets
     ``nn.Module``'s own ``__call__``: the other process has nothing of ours.
     """
 
@@ -46,9 +47,15 @@ class _Call:
         self.kind = kind
         self.own = kind.__dict__.get("__call__")
         self.arounds: list[Surround] = []
+        self.wants: list[Callable[[nn.Module], bool]] = []  # who wants a call, in the same order
 
     def __get__(self, module: Any, kind: type | None = None) -> Any:
-        return self if module is None else MethodType(self, module)
+        if module is None:
+            return self
+        for wants in self.wants:
+            if wants(module):
+                return MethodType(self, module)
+        return MethodType(self.own or self._inherited(), module)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self.own or self._inherited()
@@ -81,12 +88,14 @@ class ClassCalls:
     """Calls ``around(module, args, kwargs, call)`` instead of each call of a module of the classes that it follows.
 
     ``around`` makes the call itself, with ``call(module, *args, **kwargs)``, and returns what that returned. It runs on
-    the thread that calls the module, whatever thread that is, and is asked of every module of such a class: which of
-    them are meant, it must tell itself. Nothing is wrapped before ``follow``, and nothing stays after ``close``.
+    the thread that calls the module, whatever thread that is. ``wants`` is asked before each call of a module of such a
+    class whether that call is meant; one that was asked for and kept may come later, so ``around`` must tell, too.
+    Nothing is wrapped before ``follow``, and nothing stays after ``close``.
     """
 
-    def __init__(self, around: Surround) -> None:
+    def __init__(self, around: Surround, wants: Callable[[nn.Module], bool]) -> None:
         self._around = around
+        self._wants = wants
         self._followed: list[_Call] = []
 
     def follow(self, kind: type) -> None:
@@ -100,12 +109,14 @@ class ClassCalls:
             kind.__call__ = known  # type: ignore[method-assign]
         if self._around not in known.arounds:
             known.arounds.append(self._around)
+            known.wants.append(self._wants)
             self._followed.append(known)
 
     def close(self) -> None:
         """Follow no class any more; a class that nobody else follows gets its ``__call__`` back."""
         for one in self._followed:
             one.arounds.remove(self._around)
+            one.wants.remove(self._wants)
             if not one.arounds and one.kind.__dict__.get("__call__") is one:  # else somebody has wrapped it since
                 if one.own is not None:
                     one.kind.__call__ = one.own
@@ -133,7 +144,7 @@ class Outermost:
         self._end = end
         self._is_running = False
         self._thread = 0
-        self._calls = ClassCalls(self._around)
+        self._calls = ClassCalls(self._around, self._wants)
 
     def __enter__(self) -> None:
         self._thread = get_ident()
@@ -143,10 +154,14 @@ class Outermost:
     def __exit__(self, *exc: object) -> None:
         self._calls.close()
 
+    def _wants(self, module: nn.Module) -> bool:
+        """Whether a call of this module, made now, is an outermost one of ours."""
+        is_one = any(module is model for model in self._models)
+        return is_one and not self._is_running and get_ident() == self._thread
+
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
         """Make the call, with ``begin`` and ``end`` around it where it is an outermost one of ours."""
-        is_one = any(module is model for model in self._models)
-        if not is_one or self._is_running or get_ident() != self._thread:
+        if not self._wants(module):
             return call(module, *args, **kwargs)
         self._is_running = True
         try:

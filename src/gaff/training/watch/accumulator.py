@@ -1,7 +1,8 @@
 """Rows of numbers that fill up during one sampled step, on the devices where the tensors are.
 
 Nothing here waits for a device, so that a look does not hold the training up: rows are handed over as tensors, and read
-on another thread (``sampling``). Modes of the user's, such as that of a selective checkpoint, do not see the counting.
+on another thread (``sampling``). Modes of the user's, such as that of a selective checkpoint, do not see the counting:
+the ``Shield`` shuts them out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import autograd, elements, modes
+from gaff.compat import autograd, elements
 from gaff.record.sample import Key
 from gaff.record.statistics import EMPTY
 from gaff.training.statistics import kernel
@@ -28,10 +29,10 @@ def readable(tensor: Tensor) -> Tensor | None:
     """What of a tensor can be counted, as a real, floating tensor on its device; None if nothing of it can.
 
     Detached; a view of its memory where that is possible. Of a tensor that is spread over processes the part of this
-    one counts. None for integers, quantised and nested tensors, and inside a torch.func transform, whose values are
-    wrappers.
+    one counts. None for integers, quantised and nested tensors, and for what stands for many inside a torch.func
+    transform or a batched backward pass.
     """
-    if autograd.transform_level() is not None:
+    if autograd.is_wrapper(tensor):
         return None
     is_usual = (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter) and tensor.dtype in _READABLE
     if is_usual and elements.is_plain(tensor):
@@ -67,8 +68,7 @@ class Accumulator:
         row = self._rows.get(key)
         if row is None or row.device != tensor.device:
             row = self._rows[key] = self._new_row(tensor.device)
-        with modes.outside_modes():
-            self._ops(tensor.device).observe_(tensor, row, histogram)
+        self._ops(tensor.device).observe_(tensor, row, histogram)
 
     def observe_units(self, key: Key, tensor: Tensor, count: int, inner: int) -> None:
         """Add the first inputs of a batch to the table of the units of ``key``: 16,384 elements at most, or one input.
@@ -82,19 +82,17 @@ class Accumulator:
             empty = torch.tensor(_NO_UNITS, dtype=torch.float64, device=tensor.device)
             table = self.units[key] = empty.repeat(1, count)
         self.inputs[key] = self.inputs.get(key, 0) + some.numel() // (count * inner) * inner
-        with modes.outside_modes():
-            self._ops(tensor.device).observe_units_(some, self._scratch(tensor.device), table, inner, False)
+        self._ops(tensor.device).observe_units_(some, self._scratch(tensor.device), table, inner, False)
 
     def observe_many(self, keys: Sequence[Key], tensors: Sequence[Tensor], histogram: bool = True) -> None:
         """Add the numbers of many readable tensors, each to a new row, in one call for each device."""
         by_device: dict[torch.device, list[int]] = {}
         for at, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(at)
-        with modes.outside_modes():
-            for device, places in by_device.items():
-                rows = torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(len(places), 1)
-                self._ops(device).observe_many_([tensors[at] for at in places], rows, histogram)
-                self._rows.update(zip((keys[at] for at in places), rows.unbind(0), strict=True))
+        for device, places in by_device.items():
+            rows = torch.tensor(EMPTY, dtype=torch.float64, device=device).repeat(len(places), 1)
+            self._ops(device).observe_many_([tensors[at] for at in places], rows, histogram)
+            self._rows.update(zip((keys[at] for at in places), rows.unbind(0), strict=True))
 
     def add_share(self, name: str, key: Key, value: Tensor, count: int) -> None:
         """Add to a share of ``key`` a sum, and how many numbers there are in it. No synchronisation."""

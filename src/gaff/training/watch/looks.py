@@ -12,6 +12,7 @@ from gaff.training.watch import step_facts
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.sampled_step import SampledStep
+from gaff.training.watch.shield import Shield
 
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _MOST_RUNS = 256  # without any step
@@ -25,11 +26,14 @@ class Looks:
     runs came without an optimizer's step that nobody can be training with one. All on the thread that trains.
     """
 
-    def __init__(self, models: Models, calls: ModelCalls, evaluated: Callable[[SampledStep], None]) -> None:
+    def __init__(
+        self, models: Models, calls: ModelCalls, shield: Shield, evaluated: Callable[[SampledStep], None]
+    ) -> None:
         self.sampled: SampledStep | None = None  # of the step in progress, if it is looked at
         self.is_endless = False
         self._models = models
         self._calls = calls
+        self._shield = shield
         self._evaluated = evaluated
         self._target: SampledStep | None = None  # of what is called now
         self._evals = 0  # runs without gradients since the last one with
@@ -40,7 +44,7 @@ class Looks:
 
     def begin(self, step: int) -> None:
         """Begin to look at step number ``step``: hooks are on from here until ``end``."""
-        self.sampled = self._target = SampledStep(step, "train", self._models)
+        self.sampled = self._target = SampledStep(step, "train", self._models, self._shield)
         self._calls.look(is_on=True)
 
     def end(self) -> SampledStep | None:
@@ -93,7 +97,7 @@ class Looks:
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + 1
         self._target = None
         if self._evals in _LOOKED_AT and (self._evals > 1 or self._may_evaluate(step, distance)):
-            sampled = self._target = SampledStep(step, "eval", self._models)
+            sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
             sampled.facts["training"] = module.training
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
             if (often >= 10 or (often and since >= 5)) and step_facts.has_modes(module):
@@ -121,6 +125,8 @@ class Looks:
             self._looked_at_eval = step
             self._evaluated(target)
             self._calls.look_inside(model, is_on=self.sampled is not None)
+        elif target is not None:
+            target.run_ends()
         self._calls.switch(is_on=self.sampled is not None)
 
     def pass_over(self) -> None:
@@ -130,6 +136,8 @@ class Looks:
     def go_on(self) -> None:
         """Let what comes belong to the training step in progress again, after a run that was noticed late."""
         self._target = self.sampled
+        if self._target is not None:
+            self._target.run_ends()
 
     def left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None) -> None:
         """A module has returned: tell whoever looks. ``stands`` is that of ``SampledStep.left``."""

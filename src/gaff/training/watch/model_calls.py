@@ -20,15 +20,19 @@ from torch import Tensor, nn
 from gaff.address.resolve import unwrap
 from gaff.compat import autograd
 from gaff.engine.exported import try_run_as
+from gaff.engine.process import stack_room
 from gaff.engine.process.calls import ClassCalls, ModuleHooks
 from gaff.training.watch.compiled import InsideCompiled
 from gaff.training.watch.models import Model, Models
-from gaff.training.watch.shield import Shield
+from gaff.training.watch.shield import FRAMES, Shield
+
+_AROUND = 2  # frames between a program and its model: ``_Call.__call__`` and ``_called``
+_HOOK = 4  # frames from a hook to where there is room: ``enter``, ``_entered``, ``widen`` and what that calls
 
 
 @dataclass(frozen=True, slots=True)
 class CallsTold:
-    """What to call as models run: the methods of the watcher, each called through the shield but for ``ends_late``."""
+    """What to call as models run: the methods of the watcher, each called through the shield."""
 
     found: Callable[[Model], None]  # one that nobody has named
     # an outermost call, with what it is given, and whether hooks on the module are past already
@@ -52,11 +56,14 @@ class ModelCalls:
         self._told = told
         self._shield = shield
         self._is_given = is_given
-        self._calls = ClassCalls(self._called)
+        self._calls = ClassCalls(self._called, self._wants)
         self._hooks = ModuleHooks(self._entered, self._left)
         self._known: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._inside: nn.Module | None = None  # the outermost module in progress
         self._hooked: nn.Module | None = None  # the same where only a hook has told of it
+        self._hooked_by = stack_room.RunningFunction(
+            0, None
+        )  # torch's function that called the hook, and then the module
         self._expected: set[type] = set()
         self._is_on = False  # somebody looks
         self._inside_compiled = InsideCompiled(models, self._left)
@@ -110,6 +117,8 @@ class ModelCalls:
 
     def left_model(self) -> None:
         """Note that backward or a step has begun: no model is running, whatever a call that raised has left noted."""
+        if self._hooked is not None:
+            stack_room.settle()
         self._inside = self._hooked = None
 
     def compiled(self, function: Any) -> None:
@@ -144,17 +153,24 @@ class ModelCalls:
         self._inside_compiled.close()
         self._graphs.close()
         self._calls.close()
-        self._inside = self._hooked = None
+        self.left_model()
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         """Before any module, while global hooks are on: see whether an unknown outermost one is a model.
 
         A known model's call has been noted by ``_called`` before this hook runs, so that ``_inside`` is not None then.
         """
-        is_outermost = self._inside is None and self._shield.is_open and autograd.backward_task() == -1
-        if is_outermost and self._shield.is_mine():
+        if not self._shield.is_open or not self._shield.is_mine():
+            return
+        room = stack_room.widen(FRAMES)
+        self._forget_raised(is_hook=True)
+        kept = 1  # torch calls a module by one frame more where there are hooks
+        if self._inside is None and autograd.backward_task() == -1:
+            kept += _HOOK
+            self._hooked_by = stack_room.RunningFunction.of(2)
             self._inside = self._hooked = module
             self._shield.run(self._discover, module, args)
+        stack_room.narrow(room - kept)
 
     def _discover(self, module: nn.Module, args: Any) -> None:
         """Make an outermost module known as a run of a model, if it is one, and tell that its run has begun.
@@ -190,9 +206,32 @@ class ModelCalls:
         since its class was not wrapped when it was called.
         """
         self._shield.run(self._told.left, module, args, output, stands)
-        if module is self._hooked:
+        if stands is None and self._shield.is_mine():
+            stack_room.narrow(1)
+        if (
+            module is self._hooked and stack_room.RunningFunction.of(2).depth == self._hooked_by.depth
+        ):  # not inside itself
             self._inside = self._hooked = None
-            self._told.ends_late()
+            self._shield.run(self._told.ends_late)
+            stack_room.settle()
+
+    def _forget_raised(self, *, is_hook: bool = False) -> None:
+        """Note that a model which only a hook has told of has raised, if it has: nobody tells that it has ended.
+
+        ``is_hook``: asked by a hook, which torch calls from where the other one was called if it is no deeper.
+        """
+        if self._hooked is None:
+            return
+        known = self._hooked_by
+        if not known.is_running() or (is_hook and stack_room.RunningFunction.of(3).depth <= known.depth):
+            self.left_model()
+
+    def _wants(self, module: nn.Module) -> bool:
+        """Whether a call of this module, made now, may be an outermost one of a known model."""
+        self._forget_raised()
+        if self._inside is not None or not self._shield.is_open:
+            return False
+        return module in self._known or type(module) in self._expected
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """Make a call of a module of a followed class; if it is the outermost one of a known model, it is a run.
@@ -209,9 +248,11 @@ class ModelCalls:
         if model is None or not shield.is_mine():
             return call(module, *args, **kwargs)
         self._inside = module
+        stack_room.widen(_AROUND + _HOOK)
         shield.run(self._told.begins, model, module, args, kwargs, False)
         try:
             return call(module, *args, **kwargs)
         finally:
             self._inside = None
             shield.run(self._told.ends, model, module)
+            stack_room.settle()

@@ -63,14 +63,15 @@ class Model:
     """One outermost model, and the parameters in it by identity.
 
     ``root`` is what the user's variable holds, with wrappers such as DDP, weakly, for it is the user's to drop;
-    ``kind`` is the class of the module inside them. ``parameters``: by identity a weak reference and the first path.
+    ``kind`` is the class of the module inside them. ``parameters``: by identity the module that has it, its name there
+    and the first path. The parameters themselves are not referred to, not even weakly: torch swaps no tensor that is.
     """
 
     name: str
     root: weakref.ref[nn.Module]
     kind: str
     is_compiled: bool
-    parameters: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict)
+    parameters: dict[int, tuple[weakref.ref[nn.Module], str, str]] = field(default_factory=dict)
     graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
 
     def reread(self) -> None:
@@ -82,12 +83,15 @@ class Model:
         for path, module, _ in iter_modules(root):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self.parameters.setdefault(id(parameter), (weakref.ref(parameter), join(path, name)))
+                    self.parameters.setdefault(id(parameter), (weakref.ref(module), name, join(path, name)))
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The path of a parameter in this model, told by identity; None where it is not in it."""
         known = self.parameters.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else None
+        module = known[0]() if known is not None else None
+        if known is None or module is None or module._parameters.get(known[1]) is not parameter:
+            return None
+        return known[2]
 
 
 class Models:

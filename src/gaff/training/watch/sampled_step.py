@@ -17,27 +17,33 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site
 from gaff.address.nested import iter_tensors
-from gaff.compat import autograd, memory, modes
+from gaff.compat import autograd, memory
 from gaff.engine.gradients.nodes import keep_gradient
 from gaff.record.sample import Key
 from gaff.record.statistics import NAN, NEGATIVE
 from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models, Place, WatchedModule, units_of
+from gaff.training.watch.shield import Shield
 
 _LEAST_ROWS = 2  # of an attention matrix that is looked at
 _MOST_INPUTS = 8
 
 
 class LatestTensor:
-    """The tensor that was looked at last, held weakly. ``key``: under which address its numbers are, if under one.
+    """The tensor that was looked at last, held weakly.
+
+    ``key``: under which address its numbers are, if under one; ``channels_at``: the dimension of the units of the last
+    layer that has some.
 
     What a module passes on as it is need not be read twice. Once somebody has written to the tensor it is another one.
+    It is forgotten with the end of a run, since torch swaps no tensor to which anybody refers weakly.
     """
 
-    __slots__ = ("_tensor", "_version", "key")
+    __slots__ = ("_tensor", "_version", "channels_at", "key")
 
     def __init__(self) -> None:
         self.key: Key | None = None
+        self.channels_at = -1
         self._tensor: weakref.ref[Tensor] | None = None
         self._version = 0
 
@@ -50,6 +56,10 @@ class LatestTensor:
             self._tensor = None
         else:
             self._tensor, self._version, self.key = weakref.ref(tensor), memory.version_of(tensor), key
+
+    def forget(self) -> None:
+        """Refer to no tensor any more."""
+        self._tensor = None
 
     def is_same(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is that one, and nobody has written to it since."""
@@ -75,13 +85,13 @@ class SampledOutput:
 class SampledStep:
     """What is seen of one step of training (``phase`` "train"), or of one run of an evaluation ("eval").
 
-    Hooks call ``left`` for modules; gradients come by themselves. All in the thread that trains. A module that returns
-    what the last one returned is not read twice. What a checkpoint recomputes is not counted twice; gradients that only
-    the recomputation can bring are taken from it. ``cost_s`` is the time that the looking took, ``modules_called`` are
-    models and paths, ``notes`` what could not be looked at.
+    Hooks call ``left`` for modules; gradients come by themselves, through the ``shield``. All in the thread that
+    trains. A module that returns what the last one returned is not read twice. What a checkpoint recomputes is not
+    counted twice; gradients that only the recomputation can bring are taken from it. ``cost_s`` is the time that the
+    looking took, ``modules_called`` are models and paths, ``notes`` what could not be looked at.
     """
 
-    def __init__(self, step: int, phase: str, models: Models) -> None:
+    def __init__(self, step: int, phase: str, models: Models, shield: Shield) -> None:
         self.step = step
         self.phase = phase
         self.numbers = Accumulator()
@@ -93,9 +103,9 @@ class SampledStep:
         self.is_open = True
         self.scale: Any = 1.0  # of the loss whose gradients come; a tensor where it is on a device
         self._models = models
+        self._shield = shield
         self._latest = LatestTensor()
         self._outputs: dict[Key, SampledOutput] = {}
-        self._channels_at = -1  # the dimension of the units of the last layer that has some
         self._stands: dict[int, Tensor] | None = None
 
     def close(self) -> None:
@@ -141,6 +151,10 @@ class SampledStep:
                 self._latest.set(tensor, None, is_inside=self._stands is not None)
         self.cost_s += perf_counter() - began
 
+    def run_ends(self) -> None:
+        """The outermost module has returned, or raised: what it returned is the program's alone."""
+        self._latest.forget()
+
     def _called(self, entry: WatchedModule, args: Any, output: Any) -> None:
         """A module has returned in an ordinary forward: look at what it was given and at each tensor that it returned.
 
@@ -148,7 +162,7 @@ class SampledStep:
         """
         self.modules_called.add((entry.model, entry.path))
         if entry.channels_at is not None:
-            self._channels_at = entry.channels_at
+            self._latest.channels_at = entry.channels_at
         if not entry.is_wanted:
             return
         if entry.kind == "mixing" and args and type(args[0]) is Tensor and self._stands is None:
@@ -194,7 +208,7 @@ class SampledStep:
                 self.notes.add(f"{key[1]}: a {type(tensor).__name__} of {tensor.layout} is not looked at")
             return
         has_units = entry.kind in ("rectifier", "tanh", "sigmoid") or not entry.path
-        self._observe(key, value, self._channels_at if has_units else None)
+        self._observe(key, value, self._latest.channels_at if has_units else None)
         if entry.kind in ("tanh", "sigmoid"):
             self._count_saturated(key, value, entry.kind)
         self._latest.set(tensor, key, is_inside=self._stands is not None)
@@ -226,7 +240,8 @@ class SampledStep:
             return False
         if tensor._is_view():
             _ = tensor.grad_fn  # else a stale one is hooked: torch 2.13 crashes
-        keep_gradient(tensor, partial(self._arrived, entry.key("grad_output", place)))
+        arrived = partial(self._shield.run_on_any_thread, self._arrived, entry.key("grad_output", place))
+        keep_gradient(tensor, arrived)
         return True
 
     def _arrived(self, key: Key, gradient: Tensor) -> None:
@@ -237,6 +252,8 @@ class SampledStep:
         value = readable(gradient)
         if value is not None:
             self.numbers.observe(key, value)
+        elif autograd.is_wrapper(gradient):
+            self.notes.add("a backward pass was batched (is_grads_batched): its gradients are not looked at")
         self.cost_s += perf_counter() - began
 
     def _observe(self, key: Key, value: Tensor, channels_at: int | None) -> None:
@@ -251,7 +268,7 @@ class SampledStep:
 
         That is beyond 0.97 in magnitude for tanh, and nearer to 0 or 1 than 0.015 for sigmoid. No synchronisation.
         """
-        with torch.no_grad(), modes.outside_modes():
+        with torch.no_grad():
             far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
             self.numbers.add_share("saturated", key, far.sum(), value.numel())
 
@@ -270,7 +287,7 @@ class SampledStep:
         value = readable(found)
         if value is None or value.shape[-1] < _LEAST_ROWS or value.shape[-2] < _LEAST_ROWS:
             return
-        with torch.no_grad(), modes.outside_modes():
+        with torch.no_grad():
             some = value[:1].float()
             if entry.kind == "dropout" and not _are_probabilities(some):
                 return

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import iter_modules, join, unwrap
-from gaff.compat import distributed, libraries
+from gaff.compat import distributed, elements, libraries
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.models import Models
 from gaff.training.watch.recorder import bytes_of
@@ -34,11 +34,12 @@ def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
     """A checksum (CRC-32, as eight digits) of the beginning of every tensor of a batch; equal for equal batches.
 
     ``most_bytes`` of each are read, 65,536 if not said otherwise. Tensors on a device are left out, for they would have
-    to be waited for.
+    to be waited for, and so are wrappers of others.
     """
     crc = 0
     for _, tensor in iter_tensors((args, kwargs)):
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
+        is_plain = tensor.device.type == "cpu" and elements.is_plain(tensor) and elements.is_readable(tensor)
+        if is_plain and tensor.numel():
             flat = _beginning(tensor.detach(), most_bytes // tensor.element_size())
             crc = zlib.crc32(bytes_of(flat), crc)
     return f"{crc:08x}"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import modes
 from gaff.record.sample import Key, address_of
 from gaff.training.statistics.plain import in_memory_order
 from gaff.training.watch.accumulator import Accumulator, readable
@@ -74,7 +73,7 @@ class Update:
 
         Parameters that no watched model has, and those whose numbers cannot be read, are left out.
         """
-        with torch.no_grad(), modes.outside_modes():
+        with torch.no_grad():
             for group, parameter in parameters_of(self.optimizer):
                 named = self._models.name_of(parameter)
                 value = readable(parameter)
@@ -107,7 +106,7 @@ class Update:
 
         A parameter that has got another type, size or device in the meantime has no update.
         """
-        with torch.no_grad(), modes.outside_modes():
+        with torch.no_grad():
             if self._has_closure:
                 self._read_gradients()
             pairs = [(one, readable(one.parameter)) for one in self.owned]
@@ -255,6 +254,6 @@ def _is_nonzero(parameter: Tensor) -> bool:
     gradient = readable(parameter.grad) if parameter.grad is not None else None
     if gradient is None or not gradient.numel():
         return False
-    with torch.no_grad(), modes.outside_modes(), suppress(RuntimeError):
+    with torch.no_grad(), suppress(RuntimeError):
         return bool(gradient.ne(0).any())
     return False

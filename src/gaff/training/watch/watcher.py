@@ -65,7 +65,7 @@ class Watcher:
         around = self.shield.around
         told = CallsTold(self._model_found, self._run_begins, self._run_ends, self._run_ends_late, self._left)
         self._calls = ModelCalls(self._models, told, self.shield, is_given=models is not None)
-        self._looks = Looks(self._models, self._calls, self._evaluated)
+        self._looks = Looks(self._models, self._calls, self.shield, self._evaluated)
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)

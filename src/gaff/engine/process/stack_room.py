@@ -1,0 +1,90 @@
+"""Room on the Python stack: frames that are not the program's do not count against its recursion limit.
+
+A program that recurses deeply must get as deep with somebody around its calls as without. So the limit is higher by the
+frames of others, as long as they are there, and the program's own again after that. One thread at a time has room; a
+limit that the program sets meanwhile is its own, and stays.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from threading import get_ident
+from types import CodeType, FrameType
+
+
+class _Room:
+    """By how many frames the limit is higher now, what it was set to for that, and the thread that they are for."""
+
+    added = 0
+    limit = 0
+    thread = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningFunction:
+    """A function that runs, told by its code and by how deep it is on the stack: its frame is not held."""
+
+    depth: int
+    code: CodeType | None
+
+    @classmethod
+    def of(cls, level: int) -> RunningFunction:
+        """The function ``level`` frames above the caller of this one, which is 0."""
+        frame = sys._getframe(1 + level)
+        return cls(_depth_of(frame), frame.f_code)
+
+    def is_running(self) -> bool:
+        """Whether it may still run: the function that is as deep on the stack now has the same code."""
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(_depth_of(frame) - self.depth):
+            frame = frame.f_back if frame is not None else None
+        return frame is not None and _depth_of(frame) == self.depth and frame.f_code is self.code
+
+
+def _depth_of(frame: FrameType | None) -> int:
+    """How many frames there are from this one outwards."""
+    count = 0
+    while frame is not None:
+        count, frame = count + 1, frame.f_back
+    return count
+
+
+def widen(frames: int) -> int:
+    """Make room for so many frames, from the next call on; returns for how many room was made, to be taken back.
+
+    That is 0 where another thread has some. Takes one frame itself, which must be there.
+    """
+    here, limit = get_ident(), sys.getrecursionlimit()
+    if limit != _Room.limit:
+        _Room.added = 0  # the program has set one of its own, or this is the first time
+    if _Room.added and _Room.thread != here:
+        return 0
+    sys.setrecursionlimit(limit + frames)
+    _Room.added, _Room.limit, _Room.thread = _Room.added + frames, limit + frames, here
+    return frames
+
+
+def narrow(frames: int) -> None:
+    """Take back room that ``widen`` has made, on the same thread; what cannot be taken back here stays until later.
+
+    Python refuses a limit below what is in use, as it may be in a frame of ours at the very end of the stack: then all
+    but a few frames are taken back.
+    """
+    limit = sys.getrecursionlimit()
+    if not frames or limit != _Room.limit:
+        return
+    known = min(frames, _Room.added)
+    for left in (0, 2, 4, 6, 8):
+        try:
+            sys.setrecursionlimit(limit - known + left)
+        except RecursionError:
+            continue
+        _Room.added, _Room.limit = _Room.added - known + left, limit - known + left
+        return
+
+
+def settle() -> None:
+    """Take back all room that this thread has, at the end of what it was made for, whatever was left unfinished."""
+    if _Room.thread == get_ident():
+        narrow(_Room.added)
