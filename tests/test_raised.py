@@ -129,6 +129,21 @@ def test_what_gaff_says_itself_and_what_names_its_place_gets_no_second_note():
     assert not any("raised in" in note for note in notes(interrupted.value))
 
 
+class Endless(nn.Module):
+    def forward(self, x):
+        with gaff.capture(self, ":output"):
+            return self(x)
+
+
+def test_where_the_stack_is_full_the_hooks_go_all_the_same():
+    model = Endless()
+    with pytest.raises(RecursionError) as caught:
+        model(torch.ones(1))
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert notes(caught.value) == []
+
+
 def _interrupt(tensor):
     raise KeyboardInterrupt
 

@@ -26,9 +26,9 @@ def tell_where(error: BaseException | None, model: nn.Module | None) -> None:
     """Add to an exception that came through ``model`` the address of the innermost module, and what that was given.
 
     Nothing is added to what gaff itself raised, to what is no error (Ctrl-C), to an exception that came from elsewhere
-    (the loss, the data), and to one whose notes tell the place already.
+    (the loss, the data), to one whose notes tell the place already, and to a RecursionError: no stack is left to look.
     """
-    if model is None or not isinstance(error, Exception) or isinstance(error, GaffError):
+    if model is None or not isinstance(error, Exception) or isinstance(error, (GaffError, RecursionError)):
         return
     if any(str(one).startswith(_KNOWN) for one in getattr(error, "__notes__", ())):
         return

@@ -86,8 +86,8 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        tell_where(error, self._model)
         self.close()
+        tell_where(error, self._model)
 
     @property
     def is_open(self) -> bool:
