@@ -84,7 +84,7 @@ class InputShare(GradientArm):
                 share = _Share(self._gradients, self._stream, run, call, len(feeding))
                 share.follow(feeding)
                 share.watch_writes(tensor, outputs)
-                _follow_second(share, roots, edge, since)
+                _follow_second(share, roots, edge, since, stops)
                 self._gradients.add(share)
 
     def exit_arm(self) -> ShareExit:
@@ -278,7 +278,7 @@ def _is_of_same_memory(found: Tensor, tensor: Tensor) -> bool:
     return (base is not None and (base is tensor or base is other)) or (other is not None and other is found)
 
 
-def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int) -> None:
+def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int, stops: Set[GraphNode]) -> None:
     """Let the share hear of second derivatives: of nodes that a differentiable backward pass makes of the call's nodes.
 
     Such a pass (``create_graph=True``) is told by grad mode at the first gradient that arrives at what the module
@@ -292,7 +292,7 @@ def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int) -
 
     derivatives = _Derivatives(share, edge, since)
     for tensor in roots:
-        if autograd.takes_gradient(tensor) and not tensor.is_leaf:
+        if autograd.takes_gradient(tensor) and not tensor.is_leaf and tensor.grad_fn not in stops:
             share.handles.append(tensor.register_hook(begin))
 
 
