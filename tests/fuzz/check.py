@@ -1,0 +1,472 @@
+"""One program against gaff: what is captured, what is edited, what is taken, and that looking changes nothing.
+
+Each question has one of four answers: equal; refused by name; a ``Failure``; or not asked, where the truth itself has
+no answer. Values are compared bit by bit with what passed in an unwatched run; gradients, and what a run under an edit
+leaves, within rounding of the truth, whose sums are in another order; a watched run bit by bit with a bare one.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gaff
+from fuzz.formulas import EDITS, EditKind
+from fuzz.program import Program
+from fuzz.running import Outcome, execute, quiet, run, run_truth, seed
+from fuzz.tally import Failure, Tally, Where, address_of, identical, show
+from fuzz.truth import Change, Event
+
+EDITABLE = ("output", "input", "grad_output", "grad_input", "input_grad", "grad", "param")
+
+
+class Checker:
+    """A program, its truths, and what gaff says. ``only``: ask for this address alone (to shrink a failure)."""
+
+    def __init__(self, program: Program, only: Failure | None = None, backend: str | None = None) -> None:
+        self.program, self.only, self.tally, self.backend = program, only, Tally(), backend
+        text = program.source
+        self.has_checkpoint, self.is_reentrant = "checkpoint(" in text, "use_reentrant=True" in text
+        is_double = ".double()" in text and not re.search(r"autocast|\.float\(\)", text)
+        self.rtol, self.atol = (1e-9, 1e-10) if is_double else (2e-2, 2e-3)
+
+    def close(self, one: Tensor | None, other: Tensor | None) -> bool:
+        """Equal within rounding; a gradient of zeros is as good as none."""
+        if one is None or other is None:
+            found = one if other is None else other
+            return found is None or not (found.abs() > self.atol).any()
+        return one.shape == other.shape and torch.allclose(
+            one.double(), other.double(), rtol=self.rtol, atol=self.atol, equal_nan=True
+        )
+
+    def fail(self, kind: str, where: Where, call: int | None, expected: Any, got: Any, edit: str = "") -> None:
+        port = where[1] if "/" not in where[0] else f"op {where[1]}"
+        self.tally.failures.append(Failure(kind, port, address_of(where, call), show(expected), show(got), edit))
+
+    def check(self, number_of_edits: int) -> Tally:
+        try:
+            self.bare = run(self.program)
+            if self.backend is not None:
+                compiled = run(self.program, backend=self.backend)
+                if not self.is_same(compiled):
+                    raise RuntimeError("compiled code computes something else")
+                self.bare.surroundings = compiled.surroundings
+            if self.has_checkpoint and not self.is_pure():
+                raise RuntimeError("a checkpoint around what is no pure function")
+        except Exception as error:
+            self.tally.rejected[f"{type(error).__name__}: {error}"[:60]] += 1
+            return self.tally
+        self.tally.programs = 1
+        if not self.know_truth():
+            return self.tally
+        if self.backend is not None:
+            if "autograd.grad(" not in self.program.source:  # which compiled code answers with more than was asked
+                self.check_compiled()
+            return self.tally
+        if self.only is None or (not self.only.edit and self.only.kind != "taken"):
+            self.check_capture()
+        if self.only is None or self.only.kind == "taken":
+            self.check_take()
+        self.check_edits(number_of_edits)
+        return self.tally
+
+    def know_truth(self) -> bool:
+        """Run both truths, and ask of each whether it leaves what the bare program leaves."""
+        try:
+            outcome, self.record = run_truth(self.program, is_functional=False)
+            self.differs(outcome, "truth", exact=True)
+            outcome, self.truth = run_truth(self.program)
+            self.differs(outcome, "truth", exact=False)
+        except Exception as error:
+            if "does not require grad" in str(error) and "Alias.apply" in self.program.source:
+                self.tally.rejected["a custom Function's view, made without grad, which torch lets require grad"] += 1
+                self.tally.programs = 0
+                return False
+            self.fail("truth", ("", "truth", ()), None, "the program runs", f"{type(error).__name__}: {error}")
+        return not self.tally.failures
+
+    def is_pure(self) -> bool:
+        """Whether checkpoints make no difference to the bare program."""
+        return self.is_same(run(self.program, without_checkpoints=True))
+
+    def is_same(self, other: Outcome) -> bool:
+        """Whether a run of the bare program has left what ``self.bare`` has."""
+        return all(self.close(a, b) for a, b in zip(self.bare.seen, other.seen, strict=True)) and all(
+            self.close(self.bare.gradients[name], other.gradients[name]) for name in other.gradients
+        )
+
+    def differs(self, outcome: Outcome, kind: str, exact: bool, where: Where = ("", "", ()), edit: str = "") -> bool:
+        """Note where a run has left something else than ``self.bare``."""
+        return self.compare(self.bare, outcome, kind, exact, where, edit)
+
+    def compare(self, expected: Outcome, got: Outcome, kind: str, exact: bool, where: Where, edit: str = "") -> bool:
+        pairs = [(f"seen[{at}]", *pair) for at, pair in enumerate(zip(expected.seen, got.seen, strict=False))]
+        pairs += [(f"{name}.grad", one, got.gradients[name]) for name, one in expected.gradients.items()]
+        if kind == "effect":
+            pairs += [(name, one, got.state[name]) for name, one in expected.state.items()]
+            pairs += [("random state", expected.random, got.random)]
+        for name, one, other in pairs:
+            is_same = (
+                (one is other or (one is not None and other is not None and identical(one, other)))
+                if exact
+                else self.close(one, other)
+            )
+            if not is_same:
+                self.fail(kind, where, None, f"{name} = {show(one)}", show(other), edit)
+                return True
+        if kind == "effect" and expected.surroundings != got.surroundings:
+            name = next(name for name in expected.surroundings if expected.surroundings[name] != got.surroundings[name])
+            self.fail(kind, where, None, f"{name} as before", "another one", edit)
+            return True
+        return False
+
+    # ---------------------------------------------------------------- captures
+
+    def check_capture(self) -> None:
+        wanted = self.questions()
+        addresses = [address_of(where) for where, _ in wanted]
+        if not addresses:
+            return
+        whole = ("", "everything" if self.only is None else wanted[0][0][1], ())
+        try:
+            outcome = run(self.program, lambda model: self.session_of(model, list(dict.fromkeys(addresses))))
+        except gaff.GaffError as error:
+            self.one_by_one(wanted, error)
+            return
+        except Exception as error:
+            if self.only is None and len(wanted) > 1:
+                self.one_by_one(wanted, error)
+            else:
+                self.crash(wanted[0][0], error)
+            return
+        self.differs(outcome, "effect", exact=True, where=whole if self.only is None else wanted[0][0])
+        for where, events in wanted:
+            self.read(outcome.session, where, events)
+
+    def session_of(self, model: nn.Module, addresses: list[str]) -> Any:
+        """A capture of all addresses: by reference, with copies at once, or as two sessions around an edit by one.
+
+        Not around an edit where there is a checkpoint: it stays for the recomputation, until the graph is gone.
+        """
+        how = self.program.seed % 3
+        if how == 2 and len(addresses) > 1 and not self.has_checkpoint:
+            return Sessions(model, addresses)
+        return gaff.capture(model, gaff.maybe(*addresses), clone=how == 1)
+
+    def check_compiled(self) -> None:
+        """Outputs and their gradients, whose hooks are inside of compiled code; within rounding."""
+        wanted = [(where, events) for where, events in self.questions() if where[1] in ("output", "grad_output")
+                  and "/" not in where[0]]  # fmt: skip
+        addresses = [address_of(where) for where, _ in wanted]
+        try:
+            outcome = run(self.program, lambda model: gaff.capture(model, gaff.maybe(*addresses)), backend=self.backend)
+        except gaff.GaffError as error:
+            self.tally.refuse("capture", error, wanted[0][0])
+            return
+        except Exception as error:
+            self.crash(wanted[0][0], error)
+            return
+        self.differs(outcome, "effect", exact=False, where=("", "everything", ()))
+        for where, events in wanted:
+            self.read(outcome.session, where, events)
+
+    def one_by_one(self, wanted: list[tuple[Where, list[Event]]], error: BaseException) -> None:
+        """A session of all ports failed: each by itself."""
+        for where, events in wanted:
+            try:
+                outcome = run(self.program, lambda model: gaff.capture(model, gaff.maybe(address_of(where))))
+            except gaff.GaffError as refusal:
+                self.tally.values += len(events) if events[0].value is not None else 0
+                self.tally.gradients += len(events) if events[0].value is None else 0
+                self.tally.refuse("capture", refusal, where, events[0])
+            except Exception as failure:
+                self.crash(where, failure)
+            else:
+                if not self.differs(outcome, "effect", exact=True, where=where):
+                    self.read(outcome.session, where, events)
+
+    def crash(self, where: Where, error: BaseException, edit: str = "") -> None:
+        self.fail("crash", where, None, "what the bare program does", f"{type(error).__name__}: {error}"[:300], edit)
+
+    def questions(self) -> list[tuple[Where, list[Event]]]:
+        """What is asked: values of the recorded run, gradients of the functional one."""
+        record, truth = self.record.events, self.truth.events
+        found = [(where, events) for where, events in record.items()]
+        found += [
+            (where, events) for where, events in truth.items() if where[1] not in ("output", "input") or "/" in where[0]
+        ]
+        found = [(where, events) for where, events in found if not any(event.in_thread for event in events)]
+        if self.only is not None:
+            address = re.sub(r"@\d+", "", self.only.address)
+            exact = [one for one in found if address_of(one[0]) == address]
+            return exact or [one for one in found if one[0][1] == self.only.port]
+        return found
+
+    def read(self, got: Any, where: Where, events: list[Event]) -> None:
+        if where[1] == "grad":
+            self.read_parameter(got, where, events[0])
+            return
+        for event in events:
+            if event.value is not None:
+                self.read_value(got, where, event)
+            else:
+                self.read_gradient(got, where, event, events)
+
+    def read_value(self, got: Any, where: Where, event: Event) -> None:
+        self.tally.values += 1
+        try:
+            told = got.run(event.run).all(address_of(where, event.call))
+        except gaff.GaffError as error:
+            self.tally.refuse("read", error, where)
+            return
+        is_equal = self.close if "/" in where[0] or self.backend else identical
+        if len(told) != 1 or told[0] is None or not is_equal(event.value, told[0]):
+            self.fail("value", where, event.call, event.value, told[0] if len(told) == 1 else told)
+
+    def read_gradient(self, got: Any, where: Where, event: Event, events: list[Event]) -> None:
+        self.tally.gradients += 1
+        try:
+            told = [one for one in got.run(event.run).all(address_of(where, event.call)) if one is not None]
+        except gaff.GaffError as error:
+            self.tally.refuse("read", error, where, event)
+            return
+        true = [event.passes[number] for number in sorted(event.passes)]
+        if len(told) == len(true) and all(map(identical, true, told)):
+            self.tally.exact_gradients += 1
+            return
+        if self.alike(true, told):
+            return
+        if event.unclear and (
+            event.is_open or any(self.alike([one[number] for number in sorted(one)], told) for one in event.also)
+        ):
+            self.tally.unclear[event.unclear] += 1
+            return
+        if event.is_leaf and self.is_told_of_leaf(got, where, event, told):
+            return
+        if event.without_grad and not told:
+            self.tally.unclear["grad mode was off in this call"] += 1
+            return
+        kind = "none" if not told else "number" if len(told) == len(true) else "passes"
+        self.fail(kind, where, event.call, true[0] if len(true) == 1 else true, told[0] if len(told) == 1 else told)
+
+    def alike(self, true: list[Tensor], told: list[Tensor]) -> bool:
+        """The same gradients in the same order, not counting those that are zero."""
+        true, told = ([one for one in some if not self.close(one, None)] for some in (true, told))
+        return len(true) == len(told) and all(map(self.close, true, told))
+
+    def is_told_of_leaf(self, got: Any, where: Where, event: Event, told: list[Tensor]) -> bool:
+        """Of a leaf each backward pass is told with a run that it is of: what is told here is true, and nothing lacks."""
+        passes, runs = event.passes, event.spot.contributors  # type: ignore[union-attr]
+        if not all(any(self.close(one, other) for other in passes.values()) for one in told):
+            return False
+        for number, gradient in passes.items():
+            if event.run not in runs.get(number, ()) or any(self.close(gradient, one) for one in told):
+                continue
+            try:
+                others = [got.run(run).all(address_of(where)) for run in runs[number] - {event.run}]
+            except gaff.GaffError:
+                continue  # summed with another run's, and refused there
+            if not any(one is not None and self.close(gradient, one) for some in others for one in some):
+                return False
+        return True
+
+    def read_parameter(self, got: Any, where: Where, event: Event) -> None:
+        self.tally.gradients += 1
+        told: list[tuple[int, Tensor]] = []
+        try:
+            for number in range(-1, self.truth.run + 1):
+                told += [(number, one) for one in got.run(number).all(address_of(where)) if one is not None]
+        except gaff.GaffError as error:
+            self.tally.refuse("read", error, where, event)
+            return
+        true = [(event.spot.contributors.get(number, set()), event.passes[number]) for number in sorted(event.passes)]
+        if self.is_reentrant:  # told in parts, one for each checkpoint
+            parts, whole = [one for _, one in told], [one for _, one in true]
+            if not self.close(sum(parts) if parts else None, sum(whole) if whole else None):
+                self.fail("number", where, None, whole, parts)
+            return
+        true = [(runs, one) for runs, one in true if not self.close(one, None)]
+        told = [(number, one) for number, one in told if not self.close(one, None)]
+        for runs, one in true:
+            alike = [pair for pair in told if self.close(one, pair[1])]
+            labelled = [pair for pair in alike if not runs or pair[0] in runs]
+            if not labelled:
+                kind = "run" if alike else "none" if not told else "number"
+                self.fail(kind, where, None, f"with run {sorted(runs)}: {show(one)}", [(n, show(t)) for n, t in told])
+                return
+            told = [pair for pair in told if pair is not labelled[0]]
+        if told:
+            self.fail("passes", where, None, [one for _, one in true], [one for _, one in told])
+            return
+        self.tally.exact_gradients += 1
+
+    # ---------------------------------------------------------------- take
+
+    def check_take(self) -> None:
+        found = [(where, events) for where, events in self.record.events.items()
+                 if where[1] in ("output", "input") and events[0].run == 0 and not events[0].in_thread]  # fmt: skip
+        if self.only is not None:
+            found = [one for one in found if address_of(one[0]) == self.only.address]
+        rng = random.Random(self.program.seed)
+        for where, events in rng.sample(found, min(2, len(found))):
+            self.tally.taken += 1
+            address = address_of(where)
+            try:
+                told = taken(self.program, address)
+            except gaff.GaffError as error:
+                self.tally.refuse("take", error, where)
+                continue
+            except Exception as error:
+                self.crash(where, error)
+                continue
+            if told is not None and not identical(events[0].value, told):
+                self.fail("taken", where, None, events[0].value, told)
+
+    # ---------------------------------------------------------------- edits
+
+    def check_edits(self, number: int) -> None:
+        rng = random.Random(self.program.seed)
+        events = {**self.record.events, **self.truth.events}
+        places = [where for where, told in events.items() if where[1] in EDITABLE
+                  and not any(one.in_thread or (one.value is not None and not one.value.is_floating_point()) for one in told)]  # fmt: skip
+        if self.only is not None:
+            if self.only.edit:
+                where = next((one for one in places if address_of(one) == self.only.address), None)
+                kind = next(one for one in EDITS if one.text == self.only.edit)
+                if where is not None:
+                    self.check_edit(where, kind)
+            return
+        by_port: dict[str, list[Where]] = {}
+        for where in places:
+            by_port.setdefault(f"{where[1]} {'/' in where[0]}", []).append(where)
+        for _ in range(number if places else 0):
+            where = rng.choice(by_port[rng.choice(sorted(by_port))])
+            shape = self.shape_at(where)
+            fits = [kind for kind in EDITS if kind.width is None or (len(shape) == 2 and shape[-1] == kind.width)]
+            self.check_edit(where, rng.choice(fits))
+
+    def shape_at(self, where: Where) -> torch.Size:
+        """The shape of what passes there; an empty one where several shapes do, or it is not known."""
+        path, port, key = where
+        named = {"grad": "param", "grad_output": "output", "input_grad": "input", "grad_input": "input"}
+        for events in (self.record.events, self.truth.events):
+            shapes = {event.value.shape for event in events.get((path, named.get(port, port), key), [])}
+            if len(shapes) == 1:
+                return shapes.pop()
+        return torch.Size()
+
+    def check_edit(self, where: Where, kind: EditKind) -> None:
+        self.tally.edits += 1
+        change = Change(*where, kind.value, kind.gradient)
+        address, expected = address_of(where), None
+        try:
+            expected, _ = run_truth(self.program, change=change)
+        except Exception:
+            expected = None  # the program does not survive the edit
+        try:
+            space = {"gaff": gaff, "torch": torch, "__name__": "program"}
+            edit = eval(kind.text, space)
+            got = run(self.program, lambda model: gaff.edit(model, {gaff.maybe(address): edit}))
+        except gaff.GaffError as error:
+            event = self.truth.events.get(where, [None])
+            unclear = next((one for one in event if one is not None and one.unclear), None)
+            self.tally.refuse("edit", error, where, unclear)
+            return
+        except Exception as error:
+            if expected is not None:
+                self.crash(where, error, kind.text)
+            return
+        if expected is None:
+            self.tally.edits -= 1
+        elif (
+            where[1] == "grad_output"
+            and "/" not in where[0]
+            and self.truth.model.get_submodule(where[0])._forward_hooks
+        ):
+            self.tally.unclear["edit of a gradient at an output that a hook replaces"] += 1
+        elif any(event.unclear or event.without_grad for event in self.truth.events.get(where, [])):
+            self.tally.unclear["edit"] += 1
+        else:
+            self.compare(expected, got, "edit", False, where, kind.text)
+            if expected.surroundings != got.surroundings:
+                self.compare(expected, got, "edit", False, where, kind.text)
+
+
+class Sessions:
+    """Two captures, each of every other address, and between them an edit by one; closed in the order of opening."""
+
+    def __init__(self, model: nn.Module, addresses: list[str]) -> None:
+        self.captures = [gaff.capture(model, gaff.maybe(*addresses[at::2])) for at in range(2)]
+        edit = gaff.edit(model, {gaff.maybe("**.weight:grad"): gaff.edits.scale(1.0)})
+        self.sessions = [self.captures[0], edit, self.captures[1]]
+        self.holder = {address: self.captures[at] for at in range(2) for address in addresses[at::2]}
+
+    def __enter__(self) -> Sessions:
+        for session in self.sessions:
+            session.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for session in self.sessions:
+            session.__exit__(*error)
+
+    def run(self, number: int) -> Any:
+        """What both captures have of a run."""
+        return SimpleNamespace(all=lambda address: self.holder[re.sub(r"@\d+", "", address)].run(number).all(address))
+
+
+class Grabbed(BaseException):
+    """The first call of the model: its arguments."""
+
+
+def taken(program: Program, address: str) -> Any:
+    """What ``gaff.take`` makes of the first call of the model; None where the driver never calls it."""
+    space = execute(program)
+    model = space["build"]()
+    seed(program)
+
+    class Stand:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def __deepcopy__(self, memo: Any) -> nn.Module:
+            return deepcopy(model)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise Grabbed(args, kwargs)
+
+    with quiet():
+        try:
+            space["drive"](Stand())
+        except Grabbed as found:
+            extract = gaff.take(model, address)
+            return next(iter(extract(*found.args[0], **found.args[1]).values()))
+    return None
+
+
+def check(program: Program, only: Failure | None = None, edits: int = 3, backend: str | None = None) -> Tally:
+    """Everything about one program, with so many random edits; or what ``only`` asks for.
+
+    With a ``backend`` the model is compiled, and only outputs and their gradients are asked for.
+    """
+    with one_thread():
+        return Checker(program, only, backend).check(edits)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors are quicker on one thread, and sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,18 @@
+# ask capture 1:grad_input
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 4)).double()
+def drive(model):
+    seen = []
+    x1 = torch.randn(2, 4).double()
+    model(x1).sum().backward()
+    return seen
+import gaff
+model = build()
+with gaff.capture(model, gaff.maybe('1:grad_input')) as got:
+    drive(model)
+print(got.all('1:grad_input'), got.receipt)
