@@ -17,14 +17,6 @@ def sorts(kinds: str, *ports: str) -> set[tuple[str, str]]:
 
 
 KNOWN: dict[str, tuple[set[str], set[tuple[str, str]]]] = {
-    "a value edit under enable_grad in nested reentrant checkpoints is not made again": (
-        {"enable_grad_inside"},
-        sorts("edit", "output", "input", "op output", "param"),
-    ),
-    "an edit of a parameter's gradient acts on each part that one reentrant region brings for several runs": (
-        {"reentrant", "enable_grad_inside"},
-        sorts("edit", "grad"),
-    ),
     "docs/limits: what leaves a module by a list of the user's own hook is not seen": (
         {"features"},
         sorts("none number edit", "grad_input"),

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import gaff
 from traps.tools import Gaff, same
 
 
@@ -32,3 +33,20 @@ def trap(tool):
 
 def test_gaff_is_right():
     trap(Gaff())
+
+
+def test_in_a_long_session_every_such_run_is_refused():
+    class Writes(nn.Module):
+        def forward(self, h):
+            h[:, :2].relu_()
+            return h * 1.0
+
+    class View(nn.Module):
+        def forward(self, h):
+            return h.view(2, 4)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), View(), Writes()), torch.randn(2, 4)
+    with gaff.capture(model, "2:input_grad") as got:
+        for _ in range(300):
+            model(x).sum().backward()
+    assert got.receipt.rows[0].fired == 300

@@ -131,7 +131,8 @@ class Replay:
         if passage is None:
             return None
         self._note(passage, chain[:inner])
-        if torch.is_grad_enabled() if has_grad is None else has_grad:
+        is_graph = torch.is_grad_enabled() if has_grad is None else has_grad
+        if is_graph and autograd.is_outside_functions():
             self._waiting.pop(passage, None)
         else:  # a checkpoint inside the recomputed one, made anew
             for function in checkpoints.enclosing_functions():

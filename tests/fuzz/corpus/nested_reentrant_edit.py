@@ -1,5 +1,4 @@
 # ask edit m.c.k:output with gaff.edits.scale(0.5)
-# wrong today: the edit is not made again when the inner region is recomputed
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -1,5 +1,4 @@
 # ask edit c.weight:grad with gaff.edits.add(1.0, 0.25)
-# wrong today: it acts on each part of a gradient that comes in parts, from one reentrant region in two runs, and is not refused
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

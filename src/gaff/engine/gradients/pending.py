@@ -215,14 +215,15 @@ class Gradients:
     """All gradient hooks of one session; what they are waiting for, and their removal.
 
     The session makes it, arms set hooks through it, hooks call it from the threads of backward passes. It holds
-    streams and hooks, no tensors of the user's. ``passes`` counts how often a gradient came by an output of a run,
+    streams and hooks, no tensors of the user's. ``passes`` counts backward passes that came by an output of a run,
     ``has_backward`` tells that there was a backward pass: without any, a gradient that is missing is no finding.
     """
 
     def __init__(self, *, has_edits: bool = False) -> None:
         self.is_open = True
         self.has_leaves = has_edits  # somebody asks whose backward pass it is
-        self.passes = 0  # times that a gradient came by what a run returned
+        self.passes = 0  # backward passes that came by what a run returned
+        self._task = -1  # the last of them
         self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
         self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
@@ -295,10 +296,14 @@ class Gradients:
         torch would call separate hooks in the order in which they were set, the first call's first. A tensor that was
         written to in place has another gradient, so the chain is found by the tensor and its version.
         """
-        self.add(armed)
-        if not has_edits:
+        if has_edits:
+            self._join_chain(tensor, armed)
+        else:
             armed.handle = tensor.register_hook(partial(_arrived, self, armed))
-            return
+        self.add(armed)  # with its handle: one without counts as gone
+
+    def _join_chain(self, tensor: Tensor, armed: Armed) -> None:
+        """Let ``armed`` act in its order among the edits of one tensor, by the one hook that they have there."""
         key = id(tensor), memory.version_of(tensor)  # once written to in place, it has another gradient
         known = self._chains.get(key)
         place = (armed.run, getattr(armed.stream, "place", None), armed.call)
@@ -375,7 +380,9 @@ class Gradients:
 
         Edits on views that were changed in place since are refused now, which raises: their hooks may never fire.
         """
-        self.passes += 1
+        task = autograd.backward_task()
+        if task != self._task:
+            self._task, self.passes = task, self.passes + 1
         if self.has_edits:
             for armed in self._armed:
                 if armed.run is run and (refused := armed.why_refused()) and isinstance(armed, ArmedView):
@@ -412,7 +419,8 @@ class Gradients:
 
         Called when their number has doubled since the last time, so that a long session costs the same for each hook.
         """
-        dead = [armed for armed in self._armed if armed.is_dead()]
+        newest = self._armed[-1].run.index
+        dead = [armed for armed in self._armed if armed.is_dead() and not _is_to_come(armed, newest)]
         gone = set(map(id, dead))
         self._armed = [armed for armed in self._armed if id(armed) not in gone]
         self._prune_at = 2 * len(self._armed) + 256
@@ -461,6 +469,15 @@ class _Mark(Stream):
 
     def add(self, value: Any, run: Run, call: int) -> None:
         self._gradients.began(run)
+
+
+def _is_to_come(armed: Armed, newest: int) -> bool:
+    """Whether a hook that is gone stands for a refusal that backward will bring: a view that was written to since.
+
+    Only of the last runs (64, chosen), so that runs without any backward pass are forgotten.
+    """
+    is_recent = not armed.run.has_backward and newest - armed.run.index < 64
+    return is_recent and bool(armed.why_refused())
 
 
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:
