@@ -55,6 +55,7 @@ def stand_ins(what: str) -> list[Tensor]:
             stand: Tensor = torch.empty(0, requires_grad=requires_grad)
             found[number] = stand.clone() if requires_grad else stand
             if requires_grad and is_view:
+                found[number] = found[number].view(0)  # a view itself
                 found[number].stands_for_view = True  # type: ignore[attr-defined]
     return [found[number] for number in sorted(found)]
 
