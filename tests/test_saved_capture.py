@@ -248,6 +248,32 @@ def test_every_way_of_reading_gives_what_the_capture_gives(kept):
             again[ask]
 
 
+class Sums(nn.Module):
+    def forward(self, x):
+        return torch.relu(x + 1) + 2
+
+
+def test_ops_are_read_by_every_pattern_that_fits_them(tmp_path):
+    model = nn.Sequential(Sums())
+    for asked in ("0/*", "**/*"):
+        with gaff.capture(model, asked, "0/add:input") as got:
+            model(torch.randn(3))
+        got.save(tmp_path / "x.safetensors")
+        again = gaff.load(tmp_path / "x.safetensors")
+        assert list(again) == list(got)
+        for one in (got, again):
+            assert [len(one.all(name)) for name in ("0/*", "0/add", "*/a*", "0/relu#0", "0/add#1:input")] == [
+                3,
+                2,
+                2,
+                1,
+                1,
+            ]
+            assert torch.equal(one.stack("*/add")[1], one["0/add#1"])
+            with pytest.raises(gaff.SiteError, match="'0/add' names 2 ops: say which, 0/add#0, 0/add#1"):
+                one["0/add"]
+
+
 def test_a_saved_capture_can_be_saved_again_and_patched_from(kept, tmp_path):
     model, got, path = kept
     again = gaff.load(path)
@@ -359,7 +385,7 @@ def _told(path):
 DAMAGES = [
     lambda told: told.update(format=2),
     lambda told: told.pop("sites"),
-    lambda told: told["sites"][0].update(site="h.*"),
+    lambda told: told["sites"][0].update(site=["h.0", None, None, None, "nope", []]),
     lambda told: told["sites"][0].update(inner=[99]),
     lambda told: told["sites"][0].update(events=[[0, 0, 0, ["tensor", {"name": "no"}]]]),
     lambda told: told["sites"][0].update(events=[[0, 0, 0, ["tensor", {"name": "b", "expand": [7, 5]}]]]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ def write(
     numbers = {id(stream): at for at, stream in enumerate(streams)}
     rows = [
         {
-            "site": str(stream.site), "name": stream.name, "is_plain": reading.by_name.get(stream.name) is stream,
+            "site": list(astuple(stream.site)), "name": stream.name,
+            "is_plain": reading.by_name.get(stream.name) is stream,
             "classes": list(classes.get(id(stream), ())), "evicted": stream.evicted,
             "inner": [numbers[id(one)] for one in stream.inner.values()], "events": _events(stream, packing),
         }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import GRADIENT_PORTS, Key, Pattern, Site, nearest, parse, print_key
+from gaff.address.grammar import GRADIENT_PORTS, Key, Pattern, Site, fits_op, nearest, parse, print_key
 from gaff.address.nested import describe, dig, iter_tensors
 from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Kept, own, read
@@ -206,11 +206,15 @@ class Reading:
             raise PlanError(f"got[{wanted!r}]: this session was never opened: use `with gaff.capture(...) as got:`")
 
     def _find_all(self, site: Site) -> list[ReadSite]:
-        """The stream of an address, if there is one; of an op without a number, those of all ops with its name."""
+        """The stream of an address, if there is one; of an op without a number, those of all ops that its name fits."""
         if site.op is not None and site.op_index is None:
             wanted = {replace(site, call=None), site}
             ops = [one for one in self.streams if one.site.op_index is not None]
-            found = [one for one in ops if replace(one.site, op_index=None) in wanted]
+            found = [
+                one
+                for one in ops
+                if replace(one.site, op=site.op, op_index=None) in wanted and fits_op(site.op, one.site.op or "")
+            ]
             if found:
                 return found
         exact = self.find(site)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from gaff.address.grammar import Pattern, Site, every_call, parse_site
+from gaff.address.grammar import PORTS, Pattern, Site, every_call, parse_site
 from gaff.errors import RecordError, SiteError
 from gaff.sessions.capture_files import FORMAT, library, write
 from gaff.sessions.readable import Captured
@@ -139,6 +139,10 @@ def read(path: Path) -> SavedCapture:
 
 
 def _site(row: Mapping[str, Any]) -> SavedSite:
-    """A site of the file, without its events."""
-    classes = tuple(map(str, row["classes"]))
-    return SavedSite(parse_site(row["site"]), str(row["name"]), classes, int(row["evicted"]))
+    """A site of the file, without its events; its op may be a glob, so that no text of it could be read."""
+    path, op, op_index, call, port, key = row["site"]
+    if not (isinstance(path, str) and port in PORTS and isinstance(op, (str, type(None)))):
+        raise ValueError(f"{row['site']!r} is no site")
+    number, nth = (None if one is None else int(one) for one in (op_index, call))
+    site = Site(path, op, number, nth, port, tuple(one if isinstance(one, int) else str(one) for one in key))
+    return SavedSite(site, str(row["name"]), tuple(map(str, row["classes"])), int(row["evicted"]))
