@@ -4,7 +4,9 @@ import copy
 import gc
 import io
 import math
+import os
 import pickle
+import shutil
 import weakref
 
 import pytest
@@ -608,3 +610,67 @@ def test_functional_heads_are_seen_where_they_enter_a_layer(tmp_path):
         model(torch.randn(5, 6)).mean().backward()
         sgd(model).step()
     check(gaff.load(tmp_path / "run"), "fc2:input", model.hidden)
+
+
+def test_an_evaluation_is_not_compared_with_training_of_long_ago():
+    """Weights grow by 4 % a step: between a look and the next evaluation by more than what the rule allows."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.04)
+    x = torch.randn(64, 4)
+    with gaff.watch(model, optimizer, every=50) as watch:
+        for step in range(200):
+            optimizer.zero_grad()
+            (model(x).sum() * 0 - 0.5 * model.weight.square().sum()).backward()
+            optimizer.step()
+            if step % 50 == 47:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+    assert not [one for one in watch.findings if one.rule == "eval_drift"]
+
+
+def test_training_without_an_optimizer_of_torch_is_looked_at_and_said(tmp_path):
+    model = Small()
+    with gaff.watch(model, out=tmp_path):
+        for _ in range(20):
+            model.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            with torch.no_grad():
+                for one in model.parameters():
+                    one -= 0.01 * one.grad
+    record = gaff.load(tmp_path)
+    assert (
+        "no torch.optim.Optimizer made a step: all runs count as one step, and its loss is their mean" in record.notes
+    )
+    assert len(record.series("fc1", "rms")) == 1
+
+
+def test_a_file_that_the_program_closed_is_not_written_to(tmp_path, capsys):
+    """The number of the record's file may be another file's by then."""
+    model = Small()
+    with gaff.watch(model, out=tmp_path / "run", every=1) as watch:
+        train(model, sgd(model), 2)
+        assert watch.findings == []
+        number = watch._watcher.reporter._recorder._log._file
+        os.close(number)
+        mine = os.open(tmp_path / "mine", os.O_WRONLY | os.O_CREAT)
+        assert mine == number
+        train(model, sgd(model), 2)
+    os.close(mine)
+    assert (tmp_path / "mine").read_bytes() == b""
+    assert "the program has closed the file of the record" in watch.failure
+    assert "the record is not written any further, training goes on" in capsys.readouterr().err
+    record = gaff.load(tmp_path / "run")
+    assert not record.is_complete
+    assert record.notes[-1].startswith("the record ends before the run: [Errno 9] the program has closed the file")
+
+
+def test_a_folder_that_is_removed_is_told(tmp_path, capsys):
+    model = Small()
+    with gaff.watch(model, out=tmp_path / "run", every=1) as watch:
+        train(model, sgd(model), 2)
+        shutil.rmtree(tmp_path / "run")
+        train(model, sgd(model), 2)
+    assert "the file was removed while it was written" in watch.failure
+    assert "training goes on" in capsys.readouterr().err

@@ -857,6 +857,26 @@ def a_model_is_entered_through_many_doors():
 
 
 @program
+def warnings_lead_to_the_same_lines():
+    class Warns(nn.Module):
+        def forward(self, x):
+            warnings.warn("mine", stacklevel=1)
+            return x * self.weight
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    model = Warns()
+    model.register_full_backward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(model, optimizer)
+    show([(one.filename == __file__, one.lineno, str(one.message)) for one in told])
+
+
+@program
 def exported_and_scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,12 +2,18 @@
 
 import contextlib
 import io
+import threading
 
 import programs
 import pytest
 import torch
+from torch import nn
 
 import gaff
+from gaff.address.grammar import Site
+from gaff.cli import main
+from gaff.training.watch.sampled_step import SampledStep
+from gaff.training.watch.settings import to_stderr
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -39,3 +45,44 @@ def test_a_watched_program_gets_as_deep_as_a_bare_one(every):
     assert watching.failure is None
     assert seen == limit
     assert all(abs(one - other) <= 2 for one, other in zip(watched, bare, strict=True)), (watched, bare)
+
+
+def test_who_closes_waits_for_what_another_thread_is_doing(monkeypatch):
+    entered, may_go_on = threading.Event(), threading.Event()
+
+    def slow(self):
+        entered.set()
+        may_go_on.wait(60)
+        close(self)
+
+    close = SampledStep.close
+    monkeypatch.setattr(SampledStep, "close", slow)
+    model = programs.Net()
+    watching = gaff.watch(model, every=1)
+    trains = threading.Thread(target=programs.train, args=(model, torch.optim.SGD(model.parameters(), 0.1), 1))
+    closes = threading.Thread(target=watching.remove)
+    trains.start()
+    entered.wait(60)
+    closes.start()
+    closes.join(0.1)
+    assert closes.is_alive()
+    may_go_on.set()
+    trains.join()
+    closes.join()
+    assert watching.failure is None
+    assert watching.step == 1
+
+
+def test_names_of_modules_do_not_command_a_terminal(tmp_path, capsys):
+    odd = "ev\nil\x1b[31m\u202e`\\"
+    model = nn.Sequential()
+    model.add_module(odd, nn.Linear(4, 4))
+    with gaff.watch(model, out=tmp_path / "run", every=1, tell=to_stderr):
+        model(torch.full((2, 4), float("inf"))).sum().backward()
+    main(["report", str(tmp_path / "run"), "--all"])
+    told = capsys.readouterr()
+    assert not any(one in told.out + told.err for one in ("\x1b", "\u202e", "ev\nil"))
+    assert "`ev\\nil\\x1b[31m\\u202e``\\\\`" in told.out
+    with gaff.capture(model, str(Site(odd))) as got:
+        model(torch.ones(2, 4))
+    assert got[str(Site(odd))].shape == (2, 4)

@@ -33,6 +33,7 @@ _MOST_DEPTHS = 4  # of ** in one pattern: each multiplies the ways in which a pa
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SEGMENT = re.compile(r"`(?:[^`]|``)+`|[A-Za-z0-9_*?-]+")
+_ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 _CLASS = re.compile(r"<([^<>]+)>")
 _OP = re.compile(r"/([A-Za-z0-9_*?]+)(?:#(\d+))?")
 _CALL = re.compile(r"@(\d+)")
@@ -207,7 +208,7 @@ def _read_names(text: str) -> tuple[tuple[Name, ...], int]:
 def _name(raw: str, text: str) -> Name:
     """One name as it is written: in backticks (a doubled one stands for itself) and so literal, or perhaps a glob."""
     if raw.startswith("`"):
-        name = raw[1:-1].replace("``", "`")
+        name = _ESCAPE.sub(_unescape, raw[1:-1].replace("``", "`"))
         if "." in name:
             raise SiteError(f"address {text!r} has a dot inside {raw}: expected one module name, no name holds a dot")
         return Name(name, is_glob=False)
@@ -274,8 +275,20 @@ def _print_site(site: Site) -> str:
 
 
 def _print_name(name: str) -> str:
-    """A name as an address has it: as it is where that cannot be misread, else in backticks."""
-    return name if _PLAIN_NAME.fullmatch(name) else "`" + name.replace("`", "``") + "`"
+    """A name as an address has it: as it is where that cannot be misread, else in backticks.
+
+    What a terminal would act on instead of showing it (a newline, an escape, a change of direction) is written as
+    Python escapes it. All that prints an address is safe by that, and reads back to the same name.
+    """
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    shown = (one if one.isprintable() and one != "\\" else repr(one)[1:-1] for one in name)
+    return "`" + "".join(shown).replace("`", "``") + "`"
+
+
+def _unescape(found: re.Match[str]) -> str:
+    """The character that an escape in a name stands for."""
+    return str(ast.literal_eval(f"'{found[0]}'"))
 
 
 def _print_tail(address: Address, head: str) -> str:

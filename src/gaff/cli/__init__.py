@@ -17,6 +17,7 @@ from typing import Protocol
 from gaff.cli import anatomy, apply, diff, export, nan, replay, report, runs, sites, take, trace, watch
 from gaff.cli.parser import Parser, did_you_mean
 from gaff.errors import GaffError
+from gaff.training.watch.settings import to_stderr
 from gaff.version import __version__
 
 
@@ -102,7 +103,8 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
     try:
         code = command.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a shell may start a program without any
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,7 +114,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     except Exception as error:  # whatever a model or a file does, the user gets one line
         if options.debug:
             raise
-        print(_one_line(error), file=sys.stderr)
+        to_stderr(_one_line(error))
         return 1
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from gaff.cli.processes import Processes
 from gaff.errors import GaffError, RecordError
 from gaff.record.run import ENDING, HEAD, VERSION, Record
-from gaff.training.watch.settings import VARIABLE, Settings
+from gaff.training.watch.settings import VARIABLE, Settings, to_stderr
 from gaff.version import __version__
 from gaff.views import run_text
 
@@ -89,11 +89,11 @@ def _build_kernel(*, is_told: bool) -> None:
     if os.environ.get("GAFF_NO_KERNEL") or kernel.path_of_build().is_file() or kernel.PACKED.is_file():
         return
     if is_told:
-        sys.stderr.write("gaff: building the statistics kernel, once for this machine\n")
+        to_stderr("gaff: building the statistics kernel, once for this machine")
     try:
         kernel.build()
     except GaffError as error:
-        sys.stderr.write(f"gaff: no kernel, looks are slower: {error}\n")
+        to_stderr(f"gaff: no kernel, looks are slower: {error}")
 
 
 def _environment(told: Mapping[str, Any]) -> dict[str, str]:
@@ -111,8 +111,7 @@ def _serve(folder: Path) -> None:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     assert server.stderr is not None
-    sys.stderr.write(server.stderr.readline().decode(errors="replace"))  # its address, or why there is none
-    sys.stderr.flush()
+    to_stderr(server.stderr.readline().decode(errors="replace").rstrip("\n"))  # its address, or why there is none
     server.stderr.close()
 
 
@@ -122,16 +121,17 @@ def _note(folder: Path, told: dict[str, Any]) -> None:
     try:
         head.write_text(json.dumps({**json.loads(head.read_text()), **told}, indent=1))
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"gaff: {head} cannot be written: {error}\n")
+        to_stderr(f"gaff: {head} cannot be written: {error}")
 
 
 def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
-    """Until the command ends. Ctrl-C reaches it from the terminal by itself; other signals are handed on."""
+    """Until the command ends. Ctrl-C reaches it from a terminal by itself; what else comes is handed on."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        if number != signal.SIGINT or not _is_in_foreground():
+            child.send_signal(number)
 
-    known = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None)}
+    known = {signal.SIGINT: signal.signal(signal.SIGINT, hand_on)}
     for name in _FORWARDED:
         if hasattr(signal, name):
             number = getattr(signal, name)
@@ -147,13 +147,44 @@ def _wait(child: subprocess.Popen[Any], processes: Processes) -> int:
             signal.signal(number, before)
 
 
+def _is_in_foreground() -> bool:
+    """Whether a terminal interrupts this process and, as it is of the same group, the command."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
 def _tell(folder: Path, *, quiet: bool, plain: bool) -> None:
     """The report, on standard error: standard output is the command's."""
     try:
         record = Record(folder)
     except RecordError:
-        sys.stderr.write(f"gaff: nothing was watched: the command trained no torch model; {folder} holds no record\n")
+        to_stderr(f"gaff: {_why_none(folder)}")
         return
     if not quiet:
         text = run_text.report(record, plain=plain, brief=True)
-        sys.stderr.write(f"{text}\ngaff report {folder} tells more of each finding\n")
+        to_stderr(f"{text}\ngaff report {folder} tells more of each finding")
+
+
+def _why_none(folder: Path) -> str:
+    """Why there is no record in ``folder``, as far as can be seen there after the command has ended."""
+    if not (folder / HEAD).is_file():
+        return f"nothing is recorded: {folder} was removed, or what was in it, while the command ran"
+    if list(folder.glob(f"*{ENDING}")):
+        return f"nothing is recorded: a record was begun in {folder}, and could not be written"
+    probe = folder / ".room"
+    try:
+        probe.write_bytes(bytes(1 << 16))
+    except OSError as error:
+        return f"nothing is recorded: {folder} cannot be written: {error.strerror}"
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return f"nothing was watched: the command trained no torch model; {folder} holds no record"

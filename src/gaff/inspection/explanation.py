@@ -201,7 +201,7 @@ class _Explanation:
             tuple(rows),
             inputs,
             outputs,
-            tuple(_edge(f"{name}:param", parameter.grad) for name, parameter in named),
+            tuple(_edge(str(Site(name, port="param")), parameter.grad) for name, parameter in named),
             at_last.outgoing if at_last is not None else (),
             at_last.incoming if at_last is not None else (),
             tuple(notes),

@@ -280,7 +280,9 @@ def _build(
     for path, parameter in _iter_parameters(model):
         grad = parameters[path].grad if facts["has_backward"] else None
         shape, dtype = shape_text(parameter), str(parameter.dtype).removeprefix("torch.")
-        states.append(ParameterRow(f"{path}:param", shape, dtype, parameter.numel(), parameter.requires_grad, grad))
+        states.append(
+            ParameterRow(str(Site(path, port="param")), shape, dtype, parameter.numel(), parameter.requires_grad, grad)
+        )
         is_unused = grad.norm is None if grad is not None else used is not None and id(parameter) not in used
         if parameter.requires_grad and is_unused:
             without.append(path)

@@ -23,11 +23,12 @@ ROWS = 64
 LOSSES = 8
 STATE = 5056  # bytes of a state of torch's generator on the CPU
 _MAGIC = b"GAFFRNG1"
-_NAMES = 2048  # bytes for the names of losses, as JSON
+_NAMES = 1792  # bytes for the names of losses, as JSON
+_LAST = 256  # bytes for why the log beside it was not written any further
 # number, step, time, seconds, lr, scale, samples, checksum, which losses are known, losses
 _ROW = struct.Struct(f"<qqddddqII{LOSSES}d")
 _SIZE = _ROW.size + STATE + 8
-_BEGIN = len(_MAGIC) + _NAMES
+_BEGIN = len(_MAGIC) + _NAMES + _LAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,11 @@ class RingWriter:
         self._memory[at + _ROW.size : at + _ROW.size + STATE] = state
         self._memory[at + _SIZE - 8 : at + _SIZE] = self._count.to_bytes(8, "little")
 
+    def leave(self, text: str) -> None:
+        """Write why the log beside this file is not written any further: here is room, also where the disk is full."""
+        told = text.encode("utf-8", "replace")[: _LAST - 1]
+        self._memory[_BEGIN - _LAST : _BEGIN - _LAST + len(told)] = told
+
     def close(self) -> None:
         """Give the memory back; the file stays."""
         self._memory.close()
@@ -117,6 +123,24 @@ class RingWriter:
 
 def read_ring(path: Path) -> list[Flight]:
     """The rows that are whole, oldest first. Raises RecordError for what is no ring."""
+    data = _read(path)
+    names = _names(data[len(_MAGIC) : len(_MAGIC) + _NAMES], path)
+    found = []
+    for row in range(ROWS):
+        at = _BEGIN + row * _SIZE
+        number, *rest = _ROW.unpack_from(data, at)
+        if number > 0 and int.from_bytes(data[at + _SIZE - 8 : at + _SIZE], "little") == number:
+            found.append((number, _flight(rest, names, data[at + _ROW.size : at + _ROW.size + STATE])))
+    return [flight for _, flight in sorted(found, key=lambda one: one[0])]
+
+
+def read_left(path: Path) -> str:
+    """Why the log beside this file was not written any further; empty where it was. Raises RecordError as above."""
+    return _read(path)[_BEGIN - _LAST : _BEGIN].partition(b"\0")[0].decode("utf-8", "replace")
+
+
+def _read(path: Path) -> bytes:
+    """The whole file. Raises RecordError for what is no ring."""
     try:
         if not path.is_file():
             raise RecordError(f"{path}: is no file")
@@ -125,14 +149,7 @@ def read_ring(path: Path) -> list[Flight]:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
     if data[: len(_MAGIC)] != _MAGIC or len(data) != _BEGIN + ROWS * _SIZE:
         raise RecordError(f"{path}: is no ring of last steps: {len(data)} bytes, expected {_BEGIN + ROWS * _SIZE}")
-    names = _names(data[len(_MAGIC) : _BEGIN], path)
-    found = []
-    for row in range(ROWS):
-        at = _BEGIN + row * _SIZE
-        number, *rest = _ROW.unpack_from(data, at)
-        if number > 0 and int.from_bytes(data[at + _SIZE - 8 : at + _SIZE], "little") == number:
-            found.append((number, _flight(rest, names, data[at + _ROW.size : at + _ROW.size + STATE])))
-    return [flight for _, flight in sorted(found, key=lambda one: one[0])]
+    return data
 
 
 def _names(data: bytes, path: Path) -> Sequence[str]:

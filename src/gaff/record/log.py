@@ -10,12 +10,14 @@ machine.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,15 +63,26 @@ class LogWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        self._write(MAGIC)
+        self._file = _above_standard(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644))
+        self._identity = _identity_of(os.fstat(self._file))
+        try:
+            self._write(MAGIC)
+        except OSError:
+            os.close(self._file)
+            raise
         self.size_bytes = len(MAGIC)
 
     def write(self, kind: int, payload: bytes, step: int = 0) -> None:
         """Append one frame, stamped with the time.
 
-        Raises OSError when the disk is full; what is there stays readable.
+        Raises OSError when the disk is full, where what is there stays readable, and when the file was removed, or
+        closed by others: its number may be another file's by now, which is not written to.
         """
+        told = os.fstat(self._file)
+        if _identity_of(told) != self._identity:
+            raise OSError(errno.EBADF, "the program has closed the file of the record", str(self.path))
+        if not told.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was written", str(self.path))
         now = time.time()
         header = _HEADER.pack(_FRAME, kind, len(payload), _crc(kind, step, now, payload), step, now)
         self._write(header + payload)
@@ -80,13 +93,34 @@ class LogWriter:
         self.write(kind, json.dumps(value, separators=(",", ":")).encode(), step)
 
     def close(self) -> None:
-        """Close the file. Nothing can be written after it."""
-        os.close(self._file)
+        """Close the file, if nobody else has. Nothing can be written after it."""
+        with suppress(OSError):
+            if _identity_of(os.fstat(self._file)) == self._identity:
+                os.close(self._file)
 
     def _write(self, data: bytes) -> None:
         at = 0
         while at < len(data):  # a system may take less than all of it, before it says that the disk is full
             at += os.write(self._file, data[at:])
+
+
+def _identity_of(told: os.stat_result) -> tuple[int, int]:
+    """What tells one open file from another."""
+    return told.st_dev, told.st_ino
+
+
+def _above_standard(file: int) -> int:
+    """The same open file under a number that is none of standard input, output and error.
+
+    Where a program was started without one of these, the next file takes its number, and what is printed.
+    """
+    low = []
+    while file < 3:
+        low.append(file)
+        file = os.dup(file)
+    for one in low:
+        os.close(one)
+    return file
 
 
 class LogReader:

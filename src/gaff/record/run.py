@@ -17,7 +17,7 @@ from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.flight import ENDING as RING
-from gaff.record.flight import Flight, read_ring
+from gaff.record.flight import Flight, read_left, read_ring
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
@@ -145,8 +145,9 @@ class Record:
 
     @property
     def notes(self) -> list[str]:
-        """What was not looked at, and why; damage of the files."""
+        """What was not looked at or written, and why; damage of the files."""
         told = [str(one) for part in self._parts for _, event in part.events for one in event.get("notes", ())]
+        told += [f"the record ends before the run: {one}" for one in map(_left, self._parts) if one]
         damaged = sum(part.reader.damaged for part in self._parts)
         if damaged:
             told.append(f"{damaged} places in the record are damaged and were passed over")
@@ -259,6 +260,15 @@ class Record:
         names = {address if len(models) < 2 else _joined(model, address): (model, address) for model, address in keys}
         self._named = laid, names
         return names
+
+
+def _left(part: RankPart) -> str:
+    """Why a process could not write its log to the end; empty where it could, or could tell nobody."""
+    path = part.reader.path.with_suffix(RING)
+    try:
+        return read_left(path) if path.exists() else ""
+    except RecordError:
+        return ""
 
 
 def _find(names: dict[str, tuple[str, str]], site: str, path: Path) -> tuple[str, str]:

@@ -111,13 +111,10 @@ def printable(text: str, keep: str = "\n\t") -> str:
     """The text without what could command a terminal, or what it cannot write: such characters as Python escapes them.
 
     Names and messages of a record come from other people's programs: an escape sequence in one could rewrite what is on
-    the screen. Escaped are control characters (those in ``keep`` stay) and lone surrogates, which UTF-8 cannot hold.
+    the screen. Escaped is all that is not to be seen: control characters (those in ``keep`` stay), changes of direction
+    and other formats, and lone surrogates, which UTF-8 cannot hold.
     """
-    return "".join(
-        one if one in keep or not (ord(one) < 32 or 127 <= ord(one) < 160 or 0xD800 <= ord(one) < 0xE000)
-        else repr(one)[1:-1]
-        for one in text
-    )  # fmt: skip
+    return "".join(one if one in keep or one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def counted(count: int, what: str) -> str:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gaff.compat import autograd
 from gaff.engine.process.optimizer import is_nested_step
+from gaff.engine.process.stack_room import passed_over
 
 Surround = Callable[[nn.Module, Any, Any, Callable[..., Any]], Any]
 
@@ -57,6 +58,7 @@ class _Call:
                 return MethodType(self, module)
         return MethodType(self.own or self._inherited(), module)
 
+    @passed_over
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self.own or self._inherited()
         if is_hidden():
@@ -290,6 +292,7 @@ def _backward(original: Any) -> Any:
     Not inside another backward pass, nor in code that is being compiled.
     """
 
+    @passed_over
     def backward(*args: Any, **kwargs: Any) -> Any:
         if autograd.backward_task() == -1 and not is_hidden():
             for told in list(_OPEN):

@@ -11,6 +11,19 @@ import sys
 from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType, FrameType
+from typing import TypeVar
+
+_Function = TypeVar("_Function")
+
+
+def passed_over(function: _Function) -> _Function:
+    """``function``, whose frames warnings do not count, so that a ``stacklevel`` leads to the line that it would.
+
+    Python passes over the frames of its import system, which it knows by the names of their files.
+    """
+    code = function.__code__  # type: ignore[attr-defined]
+    function.__code__ = code.replace(co_filename=f"{code.co_filename} (as importlib._bootstrap)")  # type: ignore[attr-defined]
+    return function
 
 
 class _Room:

@@ -87,7 +87,10 @@ class Judge:
             for hit in hits:
                 self._note(one, hit, sample)
         if sample.phase == "train":
-            self.past.train_outputs.update((key, row.rms) for key, row in sample.port("output").items() if row.count)
+            for key, row in sample.port("output").items():
+                if row.count:
+                    known = self.past.train_outputs.get(key, [])
+                    self.past.train_outputs[key] = [*known[-1:], (sample.step, row.rms)]
         self._tell()
 
     def add(self, finding: Finding) -> None:

@@ -87,7 +87,7 @@ class Past:
     """What earlier looks have seen, for rules that compare. Rules read it; only the judge writes."""
 
     looks: int = 0  # at training steps
-    train_outputs: dict[Key, float] = field(default_factory=dict)  # rms at the latest training step
+    train_outputs: dict[Key, list[tuple[int, float]]] = field(default_factory=dict)  # step, rms: the latest two looks
     active: dict[Key, Activity] = field(default_factory=dict)
     entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks

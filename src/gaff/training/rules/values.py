@@ -346,14 +346,29 @@ def attention_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def eval_drift(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The first layer whose rms in eval mode is five times larger or smaller than in training, from step 20 on."""
+    """The first layer whose rms in eval mode is five times larger or smaller than in training, from step 20 on.
+
+    Compared is with the latest look at training, if that was in the second half of the run so far. By what the rms has
+    changed from the look before to that one it may have changed on to the evaluation, which is allowed for.
+    """
     if sample.step < 20 or sample.facts.get("training"):
         return
     for key, row in sample.port("output").items():
-        known = past.train_outputs.get(key)
-        if known and row.count and not 0.2 < row.rms / known < 5:
-            yield Hit(key, eval_rms=row.rms, train_rms=known)
+        known = past.train_outputs.get(key, [])
+        if not known or not row.count or not known[-1][1] or 2 * known[-1][0] < sample.step:
+            continue
+        step, rms = known[-1]
+        far = abs(math.log(row.rms / rms)) if row.rms else math.inf
+        if far > math.log(5) + _change(known) * (sample.step - step):
+            yield Hit(key, eval_rms=row.rms, train_rms=rms, trained_at=step)
             return
+
+
+def _change(looks: list[tuple[int, float]]) -> float:
+    """By how much a logarithm of rms changes from one step to the next, as two looks tell; 0 where there is one."""
+    if len(looks) < 2 or not looks[0][1] or looks[0][0] == looks[1][0]:
+        return 0.0
+    return abs(math.log(looks[1][1] / looks[0][1])) / (looks[1][0] - looks[0][0])
 
 
 @rule(

@@ -101,6 +101,11 @@ class FlightRecorder:
             self.recent.append(flight)
             self._spent_s += time.perf_counter() - began
 
+    def leave(self, text: str) -> None:
+        """Keep, beside the last steps, why the record is not written any further."""
+        if self._ring is not None:
+            self._ring.leave(text)
+
     def take_spent(self) -> float:
         """The seconds that rows have cost since this was last asked; the watcher counts them as spent on looking."""
         spent, self._spent_s = self._spent_s, 0.0

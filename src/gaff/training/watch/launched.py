@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
-from gaff.training.watch.settings import VARIABLE
+from gaff.training.watch.settings import VARIABLE, to_stderr
 
 
 def start() -> None:
@@ -23,7 +22,7 @@ def start() -> None:
         settings = json.loads(os.environ[VARIABLE])
         _watch(settings)
     except Exception as error:  # noqa: BLE001  # the command is not ours to stop
-        sys.stderr.write(f"gaff: this process is not watched: {type(error).__name__}: {error}\n")
+        to_stderr(f"gaff: this process is not watched: {type(error).__name__}: {error}")
 
 
 def _watch(told: dict[str, Any]) -> None:
@@ -43,8 +42,7 @@ def _watch(told: dict[str, Any]) -> None:
 class _Told:
     """Writes lines for the terminal to the standard error of the command; ``plain`` keeps to ASCII.
 
-    Called on the writer's thread and on the one that trains. A terminal that takes no line is passed over without an
-    error.
+    Called on the writer's thread and on the one that trains.
     """
 
     def __init__(self, plain: bool) -> None:
@@ -53,8 +51,4 @@ class _Told:
     def __call__(self, text: str) -> None:
         from gaff.views.run_text import to_ascii
 
-        try:
-            sys.stderr.write((to_ascii(text) if self._plain else text) + "\n")
-            sys.stderr.flush()
-        except (OSError, ValueError, UnicodeEncodeError):  # closed, or of a narrow encoding: nobody can be told
-            pass
+        to_stderr(to_ascii(text) if self._plain else text)

@@ -233,6 +233,7 @@ class ModelCalls:
             return False
         return module in self._known or type(module) in self._expected
 
+    @stack_room.passed_over
     def _called(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """Make a call of a module of a followed class; if it is the outermost one of a known model, it is a run.
 

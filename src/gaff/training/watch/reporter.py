@@ -264,6 +264,8 @@ class Reporter:
     def _job_failed(self, error: Exception) -> None:
         """A job has raised: if the disk refuses, nothing more is written; else a look is lost, and others follow."""
         if isinstance(error, OSError):
+            self.failure = f"the record is not written any further: {error}"
+            self._flight.leave(str(error))
             self._recorder.close()
             self._complain(f"gaff: the record is not written any further, training goes on: {error}")
         else:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from gaff.errors import PlanError
+from gaff.views.text import printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,9 +24,13 @@ VARIABLE = "GAFF_WATCH"  # of the environment: the settings of a watched command
 
 
 def to_stderr(text: str) -> None:
-    """Write one line to the standard error of this process, at once."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    """Write a line to the standard error of this process, at once, as a terminal can show it.
+
+    Where there is no standard error, or it is closed or full, nobody is told.
+    """
+    with suppress(AttributeError, OSError, ValueError):  # there is none, it takes nothing, or not these characters
+        sys.stderr.write(f"{printable(text)}\n")
+        sys.stderr.flush()
 
 
 class WatchOptions(TypedDict, total=False):

@@ -27,6 +27,7 @@ class Shield:
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.is_open = False
+        self.is_quiet = threading.RLock()  # held while something is done: who closes it waits for that
         self._failed = failed
         self._thread = 0
 
@@ -42,14 +43,14 @@ class Shield:
             self.run_on_any_thread(action, *arguments)
 
     def run_on_any_thread(self, action: Callable[..., Any], *arguments: Any) -> None:
-        """Call ``action``, if the shield is open: for what belongs to a step, though autograd calls it on a thread of
-        its own, as it does for the gradients of a GPU.
-        """
+        """Call ``action``, if the shield is open: for gradients, which autograd may bring on a thread of its own."""
         if not self.is_open:
             return
         room = stack_room.widen(FRAMES)
         try:
-            with torch._C.DisableTorchFunction():
+            with self.is_quiet, torch._C.DisableTorchFunction():
+                if not self.is_open:  # it was closed while this thread waited
+                    return
                 if torch._C._len_torch_dispatch_stack():
                     with modes.outside_modes():
                         action(*arguments)

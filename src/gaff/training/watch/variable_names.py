@@ -70,10 +70,14 @@ def caller() -> tuple[Any, int]:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of the Python stack of this thread from the innermost outwards, without gaff's own."""
+    """The frames of the Python stack of this thread from the innermost outwards, without gaff's and Python's own.
+
+    What runs a script (``runpy``, a debugger, a thread) holds its variables, too, under names that are not the user's.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "gaff":
+        library = frame.f_globals.get("__name__", "").partition(".")[0]
+        if library != "gaff" and library not in sys.stdlib_module_names:
             yield frame
         frame = frame.f_back
 

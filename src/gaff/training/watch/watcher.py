@@ -63,7 +63,8 @@ class Watcher:
         self._alone = Alone()
         self._batches = StepBatches()
         around = self.shield.around
-        told = CallsTold(self._model_found, self._run_begins, self._run_ends, self._run_ends_late, self._left)
+        told = CallsTold(lambda model: self.reporter.model(model, self.step), self._run_begins, self._run_ends,
+                         self._run_ends_late, lambda *given: self._looks.left(*given))  # fmt: skip
         self._calls = ModelCalls(self._models, told, self.shield, is_given=models is not None)
         self._looks = Looks(self._models, self._calls, self.shield, self._evaluated)
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
@@ -90,19 +91,29 @@ class Watcher:
         self._begin_look()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take everything away and finish the record; a look at a step that has not ended is left out."""
+        """Take everything away and finish the record; a look at a step that has not ended is left out.
+
+        Another thread may be training still: what it does for the record at this moment is waited for.
+        """
         atexit.unregister(self._exit)
-        if not self.shield.is_open:
-            self._outer.close()  # a failure could not: torch was going through its hooks
-            return
+        with self.shield.is_quiet:
+            if self.shield.is_open:
+                self._finish(error)
+            else:
+                self._outer.close()  # a failure could not: torch was going through its hooks
+
+    def _finish(self, error: BaseException | None) -> None:
         self.shield.run(self._complete_ended)
+        has_steps = bool(self.step or self._steps.skipped or not self._losses.names)
+        if not has_steps and error is None:
+            self.shield.run(self._end_look)  # all that there will ever be
         self._looks.end()
         if error is not None and not isinstance(error, SystemExit):
             self._flight.keep(self.step, "exception", self._batches.kept)
         self._pulse(0.0)
         self._stop()
         self._outer.close()
-        notes = (*_notes(self._looks, self._calls, self._models), *self._flight.notes)
+        notes = (*_notes(self._looks, self._calls, self._models, has_steps=has_steps), *self._flight.notes)
         self.reporter.close(self.step, self.pace, notes, error)
         self._flight.close()
 
@@ -138,9 +149,6 @@ class Watcher:
 
     # runs of models
 
-    def _model_found(self, model: Model) -> None:
-        self.reporter.model(model, self.step)
-
     def _run_begins(self, model: Model, module: nn.Module, args: Any, kwargs: Any, is_late: bool) -> None:
         """``is_late``: a model was found as it runs: its own hooks are past, those of the modules inside are not."""
         is_training = _is_training(module)
@@ -161,9 +169,6 @@ class Watcher:
         batch = self._batches.add(model, args, kwargs)
         self._alone.forward_begins()
         self._flight.begins(batch)
-
-    def _left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None) -> None:
-        self._looks.left(module, args, output, stands)
 
     def _run_ends(self, model: Model, module: nn.Module) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
@@ -192,17 +197,15 @@ class Watcher:
         sampled = self._looks.sampled
         if sampled is not None:
             self._steps.clearing.look()
-        several = losses if isinstance(losses, (list, tuple)) else [losses]  # a generator is not ours to use up
         bad = ""
-        for at, loss in enumerate(several):
-            if isinstance(loss, Tensor) and loss.numel() == 1:
-                noted = self._losses.note(loss, at, is_sampled=sampled is not None)
-                if sampled is not None:
-                    sampled.scale = noted.scale
-                if noted.spike is not None and not self._batches.is_rest():
-                    spiked = incidents.of_spike(noted.spike, self.step, self._batches.kept)
-                    self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
-                bad = bad or (noted.name if noted.is_nonfinite else "")
+        for at, loss in _scalars(losses):
+            noted = self._losses.note(loss, at, is_sampled=sampled is not None)
+            if sampled is not None:
+                sampled.scale = noted.scale
+            if noted.spike is not None and not self._batches.is_rest():
+                spiked = incidents.of_spike(noted.spike, self.step, self._batches.kept)
+                self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
+            bad = bad or (noted.name if noted.is_nonfinite else "")
         if bad:
             self._origin.find(f"the loss {bad!r}", self.step, has_gradients=False)
 
@@ -237,8 +240,7 @@ class Watcher:
         if not self._steps.skips(optimizer):
             return
         if self._steps.in_a_row == _STUCK:
-            stuck = incidents.of_stuck_scaler(self.step, self._losses.scale, self._steps.in_a_row)
-            self.reporter.add(stuck, self.step)
+            self.reporter.add(incidents.of_stuck_scaler(self.step, self._losses.scale, _STUCK), self.step)
             self._origin.find("a gradient", self.step, has_gradients=True)
         self._batches.clear()
         self._steps.updates.clear()
@@ -288,19 +290,17 @@ class Watcher:
 
     def _end_look(self) -> SampledStep | None:
         """The sampled step is over: hand on what it has seen."""
-        sampled = self._looks.end()
+        sampled, steps = self._looks.end(), self._steps
         if sampled is not None:
-            steps = self._steps
             counts = steps.optimizers.counts
-            sampled.facts.update(
-                optimizers=len(counts), skipped=steps.skipped, scale=self._losses.scale, **self._losses.facts
-            )
+            sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped)
+            sampled.facts["scale"] = self._losses.scale
             known = step_facts.parameters(self._models, steps.updates.values(), counts, sampled.modules_called)
             self.reporter.look(sampled, known, self._losses.values())
         return sampled
 
 
-def _notes(looks: Looks, calls: ModelCalls, models: Models) -> list[str]:
+def _notes(looks: Looks, calls: ModelCalls, models: Models, *, has_steps: bool) -> list[str]:
     """What was not looked at, and why, as lines for the end of the record; asked once, when the run is over.
 
     A reader must be able to tell a layer without numbers that was healthy from one that nobody could see.
@@ -308,12 +308,20 @@ def _notes(looks: Looks, calls: ModelCalls, models: Models) -> list[str]:
     told = list(models.missed)
     if looks.is_endless:
         told.append("no optimizer's step came for long: the first runs were looked at, then no more")
+    elif not has_steps:
+        told.append("no torch.optim.Optimizer made a step: all runs count as one step, and its loss is their mean")
     if calls.has_compiled_function:
         told.append("a function was compiled: modules were not looked at, only parameters, gradients and losses")
     for model in models.all:
         if model.is_compiled and not compiler.traces_gradient_hooks():
             told.append(f"{model.name} is compiled: inside it only parameters and their gradients were looked at")
     return told
+
+
+def _scalars(losses: Any) -> list[tuple[int, Tensor]]:
+    """The losses of one element that backward begins from, each with its place; a generator is not ours to use up."""
+    several = losses if isinstance(losses, (list, tuple)) else [losses]
+    return [(at, one) for at, one in enumerate(several) if isinstance(one, Tensor) and one.numel() == 1]
 
 
 def _is_training(module: nn.Module) -> bool:
