@@ -674,3 +674,21 @@ def test_a_folder_that_is_removed_is_told(tmp_path, capsys):
         train(model, sgd(model), 2)
     assert "the file was removed while it was written" in watch.failure
     assert "training goes on" in capsys.readouterr().err
+
+
+def test_a_nan_in_a_model_that_cannot_be_copied_is_told_where_it_was_seen():
+    """As FSDP2's, which refuses ``deepcopy``: that no op was found does not mean that every op is fine."""
+
+    class Uncopied(Small):
+        def __deepcopy__(self, memo):
+            raise AssertionError("no copies of this one")
+
+    model = Uncopied()
+    with gaff.watch(model, every=1) as watch:
+        train(model, sgd(model), 1, loss=lambda out: out.square().mean())
+        model.act.register_forward_hook(lambda module, args, out: out * float("nan"))
+        train(model, sgd(model), 1)
+    [found] = [one for one in watch.findings if one.rule == "nonfinite"]
+    assert found.site == "fc2:input"
+    assert "is not finite; the first NaN of the step is at fc2:input; the batch could not be run again" in found.message
+    assert "(AssertionError: no copies of this one)" in found.message

@@ -11,7 +11,7 @@ import copy
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from gaff.address.nested import iter_tensors
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.nonfinite.rerun import Batch, run_again
 from gaff.record.finding import Finding
+from gaff.record.sample import Key
 from gaff.training.rules.registry import RULES
 from gaff.training.watch import step_facts
 from gaff.training.watch.accumulator import readable
@@ -30,6 +31,7 @@ from gaff.training.watch.models import Model
 
 _ODD = 5.0  # times the median over the batch: a sample that stands out
 _MOST_SAMPLES = 8
+_MOST_TOLD = 200  # characters of an error in a finding
 _GIVEN = (
     "look at what made it: the batch, its first bad element is in the evidence; or the weights that a step has left"
 )
@@ -37,13 +39,15 @@ _MADE = "guard that op, lower the learning rate, or clip gradients"
 Batches = Sequence[tuple[Model, Batch]]
 
 
-def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool) -> tuple[Finding, Batches]:
+def of_nonfinite(
+    what: str, step: int, batches: Batches, *, has_gradients: bool, seen: Key | None = None
+) -> tuple[Finding, Batches]:
     """Where a NaN or inf began: run the batches of the step again, with every op looked at, until one tells.
 
     ``what`` names what was not finite, ``has_gradients`` whether a backward pass has run, which is then looked into,
     too. The batches are tried from the latest back. One that was given a NaN tells little: one that made it is looked
     for among those before. Returns the finding, and the batch that it is about: none, where every op of the model is
-    fine.
+    fine, or none could be run: then ``seen`` is told, the first of the step's tensors in which a NaN was counted.
 
     A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its
     autograd graph and its counters notice nothing. The copy takes the memory of the model once more; devices are waited
@@ -51,14 +55,16 @@ def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool)
     """
     known = RULES["nonfinite"]
     told = "NaN or inf"
+    failed = ""
     given: tuple[Finding, Batches] | None = None
     for model, batch in reversed(batches):
         root = model.root()
         if root is None:
             continue
-        report = _examine(root, batch, assume_ones=False)
+        report, why = _examine(root, batch, assume_ones=False)
         if not report and has_gradients:
-            report = _examine(root, batch, assume_ones=True)
+            report, why = _examine(root, batch, assume_ones=True)
+        failed = failed or why
         if report:
             found = Finding(
                 rule="nonfinite",
@@ -77,6 +83,8 @@ def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool)
             given = given or (found, [(model, batch)])
     if given is not None:
         return given
+    if failed or seen is not None:
+        return _of_unknown(what, step, failed, seen), []
     where = "outside the model: in the loss itself, or in a batch from before" if batches else told
     outside = Finding(
         rule="nonfinite",
@@ -90,6 +98,28 @@ def of_nonfinite(what: str, step: int, batches: Batches, *, has_gradients: bool)
         last=step,
     )
     return outside, []
+
+
+def _of_unknown(what: str, step: int, failed: str, seen: Key | None) -> Finding:
+    """The finding about a NaN or inf of which running the batch again does not show the op.
+
+    ``failed``: why it could not be run again; empty where it could, and every op of that run was fine.
+    """
+    known = RULES["nonfinite"]
+    model, site = seen or ("", "")
+    again = f"the batch could not be run again ({failed})" if failed else "run again, every op of the model is fine"
+    place = f"; the first NaN of the step is at {site}" if seen is not None else ""
+    return Finding(
+        rule="nonfinite",
+        site=site,
+        model=model,
+        since=step,
+        severity=known.severity,
+        message=f"{what} is not finite{place}; {again}",
+        cause=known.cause,
+        remedy=f"gaff.guard(model) around the step names the op and its line; {_MADE}",
+        last=step,
+    )
 
 
 def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:
@@ -139,25 +169,29 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
     )
 
 
-def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> Report:
-    """Run a batch once more on a copy of ``model``; what that shows, or an empty report where it could not be run.
+def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> tuple[Report, str]:
+    """Run a batch once more on a copy of ``model``; what that shows, and why it could not be run, if it could not.
 
     It runs on a thread of its own, which is waited for: there no line of the user's code that is running now is on the
     stack, and could be taken for one of the model's. ``assume_ones``: backward begins with ones, since what the loss
     sent back is not known any more.
     """
-    found: list[Report] = []
+    found: list[tuple[Report, str]] = []
 
     def job() -> None:
-        with _muted(), suppress(Exception):  # what a model may raise when it is copied, or run once more
-            found.append(run_again(_copy(model), batch, assume_ones=assume_ones)[0])
+        try:
+            with _muted():
+                found.append(run_again(_copy(model), batch, assume_ones=assume_ones))
+        except Exception as error:  # noqa: BLE001  # what a model may raise when it is copied, or run once more
+            told = f"{type(error).__name__}: {error}".partition("\n")[0]
+            found.append((Report(False), told if len(told) < _MOST_TOLD else told[:_MOST_TOLD] + "~"))
 
     thread = threading.Thread(target=job, name="gaff-origin")
     thread.start()
     thread.join()
-    report = found[0] if found else Report(False)
+    report, why = found[0] if found else (Report(False), "its thread ended")
     is_ours = report.line.startswith("threading.py")  # no code of the user's calls this module: torch's containers do
-    return replace(report, line="", code="") if is_ours else report
+    return (replace(report, line="", code="") if is_ours else report), why
 
 
 def _copy(model: nn.Module) -> nn.Module:

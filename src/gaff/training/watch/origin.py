@@ -11,6 +11,7 @@ from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.reporter import Reporter
+from gaff.training.watch.sampled_step import SampledStep
 
 
 class Origin:
@@ -26,11 +27,11 @@ class Origin:
         self._reporter = reporter
         self._is_found = False
 
-    def find(self, what: str, step: int, *, has_gradients: bool) -> None:
+    def find(self, what: str, step: int, sampled: SampledStep | None, *, has_gradients: bool) -> None:
         """Look for the origin of ``what``, a loss or (``has_gradients``) a gradient that is not finite in this step.
 
-        What it runs is not watched. The batch is kept, where the user wants that: the one in which it began, else the
-        step's last.
+        ``sampled``: the look at this step, if it is one. What is run is not watched. The batch is kept, where the user
+        wants that: the one in which it began, else the step's last.
         """
         if self._is_found:
             return
@@ -38,7 +39,8 @@ class Origin:
         batches = self._batches.kept
         resume = self._calls.pause()
         try:
-            finding, batch = incidents.of_nonfinite(what, step, batches, has_gradients=has_gradients)
+            seen = sampled.first_nan() if sampled is not None else None
+            finding, batch = incidents.of_nonfinite(what, step, batches, has_gradients=has_gradients, seen=seen)
         finally:
             resume()
         self._reporter.add(self._flight.keep_for(finding, batch or batches[-1:]), step)

@@ -7,6 +7,7 @@ under which address; the counting itself is done by an ``Accumulator``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -19,7 +20,7 @@ from gaff.address.grammar import Site
 from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, memory
 from gaff.engine.gradients.nodes import keep_gradient
-from gaff.record.sample import Key
+from gaff.record.sample import Key, port_of
 from gaff.record.statistics import NAN, NEGATIVE
 from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models, Place, WatchedModule, units_of
@@ -118,11 +119,12 @@ class SampledStep:
 
     def nonfinite_gradient(self) -> Key | None:
         """A parameter's gradient that holds NaN or inf. Only of those on the CPU: never waits for a device."""
-        pairs = [(key, row) for key, row in self.numbers.rows(":grad") if row.device.type == "cpu"]
-        if not pairs:
-            return None
-        bad = torch.stack([row for _, row in pairs])[:, NAN : NEGATIVE + 1].any(1)
-        return pairs[int(bad.int().argmax())][0] if bool(bad.any()) else None
+        return _first(self.numbers.rows(":grad"), NEGATIVE)
+
+    def first_nan(self) -> Key | None:
+        """The first tensor that came by in a forward and holds a NaN. Only of those on the CPU, as above."""
+        rows = self.numbers.rows("")
+        return _first(((key, row) for key, row in rows if port_of(key[1]) in ("input", "output")), NAN)
 
     def left(self, module: nn.Module, args: Any, output: Any, stands: dict[int, Tensor] | None = None) -> None:
         """A module has returned, in an ordinary forward or in a recomputation: look at its output.
@@ -292,6 +294,15 @@ class SampledStep:
             if entry.kind == "dropout" and not _are_probabilities(some):
                 return
             self.numbers.add_share("entropy", entry.key("output"), _entropy(some), 1)
+
+
+def _first(rows: Iterable[tuple[Key, Tensor]], last: int) -> Key | None:
+    """The first key whose row, on the CPU, counts anything in the columns from that of NaN to ``last``."""
+    pairs = [(key, row) for key, row in rows if row.device.type == "cpu"]
+    if not pairs:
+        return None
+    bad = torch.stack([row for _, row in pairs])[:, NAN : last + 1].any(1)
+    return pairs[int(bad.int().argmax())][0] if bool(bad.any()) else None
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ class Watcher:
                 self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
             bad = bad or (noted.name if noted.is_nonfinite else "")
         if bad:
-            self._origin.find(f"the loss {bad!r}", self.step, has_gradients=False)
+            self._origin.find(f"the loss {bad!r}", self.step, self._looks.sampled, has_gradients=False)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
@@ -221,7 +221,7 @@ class Watcher:
         self._steps.begins(optimizer, sampled, has_closure=has_closure)
         bad = None if sampled is None or has_closure else sampled.nonfinite_gradient()
         if bad is not None:
-            self._origin.find(f"the gradient {bad[1]}", self.step, has_gradients=True)
+            self._origin.find(f"the gradient {bad[1]}", self.step, self._looks.sampled, has_gradients=True)
 
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
@@ -241,7 +241,7 @@ class Watcher:
             return
         if self._steps.in_a_row == _STUCK:
             self.reporter.add(incidents.of_stuck_scaler(self.step, self._losses.scale, _STUCK), self.step)
-            self._origin.find("a gradient", self.step, has_gradients=True)
+            self._origin.find("a gradient", self.step, self._looks.sampled, has_gradients=True)
         self._batches.clear()
         self._steps.updates.clear()
         if self._looks.sampled is not None:
