@@ -25,7 +25,7 @@ from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, Tap
 from gaff.errors import NonFiniteError, PlanError
 from gaff.inspection.nonfinite.provenance import STEP, UPDATED
-from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, plain, range_of
+from gaff.inspection.nonfinite.ranges import has_nonfinite, numbers_of, range_of
 from gaff.inspection.nonfinite.report import Report
 from gaff.training.guard_runs import KEPT, KeptRuns, Probe, are_finite
 from gaff.training.guard_search import OPEN, OriginSearch
@@ -227,5 +227,5 @@ def _is_inner(run: Any) -> bool:
 
 def _norm(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The norm of all tensors together that could hold a NaN, on their device; empty where there are none."""
-    read = [plain(one) for one in tensors if can_hold(one)]
+    read = [value for one in tensors if (value := numbers_of(one)) is not None]
     return [foreach.norms_of(read, 2.0)[1]] if read else []

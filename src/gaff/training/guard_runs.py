@@ -21,7 +21,7 @@ from gaff.compat import autograd, modes
 from gaff.compat.compiler import is_reduced
 from gaff.engine.gradients.nodes import keep_gradient
 from gaff.engine.streams import Stream
-from gaff.inspection.nonfinite.ranges import can_hold, plain, probe
+from gaff.inspection.nonfinite.ranges import numbers_of, probe
 from gaff.inspection.nonfinite.rerun import Batch
 
 _MOST_SUMS = 4096  # of runs without a step
@@ -125,14 +125,14 @@ class Probe(Stream):
         """
         if is_reduced(tensor):
             batch.sums.append((self, _is_nan(tensor) if self.has_meant else tensor.clone()))
-        elif tensor is not self._runs.latest and can_hold(tensor):
+        elif tensor is not self._runs.latest and (value := numbers_of(tensor)) is not None:
             if not self._runs.is_traced:  # compiled code uses a tensor again for other values
                 self._runs.latest = tensor  # a container often returns what its last module did
             had_grad = autograd.is_grad_enabled()
             autograd.set_grad_enabled(False)
             try:
                 with modes.outside_modes():  # a selective checkpoint counts operations
-                    batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(plain(tensor))))
+                    batch.sums.append((self, _is_nan(tensor) if self.has_meant else probe(value)))
             finally:
                 autograd.set_grad_enabled(had_grad)
 

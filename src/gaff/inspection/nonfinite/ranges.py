@@ -15,11 +15,25 @@ from gaff.compat import distributed, elements, modes
 from gaff.inspection.call_log import shape_text
 from gaff.inspection.nonfinite.report import Range
 
+_USUAL = (Tensor, torch.nn.Parameter)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def can_hold(tensor: Tensor) -> bool:
     """Whether a tensor could hold a NaN or inf that can be read: a floating one, dense or sparse, with memory."""
     is_real = tensor.is_floating_point() or tensor.is_complex()
     return is_real and not tensor.is_quantized and elements.is_readable(tensor) and _has_any(tensor)
+
+
+def numbers_of(tensor: Tensor) -> Tensor | None:
+    """The elements of a tensor that could hold a NaN (``can_hold``), as ``plain`` gives them; None of any other.
+
+    Asked about each output of each step: nearly all are tensors of the usual kind, told by one question.
+    """
+    is_usual = type(tensor) in _USUAL and tensor.dtype in _FLOATS and elements.is_plain(tensor)
+    if is_usual and tensor.numel() and elements.is_readable(tensor):
+        return tensor.detach()
+    return plain(tensor) if can_hold(tensor) else None
 
 
 def has_nonfinite(tensor: Tensor) -> bool:
