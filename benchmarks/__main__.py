@@ -299,6 +299,16 @@ kernels, steps = watch_prices.kernels, watch_prices.steps
 pages, recorder = page_prices.pages, page_prices.recorder
 
 
+def price():
+    """Watched loops over bare ones, by process time, beside what gaff tells."""
+    watch_prices.price()
+
+
+def many():
+    """Looks at models of thousands of modules."""
+    watch_prices.many()
+
+
 def compiled():
     """Compiled training steps, looked at and not."""
     compiled_prices.prices()
@@ -328,6 +338,8 @@ def main():
         "guard",
         "kernels",
         "steps",
+        "price",
+        "many",
         "pages",
         "recorder",
         "idle",

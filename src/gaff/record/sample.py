@@ -6,6 +6,7 @@ then the recorder writes it as tables.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -101,15 +102,30 @@ def path_of(address: str) -> str:
     return _split(address)[0]
 
 
-@lru_cache(maxsize=65536)
 def address_of(path: str, port: str) -> str:
     """The address of a parameter's ``param``, ``grad`` or ``update``; the last is no port that can be asked for."""
-    return str(Site(path, port="param")).removesuffix("param") + port
+    return f"{path}:{port}" if _PLAIN_PATH(path) else _printed(path) + port
 
 
-@lru_cache(maxsize=65536)
 def _split(address: str) -> tuple[str, str]:
-    """Path and port of an address, remembered: they are asked of every row of every look, and addresses are few."""
+    """Path and port of an address. Most are plain, and told apart without being parsed: each look asks of each row."""
+    path, colon, port = address.rpartition(":")
+    if not colon:
+        path, port = address, "output"
+    return (path, port) if _PLAIN_PATH(path) and port.isidentifier() else _parsed(address)
+
+
+_PLAIN_PATH = re.compile(r"(?:\w+(?:\.\w+)*)?", re.ASCII).fullmatch
+
+
+@lru_cache(maxsize=4096)
+def _printed(path: str) -> str:
+    return str(Site(path, port="param")).removesuffix("param")
+
+
+@lru_cache(maxsize=4096)
+def _parsed(address: str) -> tuple[str, str]:
+    """Path and port of an address with names that are quoted, or with a key."""
     if address.endswith(":update"):  # of a parameter; no port that can be asked for
         return parse_site(address.removesuffix(":update")).path, "update"
     site = parse_site(address)

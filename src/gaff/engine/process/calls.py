@@ -9,9 +9,11 @@ nothing. Where somebody else has wrapped the same place meanwhile, theirs stays,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
+from time import perf_counter
 from types import MethodType
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gaff.compat import autograd
+from gaff.engine.process import stack_room
 from gaff.engine.process.optimizer import is_nested_step
 from gaff.engine.process.stack_room import passed_over
 
@@ -33,6 +36,79 @@ def is_hidden() -> bool:
     What is done in such code would become part of the result, and outlive whoever asked for it.
     """
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+_FRAMES = 2  # between a program and a call that is only counted: ``_Call.__call__`` and ``Passing.call``
+
+
+class Passing:
+    """Calls of one module that are only counted, for steps that make hundreds: ``left`` of those that come next.
+
+    Those count that are made in the same mode, on the same thread; all others are handed to those who asked for the
+    class's calls. Of calls that train only those are taken that are given one tensor: its first dimension is added to
+    ``take_samples``. ``passed``: calls since ``begin``; ``is_inside``: one is in progress.
+    """
+
+    __slots__ = ("_has_grad", "_is_training", "_module", "_samples", "_spent_s", "_thread", "_trains", "is_inside",
+                 "left", "passed")  # fmt: skip
+
+    def __init__(self) -> None:
+        self._module: Any = None  # a weak reference
+        self._thread = 0
+        self._trains = self._is_training = self._has_grad = False
+        self.is_inside = False
+        self.left = 0
+        self.passed = 0
+        self._samples = 0
+        self._spent_s = 0.0
+
+    def begin(self, module: nn.Module, calls: int, *, trains: bool) -> None:
+        """Count so many calls of ``module`` like one that could be made now; ``trains``: it is part of a step."""
+        self._module = weakref.ref(module)
+        self._thread = get_ident()
+        self._trains, self._is_training, self._has_grad = trains, module.training, torch.is_grad_enabled()
+        self.left = calls
+        self.passed = 0
+
+    def takes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is only counted, which is done here. One function, for it is called where time counts."""
+        began = perf_counter()
+        if (
+            self._module() is not module
+            or module.training is not self._is_training
+            or torch.is_grad_enabled() is not self._has_grad
+            or get_ident() != self._thread
+        ):
+            return False
+        if self._trains:
+            if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
+                return False
+            shape = args[0].shape
+            self._samples += shape[0] if shape else 1
+        self.left -= 1
+        self.passed += 1
+        self._spent_s += perf_counter() - began
+        return True
+
+    def call(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Make a call that was taken; the two frames of ours do not count against the program's recursion limit."""
+        room = stack_room.widen(_FRAMES)
+        self.is_inside = True
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self.is_inside = False
+            stack_room.narrow(room)
+
+    def take_samples(self) -> int:
+        """How many samples the calls that train were given since this was last asked."""
+        samples, self._samples = self._samples, 0
+        return samples
+
+    def take_spent(self) -> float:
+        """The seconds that counting took since this was last asked."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
 
 
 class _Call:
@@ -49,6 +125,7 @@ class _Call:
         self.own = kind.__dict__.get("__call__")
         self.arounds: list[Surround] = []
         self.wants: list[Callable[[nn.Module], bool]] = []  # who wants a call, in the same order
+        self.passing: Passing | None = None  # of the only one who asked
 
     def __get__(self, module: Any, kind: type | None = None) -> Any:
         if module is None:
@@ -61,11 +138,16 @@ class _Call:
     @passed_over
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self.own or self._inherited()
-        if is_hidden():
+        arounds, passing = self.arounds, self.passing
+        if not arounds or is_hidden():
             return call(module, *args, **kwargs)
-        for around in self.arounds[1:]:
+        if len(arounds) == 1:
+            if passing is not None and passing.left and passing.takes(module, args, kwargs):
+                return passing.call(call, module, args, kwargs)
+            return arounds[0](module, args, kwargs, call)
+        for around in arounds[1:]:
             call = _bind(around, call)
-        return self.arounds[0](module, args, kwargs, call) if self.arounds else call(module, *args, **kwargs)
+        return arounds[0](module, args, kwargs, call)
 
     def __reduce__(self) -> Any:
         return getattr, (nn.Module, "__call__")
@@ -110,15 +192,23 @@ class ClassCalls:
             known = _Call(kind)
             kind.__call__ = known  # type: ignore[method-assign]
         if self._around not in known.arounds:
+            known.passing = None
             known.arounds.append(self._around)
             known.wants.append(self._wants)
             self._followed.append(known)
+
+    def pass_over(self, kind: type, passing: Passing) -> None:
+        """Let ``passing`` count calls of a class that is followed, as long as nobody else follows it, too."""
+        known = kind.__dict__.get("__call__")
+        if isinstance(known, _Call) and known.arounds == [self._around]:
+            known.passing = passing
 
     def close(self) -> None:
         """Follow no class any more; a class that nobody else follows gets its ``__call__`` back."""
         for one in self._followed:
             one.arounds.remove(self._around)
             one.wants.remove(self._wants)
+            one.passing = None
             if not one.arounds and one.kind.__dict__.get("__call__") is one:  # else somebody has wrapped it since
                 if one.own is not None:
                     one.kind.__call__ = one.own

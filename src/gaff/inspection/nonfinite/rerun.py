@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address.nested import iter_tensors, map_tensors
+from gaff.address.nested import flat_tensors, iter_tensors, map_tensors
 from gaff.compat import memory
 from gaff.errors import GaffError
 from gaff.inspection.nonfinite.examination import Examination
@@ -53,8 +53,13 @@ class Batch:
 
         Containers are made anew, since the model may take things out of a dict; tensors are not copied.
         """
-        args, kwargs = map_tensors((args, kwargs), _itself, _itself)  # the model may take things out of a dict
-        versions = [(tensor, memory.version_of(tensor)) for _, tensor in iter_tensors((args, kwargs))]
+        tensors = flat_tensors(args, kwargs)
+        if tensors is None:
+            args, kwargs = map_tensors((args, kwargs), _itself, _itself)  # the model may take things out of a dict
+            tensors = [tensor for _, tensor in iter_tensors((args, kwargs))]
+        else:
+            kwargs = dict(kwargs)
+        versions = [(tensor, memory.version_of(tensor)) for tensor in tensors]
         return cls(args, kwargs, _random_states(), _autocasts(), torch.is_grad_enabled(), versions)
 
 
@@ -155,7 +160,7 @@ class _Own:
 
 def _random_states() -> list[Tensor]:
     """The states of torch's generators, on the CPU first, then on each GPU where CUDA is initialised."""
-    states = [torch.get_rng_state()]
+    states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
     return states
@@ -170,5 +175,7 @@ def _set_random_states(states: list[Tensor]) -> None:
 
 def _autocasts() -> list[tuple[str, torch.dtype]]:
     """The kinds of device for which autocast is on, each with the type that it casts to."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
-    return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    found = [("cpu", torch.get_autocast_dtype("cpu"))] if torch.is_autocast_enabled("cpu") else []
+    if torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda"):
+        found.append(("cuda", torch.get_autocast_dtype("cuda")))
+    return found

@@ -20,6 +20,7 @@ from gaff.training.statistics import kernel
 from gaff.training.statistics import plain as in_torch
 
 _ROOM = 64
+_ROW_BYTES = 2048  # of a row: its 74 numbers, once more as plain ones when it is judged, and its key
 _UNITS = 1 << 14
 _NO_UNITS = [[-float("inf")], [float("inf")], [0.0]]  # largest, smallest, sum of magnitudes, before the first
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -55,6 +56,8 @@ class Accumulator:
         self._rows: dict[Key, Tensor] = {}
         self._aliases: dict[Key, list[Key]] = {}
         self._room: dict[torch.device, list[Tensor]] = {}
+        self._unread: dict[torch.device, Tensor] = {}  # rows that nobody reads
+        self._no_units: dict[tuple[torch.device, int], Tensor] = {}  # tables before the first input, by width
         self.units: dict[Key, Tensor] = {}
         self.inputs: dict[Key, int] = {}  # values of each unit that its table has seen
         self.shares: dict[tuple[str, Key], tuple[Any, int]] = {}  # sums and what to divide them by
@@ -79,8 +82,7 @@ class Accumulator:
         some = tensor[: max(1, _UNITS // each)]
         table = self.units.get(key)
         if table is None or table.shape[1] != count:
-            empty = torch.tensor(_NO_UNITS, dtype=torch.float64, device=tensor.device)
-            table = self.units[key] = empty.repeat(1, count)
+            table = self.units[key] = self._new_table(tensor.device, count)
         self.inputs[key] = self.inputs.get(key, 0) + some.numel() // (count * inner) * inner
         self._ops(tensor.device).observe_units_(some, self._scratch(tensor.device), table, inner, False)
 
@@ -106,6 +108,11 @@ class Accumulator:
             self._aliases.setdefault(known, []).append(key)
         if known in self.units:
             self.units[key], self.inputs[key] = self.units[known], self.inputs[known]
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory rows and tables take, on whatever devices they are, with the objects around them."""
+        return len(self._rows) * _ROW_BYTES + sum(one.nbytes for one in self.units.values())
 
     def rows(self, ending: str) -> Iterator[tuple[Key, Tensor]]:
         """The keys whose address ends with ``ending``, such as ``:grad``, with their rows, which go on being filled."""
@@ -138,8 +145,17 @@ class Accumulator:
         return self._kernel if self._kernel is not None and device.type == "cpu" else in_torch
 
     def _scratch(self, device: torch.device) -> Tensor:
-        """An empty row that nobody reads."""
-        return torch.tensor(EMPTY, dtype=torch.float64, device=device)
+        """A row that nobody reads, for what wants to write one."""
+        if device not in self._unread:
+            self._unread[device] = torch.tensor(EMPTY, dtype=torch.float64, device=device)
+        return self._unread[device]
+
+    def _new_table(self, device: torch.device, count: int) -> Tensor:
+        """A table for so many units; a copy of one that was made before, since to make it takes as long as counting."""
+        if (device, count) not in self._no_units:
+            empty = torch.tensor(_NO_UNITS, dtype=torch.float64, device=device)
+            self._no_units[device, count] = empty.repeat(1, count)
+        return self._no_units[device, count].clone()
 
     def _new_row(self, device: torch.device) -> Tensor:
         """An empty row; many are made at once, since a launch on a device costs more than their memory."""

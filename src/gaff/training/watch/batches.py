@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from gaff.address.nested import iter_tensors, size_bytes
+from gaff.address.nested import size_bytes
 from gaff.inspection.nonfinite.rerun import Batch
-from gaff.training.watch import step_facts
 from gaff.training.watch.models import Model
 
-_KEPT = 16  # batches of one step: the last ones
+_KEPT = 16  # batches of one step
+_FIRST = 4  # runs of a step of which each is kept
+_THEN = 64  # of so many one
 _KEPT_BYTES = 1 << 28
 
 
@@ -18,27 +19,39 @@ class StepBatches:
 
     Holds the user's tensors, by reference and not copied, only until the step is over; then the watcher calls
     ``clear``. Used on the thread that trains. A step may have several batches, where gradients are accumulated or
-    several models train.
+    several models train. Where it has hundreds, as the step of a policy that acts once a call, all are counted, and
+    beyond the first 4 every 64th is kept: with each goes a random state of 5 KB, and to ask for so much memory between
+    many small tensors takes longer than to run a small model.
     """
 
     def __init__(self) -> None:
         self.kept: list[tuple[Model, Batch]] = []
         self.samples = 0  # that models were given since they were last taken
+        self._runs = 0  # of the step
         self._size = self._largest = 0
+        self._bytes: list[int] = []  # of the inputs of the batches that are kept, as far as they were counted
+
+    @property
+    def counted_only(self) -> int:
+        """How many of the runs that come next in this step need only be counted."""
+        return _THEN - 1 if self._runs >= _FIRST else 0
 
     def add(self, model: Model, args: Any, kwargs: Any) -> Batch:
         """Keep what a run of ``model`` that begins is given, and return it, with the random state that it meets.
 
-        At most the last 16 batches of a step are held, and at most 256 MB of inputs, but always the latest one. Waits
-        for no device.
+        At most 16 batches of a step are held, the latest ones that were added, and at most 256 MB of inputs, but always
+        the latest one. Waits for no device.
         """
         batch = Batch.of(args, kwargs)
+        tensors = [tensor for tensor, _ in batch.versions]
         self.kept.append((model, batch))
-        while len(self.kept) > 1 and (len(self.kept) > _KEPT or self._bytes() > _KEPT_BYTES):
-            del self.kept[0]
-        self._size = step_facts.batch_size(args, kwargs)
-        self.samples += self._size * any(True for _ in iter_tensors((args, kwargs)))  # keywords are not always seen
+        self._runs += 1
+        if len(self.kept) > 1:
+            self._make_room()
+        self._size = next((int(tensor.shape[0]) for tensor in tensors if tensor.dim()), 1)
         self._largest = max(self._largest, self._size)
+        if tensors:  # keywords are not always seen
+            self.samples += self._size
         return batch
 
     def is_rest(self) -> bool:
@@ -53,7 +66,14 @@ class StepBatches:
     def clear(self) -> None:
         """The step is over: let go of its batches."""
         self.kept.clear()
+        self._bytes.clear()
+        self._runs = 0
 
-    def _bytes(self) -> int:
-        """The bytes of all inputs that are held; a tensor that several batches share counts in each of them."""
-        return sum(size_bytes(one) for _, batch in self.kept for _, one in iter_tensors((batch.args, batch.kwargs)))
+    def _make_room(self) -> None:
+        """Let go of the oldest batches beyond what may be kept; what several share counts in each of them."""
+        for _, batch in self.kept[len(self._bytes) :]:
+            self._bytes.append(sum(size_bytes(tensor) for tensor, _ in batch.versions))
+        held = sum(self._bytes)
+        while len(self.kept) > 1 and (len(self.kept) > _KEPT or held > _KEPT_BYTES):
+            del self.kept[0]
+            held -= self._bytes.pop(0)

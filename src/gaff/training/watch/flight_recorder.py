@@ -52,7 +52,6 @@ class FlightRecorder:
         self._keeper = BatchSaver(out) if out is not None and keeps_batches else None
         self._before: Any = None
         self._notes: list[str] = []
-        self._spent_s = 0.0
         self._first: tuple[str, bytes] = "", b""
 
     @property
@@ -80,11 +79,9 @@ class FlightRecorder:
         are read, and none that is on a device.
         """
         if self._ring is not None and not self._first[0]:
-            began = time.perf_counter()
             state = batch.random[0]
             random = bytes_of(state) if state.device.type == "cpu" else b""
             self._first = step_facts.fingerprint(batch.args, batch.kwargs, _CHECKED), random
-            self._spent_s += time.perf_counter() - began
 
     def ended(self, step: int, seconds: float, numbers: StepNumbers, samples: int) -> None:
         """Write the row of a step that has ended, or of one in whose middle the run has.
@@ -94,22 +91,15 @@ class FlightRecorder:
         """
         (batch, random), self._first = self._first, ("", b"")
         if self._ring is not None:
-            began = time.perf_counter()
             known = {name: _here(value) for name, value in numbers.losses.items()}
             flight = Flight(step, time.time(), seconds, numbers.lr, _here(numbers.scale), samples, batch, known, random)
             self._ring.write(flight)
             self.recent.append(flight)
-            self._spent_s += time.perf_counter() - began
 
     def leave(self, text: str) -> None:
         """Keep, beside the last steps, why the record is not written any further."""
         if self._ring is not None:
             self._ring.leave(text)
-
-    def take_spent(self) -> float:
-        """The seconds that rows have cost since this was last asked; the watcher counts them as spent on looking."""
-        spent, self._spent_s = self._spent_s, 0.0
-        return spent
 
     def keep(self, step: int, why: str, batches: Batches) -> str:
         """Write the last of ``batches`` to disk, with its model's weights; the path of the file, or an empty text.

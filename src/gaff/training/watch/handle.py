@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -57,8 +58,17 @@ class Watch:
 
     @property
     def overhead(self) -> float:
-        """The share of the time since the beginning that went into watching, such as 0.01; 0 before the first step."""
+        """The share of the time since the first step that went into watching, such as 0.01; 0 before it was over.
+
+        All that gaff does in the process counts, on this thread and on its own. What came until the first step was over
+        is told apart, as ``startup_s``: it is the same for a long run as for a short one.
+        """
         return self._watcher.pace.overhead
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds that went into watching until the first step was over: the record, the models, the first look."""
+        return self._watcher.pace.startup_s
 
     @property
     def failure(self) -> str | None:
@@ -82,7 +92,10 @@ def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any
     for one in optimizers:
         if not hasattr(one, "param_groups"):
             raise PlanError(f"optimizer={type(one).__name__}: expected a torch.optim.Optimizer, or a list of them")
-    return Watch(Watcher(settings, models, optimizers))
+    began = perf_counter()
+    watcher = Watcher(settings, models, optimizers)
+    watcher.shield.note(perf_counter() - began)
+    return Watch(watcher)
 
 
 def rank_of_process() -> int:

@@ -15,6 +15,7 @@ from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.shield import Shield
 
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
+_EVER = 1 << 62
 _MOST_RUNS = 256  # without any step
 
 
@@ -41,6 +42,11 @@ class Looks:
         self._looked_at_eval: int | None = None  # step of the latest one that was looked at
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
         self._random: Tensor | None = None  # state of the random numbers when an evaluation began
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody looks at anything, and no hook of ours is on."""
+        return self.sampled is None and self._target is None and not self._calls.is_on
 
     def begin(self, step: int) -> None:
         """Begin to look at step number ``step``: hooks are on from here until ``end``."""
@@ -91,10 +97,12 @@ class Looks:
         where it has a dropout or a BatchNorm, and was so ten times in a row or for the first time in five steps: a
         rollout or a teacher that runs in each step is no evaluation.
         """
-        self._evals += 1
+        runs = 1 + (self._calls.passing.passed if self._evals else 0)  # those before it that were only counted
+        self._calls.passing.passed = 0
+        self._evals += runs
         since, self._latest_eval = step - self._latest_eval, step
         if module.training and not torch.is_grad_enabled():
-            self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + 1
+            self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs
         self._target = None
         if self._evals in _LOOKED_AT and (self._evals > 1 or self._may_evaluate(step, distance)):
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
@@ -105,6 +113,9 @@ class Looks:
             sampled.root_given(model.name, *given)
             self._calls.switch(is_on=True)
             self._random = torch.get_rng_state()
+        elif self.sampled is None:
+            coming = next((one for one in _LOOKED_AT if one > self._evals), _EVER) - self._evals - 1
+            self._calls.count_only(coming, trains=False)
 
     def follow(self, model: Model) -> None:
         """A run of ``model`` begins: hooks inside its compiled code are on exactly where somebody looks."""

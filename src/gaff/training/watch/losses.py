@@ -69,6 +69,7 @@ class Losses:
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
+        self._latest: tuple[Any, int, int, str] = (self, 0, 0, "")  # place in the code and name of the last one
         self._past: dict[str, PastLosses] = {}
         self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
 
@@ -86,12 +87,9 @@ class Losses:
         ``at``: its place, where backward runs from several. ``is_sampled``: what the autograd graph behind it tells
         is of interest, see ``facts``.
         """
-        known = next((one for one in self._scaled if one[0]() is tensor), None)
+        known = next((one for one in self._scaled if one[0]() is tensor), None) if self._scaled else None
         named = tensor if known is None else known[1]()
-        place = caller(), at
-        if place not in self.names:
-            self.names[place] = self._new_name(name_of_loss(named) if named is not None else "loss")
-        name = self.names[place]
+        name = self._name(named, at)
         if known is not None:
             self.scale = _scale_of(known[3])
         scale = 1.0 if known is None else self.scale
@@ -118,6 +116,21 @@ class Losses:
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now = {}
+
+    def _name(self, loss: Tensor | None, at: int) -> str:
+        """What a loss is called that comes from the place in the code that leads here, as it was at the first time.
+
+        Most come from where the last one came from: that is asked first, since the hash of code takes long.
+        """
+        code, instruction = caller()
+        last_code, *last, name = self._latest
+        if code is not last_code or last != [instruction, at]:
+            place = code, instruction, at
+            if place not in self.names:
+                self.names[place] = self._new_name(name_of_loss(loss) if loss is not None else "loss")
+            name = self.names[place]
+            self._latest = (*place, name)
+        return name
 
     def _new_name(self, name: str) -> str:
         """A name for a loss that comes from another place in the code than all others: numbered where it is taken."""
@@ -157,18 +170,18 @@ class PastLosses:
     def add(self, value: float) -> None:
         """Take in a new value; the one before the last 128 is forgotten, and taken out of the sums."""
         self.values.append(value)
-        self._count(value - self.first, 1)
+        difference = value - self.first
+        self._sum += difference
+        self._squares += difference * difference
         if len(self.values) > _LENGTH:
-            self._count(self.values.popleft() - self.first, -1)
+            difference = self.values.popleft() - self.first
+            self._sum -= difference
+            self._squares -= difference * difference
 
     def moments(self) -> tuple[float, float]:
         """Mean and standard deviation (of the population) of the values held; there must be one at least."""
         offset = self._sum / len(self.values)
         return self.first + offset, math.sqrt(max(0.0, self._squares / len(self.values) - offset * offset))
-
-    def _count(self, difference: float, sign: int) -> None:
-        self._sum += sign * difference
-        self._squares += sign * difference * difference
 
 
 def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from gaff.address.resolve import unwrap
 from gaff.compat import autograd
 from gaff.engine.exported import try_run_as
 from gaff.engine.process import stack_room
-from gaff.engine.process.calls import ClassCalls, ModuleHooks
+from gaff.engine.process.calls import ClassCalls, ModuleHooks, Passing
 from gaff.training.watch.compiled import InsideCompiled
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.shield import FRAMES, Shield
@@ -65,7 +65,7 @@ class ModelCalls:
             0, None
         )  # torch's function that called the hook, and then the module
         self._expected: set[type] = set()
-        self._is_on = False  # somebody looks
+        self.passing = Passing()  # runs that are only counted
         self._inside_compiled = InsideCompiled(models, self._left)
         self._graphs = ExitStack()  # exported ones that run as trees of modules
 
@@ -92,12 +92,18 @@ class ModelCalls:
 
         Exported graphs run as trees of modules meanwhile, since they would call no module.
         """
+        self.passing.left = 0
         self.switch(is_on=is_on)
         self._graphs.close()
         if is_on:
             try_run_as([tree for model in self._models.all for tree in model.graphs], self._graphs)
         for model in self._models.all:
             self._inside_compiled.look(model, is_on=is_on)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether hooks are on just now that must be switched off again, global ones or those in compiled code."""
+        return self._hooks.is_on or self._inside_compiled.is_needed()
 
     def switch(self, *, is_on: bool) -> None:
         """Put torch's global module hooks on or take them off.
@@ -115,11 +121,21 @@ class ModelCalls:
             self._hooks.switch_off()
             self._inside_compiled.look(model, is_on=is_on)
 
+    def count_only(self, runs: int, *, trains: bool) -> None:
+        """Let as many of the next runs like the one in progress only be counted: a step may have hundreds.
+
+        What else happens ends it: a backward pass, a step, a look.
+        """
+        if self._inside is not None and not self._inside_compiled.is_needed() and not self.has_compiled_function:
+            self.passing.begin(self._inside, runs, trains=trains)
+            self._calls.pass_over(type(self._inside), self.passing)
+
     def left_model(self) -> None:
         """Note that backward or a step has begun: no model is running, whatever a call that raised has left noted."""
         if self._hooked is not None:
             stack_room.settle()
         self._inside = self._hooked = None
+        self.passing.left = 0
 
     def compiled(self, function: Any) -> None:
         """Note that ``torch.compile`` was called: its code must not see hooks on all modules, or be compiled once more.
@@ -229,7 +245,7 @@ class ModelCalls:
     def _wants(self, module: nn.Module) -> bool:
         """Whether a call of this module, made now, may be an outermost one of a known model."""
         self._forget_raised()
-        if self._inside is not None or not self._shield.is_open:
+        if self._inside is not None or self.passing.is_inside or not self._shield.is_open:
             return False
         return module in self._known or type(module) in self._expected
 
@@ -241,14 +257,16 @@ class ModelCalls:
         ended. A forward that a checkpoint repeats runs inside a backward pass and is no run.
         """
         shield = self._shield
-        is_outermost = shield.is_open and self._inside is None and autograd.backward_task() == -1  # no recomputation
-        if is_outermost and type(module) in self._expected and module not in self._known and shield.is_mine():
+        if self._inside is not None or not shield.is_open or autograd.backward_task() != -1:  # the last: recomputed
+            return call(module, *args, **kwargs)
+        if type(module) in self._expected and module not in self._known and shield.is_mine():
             self._hooks.switch_off()
             shield.run(self._discover, module, None)
-        model = self._known.get(module) if is_outermost else None
+        model = self._known.get(module)
         if model is None or not shield.is_mine():
             return call(module, *args, **kwargs)
         self._inside = module
+        self.passing.left = 0
         stack_room.widen(_AROUND + _HOOK)
         shield.run(self._told.begins, model, module, args, kwargs, False)
         try:

@@ -1,7 +1,7 @@
 """The optimizers' side of a step: where the loop is, who steps, what steps change, whether gradients were cleared.
 
 The watcher tells it of each step at its beginning and its end. What is counted of a step goes into the look in
-progress, and so does the time that this takes.
+progress.
 """
 
 from __future__ import annotations
@@ -58,13 +58,11 @@ class OptimizerSteps:
         """
         if sampled is None:
             return
-        began = perf_counter()
         has_moments = self.looks % _MOMENTS == 0
         update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments)
         update.was_cleared = has_closure or self.clearing.was_cleared(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
-        sampled.cost_s += perf_counter() - began
 
     def ends(self, optimizer: Any, sampled: SampledStep | None) -> bool:
         """Count a step that an optimizer has made; whether that ends the step of the run. Others may still follow.
@@ -74,11 +72,9 @@ class OptimizerSteps:
         is_end = self.optimizers.stepped(optimizer)
         self.in_a_row = 0
         if sampled is not None:
-            began = perf_counter()
             update = self.updates.get(id(optimizer))
             if update is not None:
                 update.end()
-            sampled.cost_s += perf_counter() - began
         if is_end:
             self._skipper = None
             self._stepped = {id(optimizer)}

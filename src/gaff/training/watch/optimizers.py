@@ -50,13 +50,14 @@ class Optimizers:
     def stepped(self, optimizer: Any) -> bool:
         """Count a step of ``optimizer``; whether it ends a step of the run, being the leader's."""
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
-        twice = self._now[optimizer] = self._now.get(optimizer, 0) + 1
         leader = self._leader() if self._leader is not None else None
-        if leader is None or twice > 1:
+        if leader is not optimizer:
+            twice = self._now[optimizer] = self._now.get(optimizer, 0) + 1
+            if leader is not None and twice == 1:
+                return False
             self._leader = weakref.ref(optimizer)
-        elif leader is not optimizer:
-            return False
-        self._now.clear()
+        if self._now:
+            self._now.clear()
         return True
 
     def forget(self) -> None:

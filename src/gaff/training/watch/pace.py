@@ -7,29 +7,47 @@ measured, not set. ``Pace`` does that; ``Alone`` measures something else of each
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median_low
 from time import perf_counter
 
 _SERIES: tuple[int, ...] = tuple(digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
 _DENSE = 25  # with time in hand, a run of n steps is looked at about n/25 steps apart
 _SPARSE = 5  # the same once half of that time is spent
 _SMOOTH = 0.3  # weight of the newest measurement
+_REMEMBERED = 9  # looks whose costs tell what one costs
+_LEARNING = 5  # looks until that is known
+_PATIENCE = 5.0  # times the cost of a look that pass before the next one, while it is not, for each look until then
+_OUTLIER = 4.0  # times what a look costs: more is an accident, such as another process, and held against no later look
 
 
 class Pace:
-    """Decides whether to look at a step, and adds up what looking has cost.
+    """Decides whether to look at a step, and adds up what watching costs.
 
     ``every``: a fixed distance; None adapts it to ``budget``. Distances are 1, 2, 5, 10, 20, 50 ... steps, so that all
-    processes of a run look at the same ones. A run may first spend ``allowance_s`` seconds, so that short ones are seen
-    at all; after that ``budget`` of the time that passes. Times are measured by the caller; nothing here reads a clock.
-    ``spent_s`` and ``total_s`` are seconds since the beginning.
+    processes of a run look at the same ones. A run may first spend ``allowance_s`` seconds on looks, so that short ones
+    are seen at all. After that ``budget`` of the time that passes is shared: what is done at every step, looked at or
+    not, comes first, and looks get the rest, at least half of it.
+
+    Times are measured by the caller; nothing here reads a clock. ``startup_s``: seconds until the first step was over
+    that are no later step's, such as those of making the record and of the first look. It makes everything ready, and
+    says nothing of what a look costs. After it, ``spent_s`` and ``total_s`` are the seconds that went into watching,
+    and those that passed.
     """
 
     def __init__(self, budget: float, every: int | None = None, allowance_s: float = 0.5) -> None:
         self._budget = budget
         self._every = every
         self._allowance_s = allowance_s
-        self._cost_s = 0.0  # of one look
-        self._step_s = 0.0  # of a step without one
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)  # of the last looks, beyond what every step costs
+        self._cost_s = 0.0  # of one look: the median of these
+        self._older_s = 0.0  # of the looks before these, as far as it counts against the budget
+        self._charged_s = 0.0  # of all of them
+        self._waited_s = 0.0  # time since the last look
+        self._step_s = 0.0  # of a step without a look, watching left out
+        self._latest = 1  # distance, when it was last asked for
+        self._presence_s = 0.0  # what watching costs in such a step
+        self.startup_s = 0.0
         self.spent_s = 0.0
         self.total_s = 0.0
 
@@ -37,13 +55,14 @@ class Pace:
     def distance(self) -> int:
         """Steps from one look to the next, as things are: the least of the series at which looking keeps to the budget.
 
-        It is the mean cost of a look over what the budget allows for one step; 1, as long as nothing was measured.
+        It is the median cost of the last looks over what the budget leaves for them in one step; 1, as long as nothing
+        was measured.
         """
         if self._every is not None:
             return self._every
         if not self._step_s or not self._cost_s:
             return 1
-        wanted = self._cost_s / (self._step_s * self._budget)
+        wanted = self._cost_s / (self._step_s * self._share)
         return next((one for one in _SERIES if one >= wanted), _SERIES[-1])
 
     def is_due(self, step: int) -> bool:
@@ -51,43 +70,96 @@ class Pace:
 
         With a fixed distance that alone decides. Else, within the allowance looks may be nearer than the budget allows,
         and their distance grows with the run; once more has been spent than is allowed by now, no step is looked at
-        until the time has made up for it.
+        until the time has made up for it. While few looks have told what one costs, the next one comes all the same
+        when five times as long has passed, ten times after two, and so on: the first may have been slow by accident.
         """
         if self._every is not None:
             return step % self._every == 0
-        distance = self.distance
-        if self.spent_s + self._cost_s <= self._allowance_s:
-            dense = _DENSE if self.spent_s < 0.5 * self._allowance_s else _SPARSE
-            growth = next(one for one in reversed(_SERIES) if one <= max(1, step // dense))
-            distance = min(distance, growth)
-        elif self.spent_s > self._allowance_s + self._budget * self.total_s:
+        if step % 10 and self._latest >= 10:  # a multiple of ten then
+            return False
+        distance = self._latest = self.distance
+        charged = self._charged_s
+        dense = _DENSE if charged < 0.5 * self._allowance_s else _SPARSE
+        growth = next(one for one in reversed(_SERIES) if one <= max(1, step // dense))
+        if charged + self._cost_s <= self._allowance_s:
+            distance = self._latest = min(distance, growth)
+        elif len(self._costs) < _LEARNING:
+            patience_s = _PATIENCE * len(self._costs) * self._costs[-1] if self._costs else 0.0
+            return self._waited_s >= patience_s and step % growth == 0
+        elif charged > self._allowance_s + self._share * self.total_s:
             return False  # a costly beginning is paid back
         return step % distance == 0
 
-    def passed(self, seconds: float) -> None:
-        """Take in a step without a look, and how many seconds it took."""
-        self.total_s += seconds
-        self._measure(seconds)
+    def stepped(self, step: int, seconds: float, cost_s: float, is_look: bool) -> None:
+        """Take in step number ``step``; of the first one only the cost, which is that of the preparations, too."""
+        if step == 0:
+            self.startup_s += cost_s
+        elif is_look:
+            self.looked(seconds, cost_s)
+        else:
+            self.passed(seconds, cost_s)
+
+    def passed(self, seconds: float, cost_s: float = 0.0) -> None:
+        """Take in a step without a look that took ``seconds``, of which ``cost_s`` went into watching."""
+        self._add(seconds, cost_s)
+        self._waited_s += seconds
+        if self._presence_s and cost_s > _OUTLIER * self._presence_s:  # an evaluation was looked at
+            extra_s = self._charge(cost_s - self._presence_s)
+            self._older_s += extra_s
+            self._charged_s += extra_s
+        self._presence_s = _smoothed(self._presence_s, cost_s)
+        self._step_s = _smoothed(self._step_s, max(seconds - cost_s, 1e-6))
 
     def looked(self, seconds: float, cost_s: float) -> None:
-        """Take in a step that took ``seconds``, of which ``cost_s`` went into looking at it."""
-        self.total_s += seconds
-        self.spend(cost_s)
-        self._cost_s = cost_s if not self._cost_s else self._cost_s + _SMOOTH * (cost_s - self._cost_s)
-        self._measure(max(seconds - cost_s, 1e-6))  # the first step of a run is a slow one: it is soon forgotten
+        """Take in a step that took ``seconds``, of which ``cost_s`` went into watching: it was looked at."""
+        self._add(seconds, cost_s)
+        self._waited_s = 0.0
+        if len(self._costs) == _REMEMBERED:
+            self._older_s += self._charge(self._costs[0])
+        self._costs.append(max(cost_s - self._presence_s, 0.0))
+        self._recount()
+        self._step_s = _smoothed(self._step_s, max(seconds - cost_s, 1e-6))  # the first is slow, and soon forgotten
 
-    def _measure(self, seconds: float) -> None:
-        """Take in how long a step takes without a look: an exponential mean; the newest has a weight of 0.3."""
-        self._step_s = seconds if not self._step_s else self._step_s + _SMOOTH * (seconds - self._step_s)
-
-    def spend(self, seconds: float) -> None:
-        """Count seconds that looking has cost, also off the training thread, which waits for the interpreter then."""
-        self.spent_s += seconds
+    def spend(self, looks_s: float, others_s: float = 0.0) -> None:
+        """Count seconds off the training thread, which waits for the interpreter then: of looks, and of all else."""
+        if not self.total_s:
+            self.startup_s += looks_s + others_s
+            return
+        self.spent_s += looks_s + others_s
+        if self._costs and looks_s:
+            self._costs[-1] += looks_s  # it is what the last look has left to do
+            self._recount()
 
     @property
     def overhead(self) -> float:
-        """The share of the run's time that went into looking; nothing spent yet: 0."""
+        """The share of the time since the first step that went into watching; 0 before there was any."""
         return self.spent_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def _share(self) -> float:
+        """The share of the time that looks may take: what every step costs leaves half of the budget at least."""
+        presence = self._presence_s / self._step_s if self._step_s else 0.0
+        return max(self._budget - presence, 0.5 * self._budget)
+
+    def _recount(self) -> None:
+        """Work out anew what a look costs, and what looks have cost as far as that counts against the budget.
+
+        Of one that took unusually long so much counts as four usual ones.
+        """
+        self._cost_s = median_low(self._costs)
+        self._charged_s = self._older_s + sum(map(self._charge, self._costs))
+
+    def _charge(self, cost_s: float) -> float:
+        return min(cost_s, _OUTLIER * self._cost_s)
+
+    def _add(self, seconds: float, cost_s: float) -> None:
+        self.total_s += seconds
+        self.spent_s += cost_s
+
+
+def _smoothed(known: float, new: float) -> float:
+    """An exponential mean, in which the newest has a weight of 0.3, and is taken for four times the mean at most."""
+    return known + _SMOOTH * (min(new, _OUTLIER * known) - known) if known else new
 
 
 class Alone:

@@ -59,7 +59,7 @@ class Reporter:
         self._worker = Worker(self._job_failed)
         self._series = StepSeries()
         self._began = self._flushed = self._lined = perf_counter()
-        self._spent = 0.0  # of the worker's time, as far as it was taken
+        self._spent = 0.0, 0.0  # of the worker's time, as far as it was taken
         self._noted: set[str] = set()
         self._has_complained = False
         self._written: list[dict[str, Any]] = []  # findings, as they are in the record
@@ -105,7 +105,7 @@ class Reporter:
         """
         read = reading_of(sampled, parameters, values, perf_counter() - self._began)
         notes = sorted(sampled.notes)
-        self._worker.put(lambda: self._take(*read(), notes), is_vital=False)
+        self._worker.put_look(lambda: self._take(*read(), notes), sampled.size_bytes)
 
     def add(self, finding: Finding, step: int) -> None:
         """Hand over a finding that no rule has made: it is told and written as those of rules are."""
@@ -142,10 +142,10 @@ class Reporter:
             self._lined = now
             self._worker.put(lambda: self._line(step, pace))
 
-    def take_spent(self) -> float:
-        """Processor time of the other thread, in seconds, since this was last asked."""
-        spent, self._spent = self._worker.spent_s - self._spent, self._worker.spent_s
-        return spent
+    def take_spent(self) -> tuple[float, float]:
+        """Processor time of the other thread, in seconds, since this was last asked: of looks, and of all else."""
+        (looks, others), self._spent = self._spent, (self._worker.looks_s, self._worker.others_s)
+        return self._spent[0] - looks, self._spent[1] - others
 
     def pause(self) -> None:
         """Wait until no job is left, and no thread of ours: the process is about to fork."""
@@ -185,7 +185,7 @@ class Reporter:
             for what, lines in changes():
                 self._recorder.event("changes", step, what=what, lines=lines)
             self._write_findings(step, is_last=True)
-            told = {"overhead": pace.overhead, "seconds": pace.total_s, "notes": [*notes, *broken], "error": why}
+            told = {**_share(pace), "notes": [*notes, *broken], "error": why}
             self._recorder.event("end", step, **told)
         except OSError as refused:
             self._job_failed(refused)
@@ -208,7 +208,7 @@ class Reporter:
     def _flush(self, step: int, pace: Pace) -> None:
         """Hand over what has been collected of every step, and how far the run is, for readers of a run in progress."""
         pulses = self._series.take()
-        told = {"overhead": pace.overhead, "every": pace.distance, "seconds": pace.total_s}
+        told = {**_share(pace), "every": pace.distance}
 
         def job() -> None:
             if pulses:
@@ -285,6 +285,11 @@ def _ask(rule: Rule, sample: Sample, past: Past) -> list[Hit] | str:
         return list(rule(sample, past))
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
+
+
+def _share(pace: Pace) -> dict[str, float]:
+    """What watching has cost so far, for the record: a share of the time since the first step, and what came before."""
+    return {"overhead": pace.overhead, "startup": pace.startup_s, "seconds": pace.total_s}
 
 
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -88,15 +87,14 @@ class SampledStep:
 
     Hooks call ``left`` for modules; gradients come by themselves, through the ``shield``. All in the thread that
     trains. A module that returns what the last one returned is not read twice. What a checkpoint recomputes is not
-    counted twice; gradients that only the recomputation can bring are taken from it. ``cost_s`` is the time that the
-    looking took, ``modules_called`` are models and paths, ``notes`` what could not be looked at.
+    counted twice; gradients that only the recomputation can bring are taken from it. ``modules_called`` are
+    models and paths, ``notes`` what could not be looked at.
     """
 
     def __init__(self, step: int, phase: str, models: Models, shield: Shield) -> None:
         self.step = step
         self.phase = phase
         self.numbers = Accumulator()
-        self.cost_s = 0.0
         self.runs = 0
         self.notes: set[str] = set()
         self.facts: dict[str, Any] = {}
@@ -117,6 +115,11 @@ class SampledStep:
                 self.numbers.alias(key, one.known)
                 self.numbers.alias(one.gradient, other.gradient)
 
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory the numbers take that were counted."""
+        return self.numbers.size_bytes
+
     def nonfinite_gradient(self) -> Key | None:
         """A parameter's gradient that holds NaN or inf. Only of those on the CPU: never waits for a device."""
         return _first(self.numbers.rows(":grad"), NEGATIVE)
@@ -131,7 +134,6 @@ class SampledStep:
 
         ``stands``: in compiled code, by identity of a tensor what hears of its gradient; None outside of it.
         """
-        began = perf_counter()
         self._stands = stands
         entry = self._models.entries.get(module)
         if entry is not None and self.is_open:
@@ -139,11 +141,9 @@ class SampledStep:
                 self._recomputed(entry, output)
             else:
                 self._called(entry, args, output)
-        self.cost_s += perf_counter() - began
 
     def root_given(self, model: str, args: Any, kwargs: Any) -> None:
         """The outermost module is about to be called: the first of its floating tensors are looked at."""
-        began = perf_counter()
         self.runs += 1
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None
@@ -151,7 +151,6 @@ class SampledStep:
                 place = () if key == (0, 0) else key[1:]
                 self.numbers.observe((model, str(Site(port="input", key=place))), value)
                 self._latest.set(tensor, None, is_inside=self._stands is not None)
-        self.cost_s += perf_counter() - began
 
     def run_ends(self) -> None:
         """The outermost module has returned, or raised: what it returned is the program's alone."""
@@ -250,13 +249,11 @@ class SampledStep:
         """A gradient has come by, inside backward."""
         if not self.is_open:
             return
-        began = perf_counter()
         value = readable(gradient)
         if value is not None:
             self.numbers.observe(key, value)
         elif autograd.is_wrapper(gradient):
             self.notes.add("a backward pass was batched (is_grads_batched): its gradients are not looked at")
-        self.cost_s += perf_counter() - began
 
     def _observe(self, key: Key, value: Tensor, channels_at: int | None) -> None:
         """Add a tensor's numbers, and in training those of its units in the dimension ``channels_at``."""

@@ -31,11 +31,14 @@ def reading_of(
     step, phase, scale = sampled.step, sampled.phase, sampled.scale
 
     def read() -> tuple[Sample, Sequence[Key], Tensor]:
-        table = torch.cat([one.cpu() for one in rows]) if rows else torch.zeros(0, WIDTH, dtype=torch.float64)
+        here = [one.cpu() for one in rows]
+        rows.clear()  # a look at a large model holds much
+        table = here[0] if len(here) == 1 else torch.cat([torch.zeros(0, WIDTH, dtype=torch.float64), *here])
         table = _unscale(keys, table, losses.read(scale))
         sample = Sample(step, phase, seconds)
-        sample.rows = {key: Numbers(row) for key, row in zip(keys, table.tolist(), strict=True)}
-        sample.units = {key: _units(one.cpu(), inputs[key]) for key, one in units.items()}
+        known = memoryview(bytes_of(table)).cast("d")  # a list of Python's numbers would take four times as much
+        sample.rows = {key: Numbers(known[at * WIDTH : (at + 1) * WIDTH]) for at, key in enumerate(keys)}
+        sample.units = _all_units(units, inputs)
         sample.shares = {name: float(total) / max(1, count) for name, (total, count) in shares.items()}
         sample.parameters = {key: step_facts.read(one) for key, one in parameters.items()}
         sample.losses = {name: losses.read(value) for name, value in values.items()}
@@ -45,19 +48,35 @@ def reading_of(
     return read
 
 
-def _units(table: Tensor, inputs: int) -> Units:
-    """What a table of units tells: which were active or constant, and how far the largest stands out.
+def _all_units(tables: Mapping[Key, Tensor], inputs: Mapping[Key, int]) -> dict[Key, Units]:
+    """What tables of units tell; those of one size are read together. In the order of ``tables``."""
+    by_size: dict[int, list[Key]] = {}
+    for key, table in tables.items():
+        by_size.setdefault(table.shape[1], []).append(key)
+    found: dict[Key, Units] = {}
+    for keys in by_size.values():
+        several = torch.stack([tables[key].cpu() for key in keys])
+        found.update(zip(keys, _units(several, [inputs[key] for key in keys]), strict=True))
+    return {key: found[key] for key in tables}
 
-    ``table``: [3, n], see ``gaff.training.statistics.plain.observe_units_``. ``inputs``: how many values of each unit
-    it has seen.
+
+def _units(tables: Tensor, inputs: Sequence[int]) -> list[Units]:
+    """What tables of units tell: which were active or constant, and how far the largest stands out.
+
+    ``tables``: [k, 3, n], see ``gaff.training.statistics.plain.observe_units_``. ``inputs``: how many values of each
+    unit each of them has seen.
     """
-    largest, smallest, magnitude = table
+    largest, smallest, magnitude = tables.unbind(1)
     size = torch.maximum(largest.abs(), smallest.abs())
-    active = int.from_bytes(bytes_of(size >= 1e-5), "little")
-    is_constant = bool((largest - smallest <= 1e-6 * size).all()) and bool((size > 0).any())
-    middle = float(magnitude.median())
-    outlier = float(magnitude.max()) / middle if middle else math.nan
-    return Units(table.shape[1], inputs, active, is_constant, outlier)
+    count = tables.shape[2]
+    active = bytes_of(size >= 1e-5)
+    is_constant = ((largest - smallest <= 1e-6 * size).all(1) & (size > 0).any(1)).tolist()
+    middle, most = magnitude.median(1).values.tolist(), magnitude.amax(1).tolist()
+    return [
+        Units(count, seen, int.from_bytes(active[at * count : (at + 1) * count], "little"), is_constant[at],
+              most[at] / middle[at] if middle[at] else math.nan)
+        for at, seen in enumerate(inputs)
+    ]  # fmt: skip
 
 
 def _unscale(keys: Sequence[Key], table: Tensor, scale: float) -> Tensor:

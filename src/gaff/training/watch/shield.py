@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ class Shield:
 
     Behind it the program sees nothing: not by modes and subclasses of its own, which torch would tell of every
     operation, nor by its recursion limit, against which frames of gaff's would count.
+
+    All that gaff does on the program's threads goes through here, so that it is measured here: ``take_spent``.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
@@ -30,6 +33,9 @@ class Shield:
         self.is_quiet = threading.RLock()  # held while something is done: who closes it waits for that
         self._failed = failed
         self._thread = 0
+        self._spent_s = 0.0  # less the time at which the call in progress began
+        self._depth = 0  # 1 inside such a call
+        self._elsewhere_s = 0.0  # on threads of autograd's own
 
     def is_mine(self) -> bool:
         """Whether this is the thread that trains: the first one that has ever asked."""
@@ -47,6 +53,10 @@ class Shield:
         if not self.is_open:
             return
         room = stack_room.widen(FRAMES)
+        is_outer = self.is_mine() and not self._depth
+        began = perf_counter()
+        if is_outer:
+            self._depth, self._spent_s = 1, self._spent_s - began
         try:
             with self.is_quiet, torch._C.DisableTorchFunction():
                 if not self.is_open:  # it was closed while this thread waited
@@ -61,7 +71,25 @@ class Shield:
             self._failed(error)
         finally:
             stack_room.narrow(room)
+            if is_outer:
+                self._depth, self._spent_s = 0, self._spent_s + perf_counter()
+            elif not self.is_mine():
+                self._elsewhere_s += perf_counter() - began
 
     def around(self, action: Callable[..., Any]) -> Callable[..., None]:
         """``action``, called through the shield."""
         return partial(self.run, action)
+
+    def note(self, seconds: float) -> None:
+        """Count seconds that gaff has spent on this thread outside of ``run``."""
+        self._spent_s += seconds
+
+    def take_spent(self) -> float:
+        """Seconds that gaff has spent here since this was last asked, also in the call going on.
+
+        To be called from inside what ``run`` calls.
+        """
+        now = perf_counter()
+        spent, self._spent_s = self._spent_s + now + self._elsewhere_s, -now
+        self._elsewhere_s = 0.0
+        return spent

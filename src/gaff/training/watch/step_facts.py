@@ -50,10 +50,14 @@ def _beginning(tensor: Tensor, most: int) -> Tensor:
 
     Each dimension is narrowed first, so that no more than a few times as many are copied, whatever the strides are.
     """
+    if tensor.is_contiguous():
+        return tensor.view(-1)[:most]
     for dimension, size in enumerate(tensor.shape):
         inside = tensor.numel() // size  # elements of one index of this dimension
         if tensor.numel() > most:
             tensor = tensor.narrow(dimension, 0, max(1, min(size, -(-most // inside))))
+        if tensor.shape[dimension] > 1:  # less of a further one would leave out some in the middle
+            break
     return tensor.reshape(-1)[:most]
 
 

@@ -14,6 +14,8 @@ import torch
 from gaff.training.watch import losses
 from gaff.training.watch.losses import StepNumbers
 
+_ASKED = 16  # steps from one question whether several processes train together to the next
+
 
 class Pulse(NamedTuple):
     """What is kept of one step; losses and scale may still be on a device."""
@@ -47,7 +49,8 @@ class StepSeries:
 
         Something that has neither a loss nor a duration is no step and is left out.
         """
-        self._is_spread = self._is_spread or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if not len(self._pulses) % _ASKED and not self._is_spread:
+            self._is_spread = torch.distributed.is_available() and torch.distributed.is_initialized()
         if pulse.numbers.losses or pulse.seconds:
             self._pulses.append(pulse)
 

@@ -7,10 +7,10 @@ closure belongs to its step.
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 
-class State(Enum):
+class State(IntEnum):
     """Where a training loop is."""
 
     IDLE = auto()  # between runs; nothing in progress
@@ -22,7 +22,7 @@ class State(Enum):
     ENDED = auto()  # the leading optimizer has made its step; others may follow
 
 
-class LoopEvent(Enum):
+class LoopEvent(IntEnum):
     """What the hooks of a process tell."""
 
     RUN_BEGINS = auto()
@@ -74,15 +74,15 @@ class StepState:
         self.ended_at: float | None = None
 
     def enter(self, event: LoopEvent) -> bool:
-        """Go on to the state that ``event`` leads to; whether the step before is over by it, and to be completed."""
-        is_over = self.is_over_by(event)
-        following = TABLE[self.state, event]
-        self.state = State.ENDED if following is State.IDLE and self.ended_at is not None else following
-        return is_over
+        """Go on to the state that ``event`` leads to; whether the step before is over by it, and to be completed.
 
-    def is_over_by(self, event: LoopEvent) -> bool:
-        """Whether ``event`` tells that a step which has ended is over, steps of other optimizers included."""
-        return self.ended_at is not None and self.state is not State.CLOSURE and event not in _FOLLOWING
+        It is where it has ended and ``event`` is none that may follow within it, as steps of other optimizers may.
+        """
+        has_ended = self.ended_at is not None
+        is_over = has_ended and self.state is not State.CLOSURE and event not in _FOLLOWING
+        following = TABLE[self.state, event]
+        self.state = State.ENDED if has_ended and following is State.IDLE else following
+        return is_over
 
     def complete(self) -> float:
         """Note that the step is over, and return when it ended, in seconds of ``time.perf_counter``.

@@ -74,14 +74,16 @@ class Update:
         Parameters that no watched model has, and those whose numbers cannot be read, are left out.
         """
         with torch.no_grad():
+            values = []
             for group, parameter in parameters_of(self.optimizer):
                 named = self._models.name_of(parameter)
                 value = readable(parameter)
                 if named is not None and value is not None:
                     self.owned.append(Owned(*named, parameter, group, some_of(value).clone()))
+                    values.append(value)
             if not self._has_closure:
                 self._read_gradients()
-            self._observe("param", [(one, readable(one.parameter)) for one in self.owned])
+            self._observe("param", list(zip(self.owned, values, strict=True)))
 
     def _read_gradients(self) -> None:
         """Add the gradients as the step is given them: accumulated over backward passes, reduced over processes.

@@ -20,6 +20,7 @@ from gaff.address.resolve import unwrap
 
 _PASSED_ON = ("self", "cls", "args", "kwargs", "_")
 _LIBRARIES = ("torch", "gaff", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "ignite", "fastai")
+_IS_LIBRARY: dict[str, bool] = {}  # by the name of a module of Python's
 _MOST = 200  # entries of a list, dict or object that are looked at
 
 
@@ -63,9 +64,15 @@ def caller() -> tuple[Any, int]:
 
     Frames of torch, gaff and training frameworks are passed over; (None, 0) where there are no others.
     """
-    for frame in _frames():
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        is_library = _IS_LIBRARY.get(name)
+        if is_library is None:
+            is_library = _IS_LIBRARY[name] = name.partition(".")[0] in _LIBRARIES
+        if not is_library:
             return frame.f_code, frame.f_lasti
+        frame = frame.f_back
     return None, 0
 
 

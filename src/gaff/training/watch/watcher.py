@@ -82,13 +82,14 @@ class Watcher:
         """Install hooks and wrappers: from now on what happens in this process is told. The first step is looked at."""
         self.shield.is_open = True
         self._flight.follow_signal()
-        self._steps.at.began = perf_counter()
+        self._steps.at.began = began = perf_counter()
         self._outer.open()
         forks.follow(self)
         atexit.register(self._exit)
         for model in self._models.all:
             self.reporter.model(model, 0)
         self._begin_look()
+        self.shield.note(perf_counter() - began)
 
     def close(self, error: BaseException | None = None) -> None:
         """Take everything away and finish the record; a look at a step that has not ended is left out.
@@ -159,7 +160,7 @@ class Watcher:
             self._looks.pass_over()
         else:
             self._looks.evaluation_begins(self.step, model, module, (args, kwargs), self.pace.distance)
-        if not is_late:
+        if not is_late and not self._looks.is_idle:
             self._looks.follow(model)
 
     def _trains(self, model: Model, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -169,17 +170,19 @@ class Watcher:
         batch = self._batches.add(model, args, kwargs)
         self._alone.forward_begins()
         self._flight.begins(batch)
+        if self._batches.counted_only and self._looks.sampled is None:
+            self._calls.count_only(self._batches.counted_only, trains=True)
 
     def _run_ends(self, model: Model, module: nn.Module) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
-        self._looks.run_ends(self.step, model, module)
+        if not self._looks.is_idle:
+            self._looks.run_ends(self.step, model, module)
 
     def _run_ends_late(self) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
         self._looks.go_on()
 
     def _evaluated(self, sampled: SampledStep) -> None:
-        self.pace.spend(sampled.cost_s)
         self.reporter.look(sampled, {}, {})
 
     # backward passes and steps
@@ -254,15 +257,13 @@ class Watcher:
 
     def _complete(self) -> None:
         """A step of the run is over, with those of other optimizers: hand on what was seen; maybe look at the next."""
-        now, ended = perf_counter(), self._steps.at.complete()
+        ended = self._steps.at.complete()
         seconds, self._steps.at.began = ended - self._steps.at.began, ended
-        self.pace.spend(self.reporter.take_spent() + self._flight.take_spent())
         sampled = self._end_look() if self._looks.sampled is not None else None
         self._pulse(seconds)
-        if sampled is not None:
-            self.pace.looked(seconds, sampled.cost_s + perf_counter() - now)
-        else:
-            self.pace.passed(seconds)
+        self.pace.spend(*self.reporter.take_spent())
+        self.pace.stepped(self.step, seconds, self.shield.take_spent() + self._calls.passing.take_spent(),
+                          sampled is not None)  # fmt: skip
         self.step += 1
         self._batches.clear()
         if self.pace.is_due(self.step) or self._flight.is_asked:
@@ -273,7 +274,7 @@ class Watcher:
         self.reporter.tick(self.step, self.pace)
 
     def _pulse(self, seconds: float) -> None:
-        samples, numbers = self._batches.take_samples(), self._losses.numbers()
+        samples, numbers = self._batches.take_samples() + self._calls.passing.take_samples(), self._losses.numbers()
         if samples and not seconds:  # the run has ended in the middle of a step
             self._flight.ended(self.step, seconds, numbers, samples)
         self.reporter.pulse(

@@ -11,30 +11,45 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-_MOST = 256  # jobs that may wait; further ones are dropped and counted
+_MOST = 256  # jobs that may wait; looks beyond them are dropped and counted
+_MOST_BYTES = 1 << 26  # that looks which wait may hold
 
 
 class Worker:
     """Does jobs one after the other on a thread of its own, which is started by the first and ends with ``stop``.
 
-    A job that raises is given to ``failed``, on that thread. ``dropped``: jobs that were not taken, since too many
-    waited. ``spent_s``: the processor time of the thread, which holds the interpreter back from the training thread.
-    The thread is a daemon: it does not keep the process from ending.
+    A job that raises is given to ``failed``, on that thread. ``dropped``: looks that were not taken, since too many
+    waited. The processor time of the thread, which holds the interpreter back from the training thread: ``looks_s`` of
+    looks, ``others_s`` of all else. The thread is a daemon: it does not keep the process from ending.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._taken = self._done = 0  # bytes of all looks
         self.dropped = 0
-        self.spent_s = 0.0
+        self.looks_s = 0.0
+        self.others_s = 0.0
 
-    def put(self, job: Callable[[], None], *, is_vital: bool = True) -> None:
-        """Hand over a job; returns at once. One that is not vital is dropped, and counted, where too many wait."""
-        if not is_vital and self._jobs.qsize() >= _MOST:
+    def put(self, job: Callable[[], None]) -> None:
+        """Hand over a job; returns at once."""
+        self._put(job, 0)
+
+    def put_look(self, job: Callable[[], None], size: int) -> None:
+        """Hand over a look that holds ``size`` bytes; dropped, and counted, where too many wait or hold too much.
+
+        One is always taken, however large it is. Returns at once.
+        """
+        waiting = self._taken - self._done
+        if self._jobs.qsize() >= _MOST or (waiting and waiting + size > _MOST_BYTES):
             self.dropped += 1
             return
-        self._jobs.put(job)
+        self._taken += size
+        self._put(job, size)
+
+    def _put(self, job: Callable[[], None], size: int) -> None:
+        self._jobs.put((job, size))
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._work, name="gaff", daemon=True)
             try:
@@ -56,29 +71,34 @@ class Worker:
         """Forget thread and jobs, in a forked child: the thread is not there, and its jobs are the parent's."""
         self._thread = None
         self._jobs = SimpleQueue()
+        self._taken = self._done
 
     def _work(self) -> None:
         """The thread: do jobs until None comes, and add up the processor time that they take."""
         began = time.thread_time()
-        while (job := self._jobs.get()) is not None:
-            self._do(job)
+        while (one := self._jobs.get()) is not None:
+            self._do(*one)
             now = time.thread_time()
-            self.spent_s += now - began
+            if one[1]:
+                self.looks_s += now - began
+            else:
+                self.others_s += now - began
             began = now
 
     def _drain(self) -> None:
         """Do what was handed over after the thread was told to end, on the thread that asks."""
         while True:
             try:
-                job = self._jobs.get_nowait()
+                one = self._jobs.get_nowait()
             except Empty:
                 return
-            if job is not None:
-                self._do(job)
+            if one is not None:
+                self._do(*one)
 
-    def _do(self, job: Callable[[], None]) -> None:
+    def _do(self, job: Callable[[], None], size: int) -> None:
         """Do one job, and hand what it raises to ``failed``: an error of gaff's own must end nothing of the user's."""
         try:
             job()
         except Exception as error:  # noqa: BLE001  # nothing of ours may end a training run
             self._failed(error)
+        self._done += size
