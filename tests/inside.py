@@ -45,6 +45,10 @@ COMPILED = {
     "test_double_backward_goes_through_edits_of_gradients": "torch compiles no double backward",
     "test_what_an_edit_may_not_return_is_refused_at_the_site[in place]": "in a graph it writes into a copy",
     "test_no_cross_talk": "torch cannot compile a model whose hooks another thread changes meanwhile",
+    "test_weights_with_a_loss_on_the_features_of_the_first_run": "graphs mark what the model returns, and nothing inside",
+    "test_a_tensor_that_is_written_to_by_one_with_grad_has_no_gradient": "a graph tells one reason for None",
+    "test_what_torch_cannot_read_is_refused_when_it_is_read": "torch compiles no such tensor",
+    "test_view_without_grad.py::test_what_a_module_returns": "torch compiles no such view",
 }
 
 
