@@ -35,11 +35,7 @@ SESSIONS = {
         net, {"0": gaff.edits.scale(0.5), "2": gaff.edits.clamp(-1, 1), "4:grad_output": gaff.edits.clip(1.0)}
     ),
     "guard": lambda net, optimizer, out: gaff.guard(net),
-    "watch": lambda net, optimizer, out: gaff.watch(net, optimizer, out=out, every=1),
-}
-
-
-READ = {"watch": 1}  # the loss, as backward begins: of one on the CPU, where nobody waits
+}  # what watching does is hidden from modes; tests/test_gpu.py asks torch's own check about it
 
 
 @pytest.mark.parametrize("name", SESSIONS)
@@ -51,7 +47,7 @@ def test_hooks_read_nothing(name, tmp_path):
             optimizer.zero_grad()
             with Reads() as reads:
                 net(x).sum().backward()
-            assert reads.count == READ.get(name, 0)
+            assert reads.count == 0
             optimizer.step()
 
 
