@@ -173,7 +173,7 @@ class Reporter:
         if error is not None:
             self._due.append(type(error).__name__)
         self._worker.stop()
-        if self._due:  # a rule may have fired just now
+        if self._due or self._flight.is_asked:  # a rule may have fired just now
             self._write_flight(step)
             self._worker.stop()
         dropped = self._worker.dropped
