@@ -48,14 +48,17 @@ class Batch:
     is_unseen: bool = False  # of what the run was given nothing is known
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], *, holds_graphs: bool = True) -> Batch:
         """What a run is given, with the random state and modes it meets; to be called when the model is about to be.
 
-        Containers are made anew, since the model may take things out of a dict; tensors are not copied.
+        Containers are made anew, since the model may take things out of a dict; tensors are not copied. Without
+        ``holds_graphs`` the autograd graphs behind inputs are not held, and with them no parameters: those are the
+        program's to let go of, or to swap.
         """
         tensors = flat_tensors(args, kwargs)
-        if tensors is None:
-            args, kwargs = map_tensors((args, kwargs), _itself, _itself)  # the model may take things out of a dict
+        if tensors is None or not (holds_graphs or all(tensor.grad_fn is None for tensor in tensors)):
+            held = _itself if holds_graphs else _without_graph
+            args, kwargs = map_tensors((args, kwargs), held, _itself)  # the model may take things out of a dict
             tensors = [tensor for _, tensor in iter_tensors((args, kwargs))]
         else:
             kwargs = dict(kwargs)
@@ -118,6 +121,15 @@ def _again(
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
     return output
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """A tensor that is no leaf, as one that is none either and has the same memory, but another's graph behind it."""
+    if tensor.grad_fn is None:
+        return tensor
+    with torch.enable_grad():
+        leaf = tensor.detach().requires_grad_()
+        return leaf.view_as(leaf)
 
 
 def _itself(value: Any) -> Any:

@@ -42,7 +42,7 @@ class StepBatches:
         At most 16 batches of a step are held, the latest ones that were added, and at most 256 MB of inputs, but always
         the latest one. Waits for no device.
         """
-        batch = Batch.of(args, kwargs)
+        batch = Batch.of(args, kwargs, holds_graphs=False)
         tensors = [tensor for tensor, _ in batch.versions]
         self.kept.append((model, batch))
         self._runs += 1
