@@ -58,6 +58,8 @@ PARTS = "FSDP2 puts another parameter in place of the one that the test holds"
 SPARSE = "torch reduces no sparse gradients there"
 THREADS = "processes must call their models in one order, and threads keep none"
 AGAIN = "FSDP2 knows no double backward"
+INNER = "FSDP2 knows backward passes that begin at what the model returned"
+OWN = "FSDP2 gives each run an input of its own"
 
 SPREAD_OVER = ("fsdp2", "ddp")  # which torchrun runs
 NAMES = "torch gives the class a name of its own there"
@@ -110,7 +112,17 @@ SHARDED = {
     "test_gradient_penalty_has_bare_bits": AGAIN,
     "test_double_backward_goes_through_edits_of_gradients": AGAIN,
     "test_gradients_in_parts_are_refused": "FSDP2 brings a parameter's gradient in one part",
-    "test_one_backward_for_two_runs_is_told_once": "FSDP2 gives each run an input of its own",
+    "test_one_backward_for_two_runs_is_told_once": OWN,
+    "test_one_pass_over_two_runs_of_which_one_is_meant_raises": OWN,
+    "test_a_leaf_that_several_runs_met_without_a_mark_is_refused": OWN,
+    "test_leaves_of_two_runs_with_a_loss_on_features": INNER,
+    "test_edits_of_leaves_of_two_runs_are_made": INNER,
+    "test_weights_with_a_loss_on_the_features_of_the_first_run": INNER,
+    "test_a_loss_on_a_weight_alone_is_of_no_run": INNER,
+    "test_parameter_held_elsewhere.py": PARTS,
+    "test_share_of_second_order.py": AGAIN,
+    "test_an_input_that_is_written_to_without_grad_mode_and_returned": "its gradient is read off a sharded weight",
+    "test_view_without_grad.py::test_what_a_module_returns": "FSDP2 asks such a view whether it requires grad",
     "test_two_forwards_before_their_backwards_keep_their_runs": "calls a part of the model that is not gathered then",
     "test_self_attention": "FSDP2 shards no container",
     "test_no_cross_talk": THREADS,
