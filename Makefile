@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow fuzz foreign vision partners page page-check check house bench docs format clean
+.PHONY: demo more test slow survey fuzz foreign vision partners page page-check check house bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -43,6 +43,9 @@ slow: $(VENV)/.ready  ## compile, forty architectures, examples, types as users 
 	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside inductor -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside ddp -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside fsdp2 -W ignore
+
+survey: $(VENV)/.ready  ## the weights of fused attention, over all architectures of transformers that have both kinds
+	SURVEY=1 $(RUN) -m pytest tests/slow/test_attention_of_transformers.py -n 2
 
 MINUTES ?= 10
 fuzz: $(VENV)/.ready  ## fresh random programs against the truth for MINUTES=10: a table, and each failure as a small script
