@@ -550,3 +550,16 @@ def test_tied_weights_stay_tied_when_they_are_restored(tmp_path):
         other = Tied()
         other.one = nn.Linear(4, 3, bias=False)
         read_kept(kept_of(tmp_path / "run")[0]).restore(other)
+
+
+def test_a_handler_that_another_thread_could_not_take_away_gives_way(tmp_path):
+    import threading
+
+    first = gaff.watch(build_linear(), out=tmp_path / "first")
+    closes = threading.Thread(target=first.remove)
+    closes.start()
+    closes.join()
+    assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL
+    with gaff.watch(build_linear(), out=tmp_path / "second"):
+        assert signal.getsignal(signal.SIGUSR1).__self__._before is not None
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

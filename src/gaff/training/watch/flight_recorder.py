@@ -8,6 +8,7 @@ has failed, or somebody has sent SIGUSR1. Batches are written only with ``keep_b
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -138,16 +139,19 @@ class FlightRecorder:
         """
         number = getattr(signal, "SIGUSR1", None)
         is_main = threading.current_thread() is threading.main_thread()
-        if number is not None and is_main and signal.getsignal(number) == signal.SIG_DFL:
+        if number is not None and is_main and (signal.getsignal(number) == signal.SIG_DFL or _is_left(number)):
             self._before = signal.SIG_DFL
             signal.signal(number, self._ask)
 
     def close(self) -> None:
-        """The run is over: the signal is the script's again, and the ring is closed."""
-        if self._before is not None and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGUSR1) == self._ask:
-                signal.signal(signal.SIGUSR1, self._before)
-            self._before = None
+        """The run is over: the signal is the script's again, and the ring is closed.
+
+        Off the main thread Python sets no handlers: there ours stays, and gives way when the signal comes.
+        """
+        before, self._before = self._before, None
+        is_main = threading.current_thread() is threading.main_thread()
+        if before is not None and is_main and signal.getsignal(signal.SIGUSR1) == self._ask:
+            signal.signal(signal.SIGUSR1, before)
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -155,6 +159,15 @@ class FlightRecorder:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         """Only note that SIGUSR1 asks for the last steps: a handler may run between any two lines of the user's."""
         self.is_asked = True
+        if self._before is None:  # closed on another thread: the signal does what it did before
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _is_left(number: int) -> bool:
+    """Whether the handler of a signal is one that a recorder left behind which was closed on another thread."""
+    owner = getattr(signal.getsignal(number), "__self__", None)
+    return isinstance(owner, FlightRecorder) and owner._before is None
 
 
 def changes() -> Iterator[tuple[str, list[str]]]:
