@@ -241,7 +241,8 @@ def test_a_run_without_kept_batches_and_garbage_are_told(tmp_path, capsys):
 def test_the_signal_asks_for_the_last_steps_unless_the_script_has_a_use_for_it(tmp_path):
     model, told = build_linear(), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = signal.getsignal(signal.SIGUSR1)
+    before = signal.SIG_DFL
+    signal.signal(signal.SIGUSR1, before)
     with gaff.watch(model, optimizer, out=tmp_path / "run", tell=told.append):
         for step in range(200):
             model(torch.randn(2, 4)).sum().backward()
