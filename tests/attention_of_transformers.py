@@ -88,9 +88,10 @@ def small(name, value):
 
 
 def set_field(config, name, value):
+    """Set a field of a configuration; one that does not take the small value keeps its own."""
     try:
         setattr(config, name, value)
-    except (AttributeError, TypeError, ValueError, NotImplementedError):
+    except (AttributeError, TypeError, ValueError, NotImplementedError):  # read-only, or checked: its own value stays
         return
 
 
@@ -121,7 +122,7 @@ def inputs_of(model, config):
         return given
     if name == "input_values":
         return {"input_values": torch.randn(2, 512)}
-    raise NotImplementedError(f"main input {name}")
+    raise NotImplementedError(f"main input {name}")  # counted as "not built" by ``compare``, with this text as reason
 
 
 def build(kind, way):

@@ -1,5 +1,7 @@
 """A gradient penalty: what a differentiable backward pass made of a module's own nodes belongs to its share, too."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -51,7 +53,16 @@ def of_third_order(model, x):
     (second**2).sum().backward()
 
 
-@pytest.mark.parametrize("penalty", [of_the_input, of_the_weights, of_third_order])
+def of_two_passes(model, x):
+    out = model(x)
+    [first] = torch.autograd.grad(out.sum(), x, create_graph=True)
+    gc.collect()  # Python's objects of autograd nodes come and go
+    [second] = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
+    gc.collect()
+    (first + second).pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("penalty", [of_the_input, of_the_weights, of_third_order, of_two_passes])
 @pytest.mark.parametrize("block", [Square, Gate, nn.SiLU])
 def test_the_share_holds_second_derivatives(block, penalty):
     model = Residual(block()).double()

@@ -47,6 +47,12 @@ def is_wrapper(tensor: Tensor) -> bool:
 _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
+def metadata_of(node: Node) -> dict[Any, Any]:
+    """What anybody has put down at an autograd node: it lives and dies with the node, whose Python object may not."""
+    found: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # torch declares a method
+    return found
+
+
 class _Life:
     """Lives as long as the autograd nodes in whose metadata it lies."""
 
@@ -59,7 +65,7 @@ def graph_life(tensors: Iterable[Tensor]) -> weakref.ref[Any]:
     life = _Life()
     for tensor in tensors:
         if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[life] = None  # type: ignore[index]
+            metadata_of(tensor.grad_fn)[life] = None
     return weakref.ref(life)
 
 

@@ -299,21 +299,21 @@ def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int, s
 class _Derivatives:
     """The nodes whose backward makes nodes that hand a gradient to the input, too: those of the call, and theirs.
 
-    Held by hooks on the autograd graph alone, so that it lives and dies with that.
+    Held by hooks on the autograd graph alone, so that it lives and dies with that. A node that is hooked says so in its
+    metadata: torch makes the Python object of a node anew when nobody holds it, and to hold it here would be a circle.
     """
 
     def __init__(self, share: _Share, edge: Edge, since: int) -> None:
         self._share = share
         self._edge = edge
         self._since = since
-        self._known: set[int] = set()  # identities of nodes, which the graph holds
 
     def follow_roots(self, node: GraphNode | None) -> None:
         """Hook the nodes of the call that lie behind ``node``, the one of a tensor that the module returned."""
         waiting = [node]
         while waiting:
             one = waiting.pop()
-            if one is None or one is self._edge[0] or id(one) in self._known:
+            if one is None or one is self._edge[0] or self in autograd.metadata_of(one):
                 continue
             if autograd.sequence_of(one) >= self._since and not hasattr(one, "variable"):
                 self._follow(one)
@@ -321,7 +321,7 @@ class _Derivatives:
 
     def _follow(self, node: GraphNode) -> None:
         """Hook one node before and after it runs, and remember the number that autograd had reached before."""
-        self._known.add(id(node))
+        autograd.metadata_of(node)[self] = None
         first: list[int] = []
 
         def before(gradients: Any) -> None:
@@ -338,7 +338,7 @@ class _Derivatives:
         made: set[GraphNode] = set()
         roots = [tensor for tensor in handed if tensor is not None]
         feeding, _ = find_feeding(roots, self._edge, since, made=made)
-        made = {node for node in made if id(node) not in self._known and not hasattr(node, "variable")}
+        made = {node for node in made if self not in autograd.metadata_of(node) and not hasattr(node, "variable")}
         self._share.follow_more([(node, position) for node, position in feeding if node in made])
         for node in made:
             self._follow(node)
