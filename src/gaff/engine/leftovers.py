@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gaff.compat import checkpoints
 from gaff.engine.force_eager import forced_eager
-from gaff.engine.modules import Node
+from gaff.engine.node import Node
 from gaff.errors import ExactnessError
 
 

@@ -11,9 +11,9 @@ autograd graph. Which call is repeated is told by the node's ``Replay``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from gaff.compat import autograd, checkpoints, distributed
 from gaff.compat.autograd import backward_task, is_grad_enabled, is_outside_functions, transform_level
 from gaff.compat.checkpoints import has_saved_hooks, may_repeat, saved_hooks
-from gaff.engine.clock import Clock, Frame, Run
+from gaff.engine.clock import Frame, Run
 from gaff.engine.forwards import StandIn
+from gaff.engine.node import Node
 from gaff.engine.recomputation import Match, Passage, Replay
-from gaff.engine.streams import EntryArm, EntryChange, EntryTap, ExitArm, ExitChange, ExitTap
+from gaff.engine.streams import ExitChange
 from gaff.errors import PlanError
 
 MISSING: Any = object()
@@ -43,148 +44,51 @@ class Hook(partial):  # type: ignore[type-arg]  # the one subclass of a concrete
         return getattr, (nullcontext(), "__exit__")  # of the standard library: a pickle must not need gaff
 
 
-class Node:
-    """One hooked module in one session: what to call when it is entered and left. An op is handled as such a node, too.
+def install(node: Node, handles: list[Any], make: Callable[..., Any] = Hook, *, always: bool = True) -> None:
+    """Put the hooks of ``node`` on its module; ``handles`` takes what removes them, the last to be removed first.
 
-    The session makes it, hangs taps, arms and changes on it while it prepares, and calls ``install`` once; from then
-    on only the hooks read it. What is hung on it acts in the order of the tuples.
-
-    ``arms`` and ``entry_arms`` set gradient hooks; only they are called again when a reentrant checkpoint recomputes
-    the module, since its first pass had no autograd graph. Changes are made again in every recomputation.
-
-    ``index`` is its place in the counts of a run; an op has none of its own. It ends with the session, but for edits
-    that a living autograd graph still needs (``leftovers``).
+    ``make(function, node)`` makes a hook of one of the functions of this file; compiled code has hooks of its own
+    kind. ``always``: the last hook is called after exceptions, too. Where the order matters, hooks are moved
+    within torch's table of the module: an edited parameter stands in before anybody's hook uses it, who only looks
+    at what comes in comes last, and edits of outputs come first.
     """
+    module = node.module
+    for change in node.entry_changes:
+        around = getattr(change, "around", None)
+        if around is not None:
+            handles.append(StandIn(module, around))
+    if node.has_entry:
+        entered: Callable[..., Any] = before_edit if node.entry_changes else before
+        handles.append(module.register_forward_pre_hook(make(entered, node), with_kwargs=True))
+        _order_entry(node.module)
+    if len(node.exit_changes) == 1:
+        node.direct = getattr(node.exit_changes[0], "direct", None)
+    if node.exits or node.arms or node.exit_changes or node.mark is not None:
+        after: Callable[..., Any] = _after_edit if node.exit_changes else _after
+        handles.append(module.register_forward_hook(make(after, node), with_kwargs=True))
+        if node.exit_changes:
+            _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
+    if node.has_entry:
+        handles.append(module.register_forward_hook(make(leave, node), with_kwargs=True, always_call=always))
+    if node.scope is not None:
+        node.scope.install(handles)
+        # first of all: a function mode that somebody else's hook takes away must find itself on top
+        _order(module._forward_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=False)
 
-    above: frozenset[Node] = frozenset()  # hooked modules that contain this one
-    direct: Callable[[Tensor], Tensor | None] | None = None  # the only edit of the output, the short way
-    has_entry = False
-    has_swaps = False  # a parameter is edited, and this module may begin a run
-    entries: tuple[EntryTap, ...] = ()
-    exits: tuple[ExitTap, ...] = ()
-    entry_arms: tuple[EntryArm, ...] = ()
-    arms: tuple[ExitArm, ...] = ()
-    entry_changes: tuple[EntryChange, ...] = ()
-    exit_changes: tuple[ExitChange, ...] = ()
-    mark: Callable[[Any, Run], None] | None = None  # makes the run's backward passes known; begins no run by itself
-    scope: Any = None  # sees to the ops in the module's own forward
 
-    def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
-        self.module = module
-        self.clock = clock
-        self.open = clock.open  # the runs in progress, by thread
-        self.index = index
-
-    @cached_property
-    def replay(self) -> Replay:
-        """The calls that may be recomputed, as they are met at the entry of the module; made when first needed."""
-        return Replay()
-
-    @cached_property
-    def exit_replay(self) -> Replay:
-        """The calls that may be recomputed, as they are met at the exit of the module; made when first needed.
-
-        Apart from those at the entry, since calls inside one another are entered and left in different orders.
-        """
-        return Replay()
-
-    @property
-    def ops(self) -> list[Node]:
-        """What is asked of single ops in the module's own forward, as far as they have come."""
-        return [] if self.scope is None else list(self.scope.nodes())
-
-    def give_up(self, *, is_final: bool) -> None:
-        """Tell the gradient streams of calls without grad mode that nothing recomputed them.
-
-        Those are told whose checkpoint is gone; with ``is_final``, when the session closes, all that are left.
-        """
-        for op in self.ops:
-            op.give_up(is_final=is_final)
-        if not (self.entry_arms or self.arms or self.entry_changes or self.exit_changes):
-            return
-        entries, exits = (*self.entry_arms, *self.entry_changes), (*self.arms, *self.exit_changes)
-        sides: tuple[tuple[Replay, tuple[Any, ...]], ...] = (self.replay, entries), (self.exit_replay, exits)
-        for replay, asked in sides:
-            for passage in replay.give_up(is_final=is_final):
-                for one in asked if not passage.has_graph else ():
-                    one.give_up(passage.run, passage.call)
-
-    def repeats(self) -> bool:
-        """Whether an autograd graph is alive whose recomputation needs the edits of this module."""
-        return any(True for _ in self.regions())
-
-    def regions(self) -> Iterator[Any]:
-        """The checkpoints whose autograd graphs are alive, with calls of this module or its ops.
-
-        Each is the frame of a non-reentrant checkpoint or the autograd node of a reentrant one; none is held here.
-        """
-        made = vars(self)
-        for name in ("replay", "exit_replay"):
-            if name in made:
-                yield from made[name].regions()
-        for op in self.ops:
-            yield from op.regions()
-
-    def drop_arms(self) -> None:
-        """Let go of the gradient streams: they know their node, and the circle would wait for a collector."""
-        self.arms = self.entry_arms = ()
-        for op in self.ops:
-            op.drop_arms()
-
-    def drop_changes(self) -> None:
-        """Let go of the edits, which know their node; nothing is repeated from then on."""
-        self.entry_changes = self.exit_changes = ()
-        for name in ("replay", "exit_replay"):
-            if name in vars(self):
-                vars(self)[name].forget()
-        for op in self.ops:
-            op.drop_changes()
-
-    def install(self, handles: list[Any], make: Callable[..., Any] = Hook, *, always: bool = True) -> None:
-        """Put the hooks on the module; ``handles`` takes what removes them, the last to be removed first.
-
-        ``make(function, node)`` makes a hook of one of the functions of this file; compiled code has hooks of its own
-        kind. ``always``: the last hook is called after exceptions, too. Where the order matters, hooks are moved
-        within torch's table of the module: an edited parameter stands in before anybody's hook uses it, who only looks
-        at what comes in comes last, and edits of outputs come first.
-        """
-        module = self.module
-        for change in self.entry_changes:
-            around = getattr(change, "around", None)
-            if around is not None:
-                handles.append(StandIn(module, around))
-        if self.has_entry:
-            entered: Callable[..., Any] = before_edit if self.entry_changes else before
-            handles.append(module.register_forward_pre_hook(make(entered, self), with_kwargs=True))
-            self._order_entry()
-        if len(self.exit_changes) == 1:
-            self.direct = getattr(self.exit_changes[0], "direct", None)
-        if self.exits or self.arms or self.exit_changes or self.mark is not None:
-            after: Callable[..., Any] = _after_edit if self.exit_changes else _after
-            handles.append(module.register_forward_hook(make(after, self), with_kwargs=True))
-            if self.exit_changes:
-                _order(module._forward_hooks, lambda hook: hook.func is _after_edit, is_last=False)
-        if self.has_entry:
-            handles.append(module.register_forward_hook(make(leave, self), with_kwargs=True, always_call=always))
-        if self.scope is not None:
-            self.scope.install(handles)
-            # first of all: a function mode that somebody else's hook takes away must find itself on top
-            _order(module._forward_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=False)
-
-    def _order_entry(self) -> None:
-        """Put the hooks at the entry of the module in order, where there are others."""
-        module = self.module
-        if len(module._forward_pre_hooks) > 1:
-            # an edited parameter stands in before hooks that use it, as those of weight_norm and pruning do
-            _order(
-                module._forward_pre_hooks,
-                lambda hook: hook.func is before_edit and hook.args[0].has_swaps,
-                is_last=False,
-            )
-            _order(module._forward_pre_hooks, lambda hook: hook.func is before, is_last=True)
-            distributed.fsdp_first(module)
-            # ops are looked at in a run, which the hooks of nodes begin
-            _order(module._forward_pre_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
+def _order_entry(module: nn.Module) -> None:
+    """Put the hooks at the entry of the module in order, where there are others."""
+    if len(module._forward_pre_hooks) > 1:
+        # an edited parameter stands in before hooks that use it, as those of weight_norm and pruning do
+        _order(
+            module._forward_pre_hooks,
+            lambda hook: hook.func is before_edit and hook.args[0].has_swaps,
+            is_last=False,
+        )
+        _order(module._forward_pre_hooks, lambda hook: hook.func is before, is_last=True)
+        distributed.fsdp_first(module)
+        # ops are looked at in a run, which the hooks of nodes begin
+        _order(module._forward_pre_hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)
 
 
 def _order(hooks: Any, is_wanted: Callable[[Hook], bool], *, is_last: bool) -> None:

@@ -20,7 +20,8 @@ from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import WHY_EAGER, run_as, trees_of
 from gaff.engine.force_eager import keep_eager
 from gaff.engine.leftovers import Lingering, Release, remove_all
-from gaff.engine.modules import Node
+from gaff.engine.modules import install
+from gaff.engine.node import Node
 from gaff.engine.ops.mode import forget
 from gaff.engine.ops.workers import worker_watch
 from gaff.engine.process.optimizer import StepCount
@@ -132,7 +133,7 @@ class Session:
                 if self._inside is not None:
                     self._inside.install(node, hooks[-1][1])
                 else:
-                    node.install(hooks[-1][1])
+                    install(node, hooks[-1][1])
             wiring.follow_leaves(opening)
             if wiring.scopes:
                 opening.enter_context(worker_watch)

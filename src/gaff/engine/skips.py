@@ -11,7 +11,7 @@ from typing import Any
 
 from gaff.compat.autograd import backward_task
 from gaff.engine.clock import Frame
-from gaff.engine.modules import Node
+from gaff.engine.node import Node
 from gaff.engine.recomputation import Passage
 from gaff.engine.streams import EditStream, EntryChange
 

@@ -17,7 +17,7 @@ from gaff.compat import distributed
 from gaff.compat.compiler import has_asked_to_compile, has_compiled, stance
 from gaff.compat.memory import memory_of
 from gaff.engine.force_eager import forced_eager
-from gaff.engine.modules import Node
+from gaff.engine.node import Node
 from gaff.errors import PlanError
 
 _PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)

@@ -29,9 +29,10 @@ from gaff.engine.gradients.pending import Gradients
 from gaff.engine.gradients.ports import InputGradient, OutputGradient, PassMark, find_input, report_missing
 from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.gradients.share import InputShare
-from gaff.engine.modules import Node
+from gaff.engine.node import Node
 from gaff.engine.ops.attention import WeightsChange, WeightsTap
-from gaff.engine.ops.mode import OpListener, Scope, Want, drop
+from gaff.engine.ops.mode import ModuleScope, drop
+from gaff.engine.ops.scope import OpListener, Scope, Want
 from gaff.engine.parameters.edits import ParameterEdits, Swap
 from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import StateValue, called_above, owners_of
@@ -203,7 +204,7 @@ class Wiring:
         """What sees to the ops of a module, made when they are first asked for; it shares the set of known modules."""
         node = self._node(found.module)
         if node.scope is None:
-            node.scope = Scope(node, found.site.path)
+            node.scope = ModuleScope(node, found.site.path)
             node.has_entry = True
             node.scope.notes = self._notes
             if not self._known and self._model is not None:

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from gaff.compat import autograd, checkpoints
 from gaff.engine.compiled.structure import has_grad_mode, rebuild, stand_ins, structure_of
 from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell, tell_gradients
-from gaff.engine.modules import MISSING, Node
+from gaff.engine.modules import MISSING
+from gaff.engine.node import Node
 from gaff.engine.recomputation import Passage
 from gaff.errors import PlanError
 

@@ -21,7 +21,8 @@ from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
 from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook, OwnForward
 from gaff.engine.compiled.tell import Inside
 from gaff.engine.force_eager import EAGER, forced_eager
-from gaff.engine.modules import Node, before, before_edit, leave
+from gaff.engine.modules import before, before_edit, install, leave
+from gaff.engine.node import Node
 from gaff.engine.process.calls import is_compiled
 from gaff.engine.taps import CallTap, EditTap, Tap
 from gaff.errors import ExactnessError
@@ -200,7 +201,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             return made
 
         # not always called: compiled code guards the numbers of such hooks, and would be compiled anew each time
-        node.install(handles, make, always=False)
+        install(node, handles, make, always=False)
         handles.append(OwnForward(node.module))
 
     def __exit__(self, *exc: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gaff.address.nested import iter_tensors, put_argument
 from gaff.compat import autograd, memory
-from gaff.engine.gradients.pending import ArmedShare
+from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.share import find_feeding, roots_of
 from gaff.engine.recomputation import Passage

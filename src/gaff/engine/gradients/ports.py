@@ -16,8 +16,9 @@ from gaff.address.grammar import Key, Site, print_key
 from gaff.address.nested import dig, dig_argument, first_tensor, iter_tensors
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Frame, Run
-from gaff.engine.gradients.pending import Armed, ArmedLeaf, ArmedView, Gradients
-from gaff.engine.modules import Node
+from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedView
+from gaff.engine.gradients.pending import Gradients
+from gaff.engine.node import Node
 from gaff.engine.streams import ExitArm, Stream
 from gaff.errors import SiteError
 

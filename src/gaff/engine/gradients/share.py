@@ -17,7 +17,8 @@ from gaff.address.nested import iter_deep, iter_tensors
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
-from gaff.engine.gradients.pending import BATCHED, Armed, Gradients
+from gaff.engine.gradients.armed import Armed
+from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
 from gaff.engine.streams import ExitArm, Stream
 

@@ -18,7 +18,6 @@ from gaff.compat.checkpoints import may_repeat
 from gaff.compat.memory import version_of
 from gaff.engine.clock import Frame, Run
 from gaff.engine.modules import (
-    Node,
     arm_after,
     arm_after_again,
     arm_before,
@@ -27,6 +26,7 @@ from gaff.engine.modules import (
     change_exit,
     find_match,
 )
+from gaff.engine.node import Node
 from gaff.engine.ops.names import find_place
 from gaff.engine.recomputation import Passage
 from gaff.errors import PlanError

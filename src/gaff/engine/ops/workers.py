@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 from torch.overrides import TorchFunctionMode
 
 from gaff.compat.modes import call_frames
-from gaff.engine.ops.mode import Scope, scopes_of
+from gaff.engine.ops.mode import scopes_of
 from gaff.engine.ops.names import NAMES, name_of
+from gaff.engine.ops.scope import Scope
 from gaff.errors import PlanError
 
 UNSEEN = "a forward runs ops on another thread, where they are no sites"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gaff.address.resolve import Found
 from gaff.compat import autograd, modes
 from gaff.engine.clock import Frame, Run
-from gaff.engine.modules import Node
+from gaff.engine.node import Node
 from gaff.engine.parameters.substitutes import Standing
 from gaff.engine.parameters.values import OFFLOADED
 from gaff.engine.recomputation import Passage

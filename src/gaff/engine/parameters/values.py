@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gaff.address.resolve import Found, is_container
 from gaff.compat import libraries
 from gaff.engine.clock import Run
-from gaff.engine.modules import Node
+from gaff.engine.node import Node
 from gaff.engine.streams import Stream
 
 OFFLOADED = "it lies on the meta device between calls (offloaded), and nothing tells its value"
