@@ -249,8 +249,6 @@ class Checker:
         ):
             self.tally.unclear[event.unclear] += 1
             return
-        if event.is_leaf and self.is_told_of_leaf(got, where, event, told):
-            return
         if event.without_grad and not told:
             self.tally.unclear["grad mode was off in this call"] += 1
             return
@@ -261,22 +259,6 @@ class Checker:
         """The same gradients in the same order, not counting those that are zero."""
         true, told = ([one for one in some if not self.close(one, None)] for some in (true, told))
         return len(true) == len(told) and all(map(self.close, true, told))
-
-    def is_told_of_leaf(self, got: Any, where: Where, event: Event, told: list[Tensor]) -> bool:
-        """Of a leaf each backward pass is told with a run that it is of: what is told here is true, and nothing lacks."""
-        passes, runs = event.passes, event.spot.contributors  # type: ignore[union-attr]
-        if not all(any(self.close(one, other) for other in passes.values()) for one in told):
-            return False
-        for number, gradient in passes.items():
-            if event.run not in runs.get(number, ()) or any(self.close(gradient, one) for one in told):
-                continue
-            try:
-                others = [got.run(run).all(address_of(where)) for run in runs[number] - {event.run}]
-            except gaff.GaffError:
-                continue  # summed with another run's, and refused there
-            if not any(one is not None and self.close(gradient, one) for some in others for one in some):
-                return False
-        return True
 
     def read_parameter(self, got: Any, where: Where, event: Event) -> None:
         self.tally.gradients += 1

@@ -82,12 +82,20 @@ class Spot:
         self.seen = seen
         self.actions: list[Callable[[Tensor], Tensor | None]] = []
         self.contributors: dict[int, set[int]] = {}  # of a leaf: by backward pass, the runs that used it
+        self.met: set[int] = set()  # of a leaf: the runs that it went into
         self.start(value)
 
     def start(self, value: Tensor) -> None:
         self.origin = self.value = value
         if value.requires_grad:
             value.register_hook(lambda gradient: acted(self.actions, gradient))
+
+    def runs_of(self, number: int) -> set[int]:
+        """The runs that are told the gradient which backward pass ``number`` brings to this leaf.
+
+        Those that contribute to it; where none does (a loss of the leaf itself), the runs that it went into.
+        """
+        return self.contributors.get(number, self.met)
 
     def restored(self) -> Callable[[], None]:
         """To be called when its users are to get again what they get now."""
@@ -102,8 +110,8 @@ class Spot:
         """The value as it is now: with what was written into the memory behind autograd's back."""
         if memory._version != self.seen:
             self.seen = memory._version
-            if not torch.equal(memory, self.value):
-                with torch.enable_grad():
+            with torch.enable_grad(), torch._C.DisableTorchFunction():  # also where the program's mode is on
+                if not torch.equal(memory, self.value):
                     numbers = memory.clone()
                     self.value = Overwritten.apply(self.value, numbers) if self.value.requires_grad else numbers
         return self.value
@@ -138,7 +146,7 @@ class Ref(Tensor):
             return self.cell.spot
         if self._of is not self.cell.spot:  # the base was changed: torch makes the view anew, too
             value = self.cell.spot.shown(self.cell.memory)
-            with torch.enable_grad():
+            with torch.enable_grad(), torch._C.DisableTorchFunction():  # also where the program's mode is on
                 for step in self.chain:
                     value = step(value)
             self._of, self._own = self.cell.spot, Spot(value, self.memory._version)
@@ -320,7 +328,8 @@ class World(TorchFunctionMode):
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self.paths.get(id(module))
-        if path is None or torch._C._current_graph_task_id() != -1:  # a recomputation, where values are recorded
+        is_again = torch._C._current_graph_task_id() != -1  # a recomputation, where values are recorded
+        if path is None or is_again or (self.depth == 0 and self.in_thread):  # or a thread of a recomputation
             return CALL(module, *args, **kwargs)
         ends = self._begin_run() if self.depth == 0 else []
         self.depth += 1
@@ -455,6 +464,8 @@ class World(TorchFunctionMode):
         event.is_leaf = spot.origin.is_leaf and spot.origin.requires_grad
         if whole is not None and len(places(whole, tensor)) > 1:
             event.unclear = "twice in the output"
+        if event.is_leaf:
+            spot.met.add(self.run)
         if event.is_leaf and not any(one is spot for one in self.leaves):
             self.leaves.append(spot)
             ref.read()
@@ -469,7 +480,12 @@ class World(TorchFunctionMode):
 
     def _arrives(self, event: Event) -> Callable[[Tensor], None]:
         def arrives(gradient: Tensor) -> None:
-            passes = event.passes
+            passes, spot = event.passes, event.spot
+            if event.is_leaf and event.run >= 0:
+                if self.passes not in spot.contributors and len(spot.met) > 1:
+                    event.unclear, event.is_open = "a loss of a leaf that several runs met", True
+                elif event.run not in spot.runs_of(self.passes):
+                    return
             old = passes.get(self.passes)
             passes[self.passes] = gradient.detach().clone() if old is None else old + gradient.detach()
 
@@ -481,7 +497,7 @@ class World(TorchFunctionMode):
             run = self.run
 
             def act(gradient: Tensor) -> Tensor:
-                if spot.origin.is_leaf and port != "grad" and run not in spot.contributors.get(self.passes, ()):
+                if port != "grad" and spot.met and run not in spot.runs_of(self.passes):
                     return gradient  # a backward pass of another run
                 return change.act(gradient)
 
@@ -692,14 +708,28 @@ class World(TorchFunctionMode):
     # -- what the program calls in the place of torch's own
 
     def checkpoint(self, function: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
-        """An ordinary call; a reentrant one makes a graph only where an argument asks for it."""
+        """An ordinary call; a reentrant one makes a graph only where an argument asks for it, and hands on what is made.
+
+        What the program gets from a reentrant one are other tensors for autograd than those made inside: a hook that
+        is set on them comes before the gradient goes in.
+        """
         wants = any(self.ref_of(one).read().requires_grad for one in args if isinstance(one, Tensor))
         self.reentrant += use_reentrant
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and (wants or not use_reentrant)):
-                return function(*args, **kwargs)
+                output = function(*args, **kwargs)
+                return walk(output, self._handed_on) if use_reentrant else output
         finally:
             self.reentrant -= use_reentrant
+
+    @plain
+    def _handed_on(self, tensor: Tensor) -> Tensor:
+        """A tensor in the same memory, with an autograd node of its own."""
+        ref = self.ref_of(tensor)
+        value = ref.read()
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        return Ref.made(Cell(ref.memory, Tap.apply(value, [])), ref.memory)
 
     @plain
     def copied(self, model: nn.Module) -> nn.Module:

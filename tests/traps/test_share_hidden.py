@@ -70,6 +70,24 @@ def test_a_forward_with_a_branch_on_another_thread(on_two_threads):
     torch.testing.assert_close(got["1:input_grad"], weight.sum(0).expand(2, 3))
 
 
+@pytest.mark.parametrize("is_input", [True, False])
+def test_a_worker_that_writes_into_what_came_in(is_input):
+    class Writes(nn.Module):
+        def forward(self, x, other):
+            written = x if is_input else other
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: written[:, :2].add_(x[:, :1] * 2)).result()
+            return written * 3
+
+    model, x = Writes(), torch.randn(2, 4, requires_grad=True)
+    for _ in range(64):
+        x * 1.0  # the numbers of this thread are higher than those of the worker
+    with gaff.capture(model, ":grad_input") as got:
+        model(x * 1.0, torch.zeros(2, 4)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="by a worker thread, or before the call"):
+        got[":grad_input"]
+
+
 def test_an_edit_of_a_share_with_a_branch_on_another_thread(on_two_threads):
     with gaff.edit(on_two_threads, {"1:grad_input": edits.zero()}):
         on_two_threads(torch.randn(2, 3)).sum().backward()

@@ -168,11 +168,6 @@ class EditedSite:
         return isinstance(self.edit.edit if isinstance(self.edit, When) else self.edit, Skip)
 
     @property
-    def is_alike(self) -> bool:
-        """Whether the edit acts on every run in the same way, so that it may act once on the sum of their gradients."""
-        return not isinstance(self.edit, When)
-
-    @property
     def is_overdue(self) -> bool:
         """Whether the edit has neither acted nor let anything pass yet, here and at each single op of the site."""
         return not self.size.hits and not self._passed and all(one.is_overdue for one in self.spawned)

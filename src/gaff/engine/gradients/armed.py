@@ -26,6 +26,9 @@ class Passes(Protocol):
     def seen(self, run: Run) -> None:
         """Note that a gradient of ``run`` has come by in the current backward pass."""
 
+    def heard(self, run: Run) -> None:
+        """Note that ``run`` has had a gradient, which does not tell that the pass is its own."""
+
     def runs_of(self, task: int) -> list[Run]:
         """The runs whose gradients have come by in the backward pass ``task``."""
 
@@ -167,44 +170,31 @@ class ArmedLeaf(Armed):
 
     A leaf that one run met is that run's. Where several did, each has a hook of its own on it, and all of them fire;
     which run's pass it is, is known by then: a gradient of what the module made of the leaf has come by before
-    (``Gradients.mark``). One pass over several runs sums their gradients before the leaf hears of them; the total is
-    told with the run that came last.
+    (``Gradients.mark``). One pass over several runs sums their gradients before the leaf hears of them; that total is
+    told to each of these runs.
 
     ``life`` lives as long as the autograd graph of what the module made of the leaf; None as long as nothing is known.
     """
 
-    __slots__ = ("_told_with", "leaf", "life")
+    __slots__ = ("leaf", "life")
     is_plain = False
 
     def __init__(self, stream: Stream, run: Run, call: int, leaf: Tensor) -> None:
         super().__init__(stream, run, call)
         self.leaf = weakref.ref(leaf)
         self.life: weakref.ref[Any] | None = None
-        self._told_with: int | None = None
 
     def is_dead(self) -> bool:
         """Whether the autograd graph of its call is gone; the leaf's own accumulator is there to stay."""
         return self.life is not None and self.life() is None
 
     def receive(self, gradients: Passes, gradient: Tensor) -> Any:
-        """Deliver the gradient if this pass is the run's own; note the run with which it is told otherwise."""
-        runs = gradients.runs_that_met(self)
-        if runs == [self.run]:
-            gradients.seen(self.run)
+        """Deliver the gradient if the pass is one of the run, or no other run may have brought it."""
+        met = gradients.runs_that_met(self)
+        marked = [run for run in gradients.runs_of(autograd.backward_task()) if run in met]
+        if self.run in marked or met == [self.run]:
+            gradients.heard(self.run)
             return self.deliver(gradient)
-        marked = [run for run in gradients.runs_of(autograd.backward_task()) if run in runs]
         if not marked:
-            self.refuse(f"{len(runs)} runs used this leaf, and nothing tells whose backward pass brought its gradient")
-        elif marked[-1] is self.run:
-            return self.deliver(gradient)
-        elif self.run in marked and getattr(self.stream, "is_alike", False):
-            self.fired = True  # an edit that acts on every run alike has acted on the total
-        elif self.run in marked:
-            self._told_with = marked[-1].index
+            self.refuse(f"{len(met)} runs used this leaf, and nothing tells whose backward pass brought its gradient")
         return None
-
-    def why_refused(self) -> str:
-        """Why a missing gradient is not None: it was summed with another run's, and told there."""
-        if self._told_with is None:
-            return ""
-        return f"one backward pass served several runs with this tensor: its total is told with run {self._told_with}"

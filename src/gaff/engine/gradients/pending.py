@@ -176,13 +176,17 @@ class Gradients:
 
         Whose pass it is, is kept only where a leaf or an edit asks for it.
         """
-        run.has_backward = self.has_backward = True
+        self.heard(run)
         if self.has_leaves:
             if len(self._tasks) > 64:
                 self._tasks.clear()
             runs = self._tasks.setdefault(autograd.backward_task(), [])
             if run not in runs:
                 runs.append(run)
+
+    def heard(self, run: Run) -> None:
+        """Note that ``run`` has had a gradient. A leaf that it met may get one in a pass of another run."""
+        run.has_backward = self.has_backward = True
 
     def end_run(self, run: Run, output: Any) -> None:
         """Arm what came to require grad, and note when a backward pass comes by what the run returned.

@@ -53,7 +53,8 @@ class InputShare(GradientArm):
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
         else:
             # a stale view gets its node when it is asked for: before the call, not inside it
-            stops = {other.grad_fn for other in given if autograd.takes_gradient(other)} - {None}
+            passed = iter_deep((args, kwargs))
+            stops = {other.grad_fn for other in passed if autograd.takes_gradient(other)} - {None}
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
             noted = tensor, edge, since, memory.version_of(tensor), call, (args, kwargs), stops
             self._frame(run).notes[self] = noted
@@ -77,7 +78,7 @@ class InputShare(GradientArm):
             if is_changed:
                 roots.append(tensor)
             feeding, older = find_feeding(roots, edge, since, stops)
-            if older and _lead_to(older, edge, stops, given):
+            if older and _lead_to(older, edge, stops):
                 self._stream.refuse(run, call, OLDER)
             elif not feeding:
                 self._stream.absent(run, call, "what the module returned does not depend on this input")
@@ -251,14 +252,13 @@ def find_feeding(
     return found, older
 
 
-def _lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode], given: Any) -> bool:
-    """Whether a node from outside the call, which is behind none of its arguments ``given``, hands to ``edge``.
+def _lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode]) -> bool:
+    """Whether a node from outside the call, which is behind none of its arguments' ``stops``, hands to ``edge``.
 
     Then a part of what the module returned was made of the input in another way: by a worker thread of the forward, or
     before the call and kept somewhere. Walks what lies behind such nodes; there are none in most models.
     """
-    seen: set[Any] = {tensor.grad_fn for tensor in iter_deep(given) if autograd.takes_gradient(tensor)}
-    seen |= {edge[0], *stops}
+    seen: set[Any] = {edge[0], *stops}
     waiting = [node for node in older if node not in seen]
     while waiting:
         node = waiting.pop()
