@@ -166,6 +166,8 @@ class Checker:
         wanted = [(where, events) for where, events in self.questions() if where[1] in ("output", "grad_output")
                   and "/" not in where[0]]  # fmt: skip
         addresses = [address_of(where) for where, _ in wanted]
+        if not addresses:
+            return
         try:
             outcome = run(self.program, lambda model: gaff.capture(model, gaff.maybe(*addresses)), backend=self.backend)
         except gaff.GaffError as error:

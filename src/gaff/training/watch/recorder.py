@@ -39,8 +39,8 @@ class Recorder:
     """Writes looks, series of steps and events to one log; lays a table out anew when its rows change.
 
     ``make`` returns the path of a new log, or None where no record is kept: then nothing is written. The log is made by
-    ``open``; events from before wait for it. Called on one thread at a time, the writer's, but for the beginning and
-    the end of a run. Raises OSError when the disk is full.
+    ``open``; events from before wait for it. Called on one thread at a time, the writer's, but for the beginning (when
+    the writer has nothing to do yet) and the end of a run. Raises OSError when the disk is full.
     """
 
     def __init__(self, make: Callable[[], Path | None]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -81,7 +82,10 @@ class Reporter:
         return [self._judge.about(one, self.path) for one in self._judge.findings]
 
     def model(self, model: Model, step: int) -> None:
-        """Note in the record that a model has been found, with its modules and weights; make the record if need be."""
+        """Note in the record that a model has been found, with its modules and weights; make the record if need be.
+
+        The files are made at once, so that a process that is killed in its very first step leaves a record.
+        """
         root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
@@ -93,6 +97,8 @@ class Reporter:
             self._recorder.open()
             self._recorder.event("model", step, **told)
 
+        with suppress(OSError):  # raised again in the job, whose failure is told
+            self._recorder.open()
         self._worker.put(job)
 
     def look(
