@@ -29,7 +29,7 @@ def test_checkpointed_forwards_whose_loss_is_dropped():
     handle = gaff.edit(model, {"0": edits.scale(2.0)}).attach()
     for _ in range(50):
         model(torch.randn(2, 3, requires_grad=True))
-    [node] = [node for node in handle._session._wiring.nodes.values() if node.exit_changes]
-    assert len(node.exit_replay._waiting) <= 1  # the last one is noticed when the next run ends
-    assert not list(node.exit_replay.regions())
+    [node] = [node for node in handle._session._wiring.nodes.values() if node.exit.acts]
+    assert len(node.exit.replay._waiting) <= 1  # the last one is noticed when the next run ends
+    assert not list(node.exit.regions())
     handle.remove()

@@ -50,6 +50,6 @@ def test_calls_that_wait_are_forgotten_with_their_graph():
         for _ in range(50):
             model(x).backward()
         nodes = got._session._wiring.nodes.values()
-        assert max(len(node.replay._waiting) for node in nodes if node.arms) < 10
+        assert max(len(node.exit.replay._waiting) for node in nodes if node.exit.acts) < 10
         stream = next(iter(got._by_object.values()))
         assert len(stream.records) == 1

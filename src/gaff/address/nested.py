@@ -50,6 +50,22 @@ class Opaque:
         return f"<not captured: {self.type_name}>"
 
 
+class Arguments:
+    """What a call is given, as one value: ``[1]`` is a position, ``[mask]`` a keyword, tensors come in that order.
+
+    A keyword is found only where it was given as one: positions are not translated into names.
+    """
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+
+NO_ARGUMENTS = Arguments((), {})
+
+
 def children(value: Any) -> list[tuple[int | str, Any]] | None:
     """What is directly inside a container, with its keys; None for a leaf.
 
@@ -58,6 +74,8 @@ def children(value: Any) -> list[tuple[int | str, Any]] | None:
     """
     if isinstance(value, Tensor):
         return None
+    if type(value) is Arguments:
+        return [*enumerate(value.args), *value.kwargs.items()]
     if isinstance(value, Mapping):
         return [(key if isinstance(key, int) else str(key), child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -125,6 +143,9 @@ def dig(value: Any, key: Key) -> Any:
     """
     for depth, part in enumerate(key):
         found = _step(value, part)
+        if found is _MISSING and type(value) is Arguments:
+            there = ", ".join(print_key((name,)) for name, _ in children(value) or ()) or "none"
+            raise KeyError(f"the call has no argument {print_key((part,))}: it was given {there}")
         if found is _MISSING:
             at = print_key(key[:depth]) or "the value"
             raise KeyError(f"{at} has no {print_key((part,))}: {_what_is_there(value)}")
@@ -157,33 +178,9 @@ def map_tensors(
         return opaque(value)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Key, Tensor] | None:
-    """The first tensor among a call's arguments, positional before keyword, with its key; None where there is none.
-
-    It is what ``:input`` without a key means. The first part of its key is the position or the keyword.
-    """
-    for number, arg in enumerate(args):
-        for key, tensor in iter_tensors(arg, (number,)):
-            return key, tensor
-    for name, arg in kwargs.items():
-        for key, tensor in iter_tensors(arg, (name,)):
-            return key, tensor
-    return None
-
-
-def dig_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key) -> Any:
-    """What ``key`` leads to among a call's arguments: ``[1]`` a position, ``[mask]`` a keyword.
-
-    A keyword is found only where it was given as one: positions are not translated into names. Raises KeyError with the
-    arguments that there were.
-    """
-    head = key[0]
-    if isinstance(head, int) and -len(args) <= head < len(args):
-        return dig(args[head], key[1:])
-    if isinstance(head, str) and head in kwargs:
-        return dig(kwargs[head], key[1:])
-    there = [f"[{number}]" for number in range(len(args))] + [print_key((name,)) for name in kwargs]
-    raise KeyError(f"the call has no argument {print_key((head,))}: it was given {', '.join(there) or 'none'}")
+def first_tensor(value: Any) -> tuple[Key, Tensor] | None:
+    """The first tensor in ``value`` with its key, None where there is none; of arguments, what ``:input`` means."""
+    return next(iter_tensors(value), None)
 
 
 def put(value: Any, key: Key, new: Tensor) -> Any:
@@ -197,7 +194,9 @@ def put(value: Any, key: Key, new: Tensor) -> Any:
     if inside is not None:
         names = [name for name, _ in inside]
         head: Any = key[0]
-        if isinstance(head, int) and isinstance(value, (tuple, list)) and -len(names) <= head < len(names):
+        if type(value) is Arguments and isinstance(head, int) and head < 0:
+            head += len(value.args)
+        elif isinstance(head, int) and isinstance(value, (tuple, list)) and -len(names) <= head < len(names):
             head = names[head]  # of a named tuple: the field
         elif isinstance(head, str) and head not in names:  # a key that is no text, or a field of torch.return_types
             fields_ = getattr(type(value), "__match_args__", ()) if isinstance(value, tuple) else ()
@@ -211,21 +210,6 @@ def put(value: Any, key: Key, new: Tensor) -> Any:
             except TypeError:
                 pass  # a container that cannot be made anew
     raise PlanError(f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it elsewhere")
-
-
-def put_argument(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Key, new: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with ``new`` at ``key``, as ``args`` and ``kwargs`` for the call; see ``put``.
-
-    A negative position counts from the end. The arguments that are not on the way are handed on as they are.
-    """
-    head = key[0]
-    if isinstance(head, int):
-        return tuple(put(arg, key[1:], new) if at == head % len(args) else arg for at, arg in enumerate(args)), dict(
-            kwargs
-        )
-    return args, {name: put(arg, key[1:], new) if name == head else arg for name, arg in kwargs.items()}
 
 
 def size_bytes(tensor: Tensor) -> int:
@@ -264,6 +248,9 @@ def _step(value: Any, part: int | str) -> Any:
     """
     if isinstance(value, Tensor):  # a key never indexes into a tensor; slices are options of a capture
         return _MISSING
+    if type(value) is Arguments:
+        is_position = isinstance(part, int) and -len(value.args) <= part < len(value.args)
+        return value.args[part] if is_position else value.kwargs.get(part, _MISSING)  # type: ignore[index, arg-type]
     if isinstance(value, Mapping):
         if part in value:
             return value[part]
@@ -287,7 +274,15 @@ def _what_is_there(value: Any) -> str:
 
 
 def _rebuild(value: Any, parts: list[Any]) -> Any:
-    """A container of the type of ``value`` with other parts, which come in the order of ``children``.
+    """A container of the type of ``value`` with other parts, which come in the order of ``children``."""
+    if type(value) is not Arguments:
+        return _container(value, parts)
+    count = len(value.args)
+    return Arguments(tuple(parts[:count]), dict(zip(value.kwargs, parts[count:], strict=True)))
+
+
+def _container(value: Any, parts: list[Any]) -> Any:
+    """As ``_rebuild``, for what models take and return.
 
     Classes of others are copied and refilled instead of being called: their constructors may ask for anything. For the
     same reason a dataclass is made without its ``__init__`` and ``__post_init__``; attributes that are no fields are

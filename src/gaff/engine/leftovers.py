@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat import checkpoints
+from gaff.compat import autograd, checkpoints
 from gaff.engine.force_eager import forced_eager
 from gaff.engine.node import Node
 from gaff.errors import ExactnessError
@@ -33,7 +33,7 @@ class Release:
 
         It holds this object and no session. Once ``is_done`` it raises ExactnessError in backward.
         """
-        tensor.register_hook(self._arrived)
+        autograd.on_gradient(tensor, self._arrived)
 
     def _arrived(self, gradient: Tensor) -> None:
         if self.is_done:
@@ -79,7 +79,7 @@ class Lingering:
 
     def _remove(self, node: Node) -> None:
         remove_all(self._hooks.pop(node))
-        node.drop_changes()
+        node.drop()
         if not self._hooks:
             self._eager.close()
 

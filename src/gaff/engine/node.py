@@ -1,44 +1,30 @@
-"""A node: one module, or one op, that a session looks at or changes, and all that hangs there.
+"""A node: one module, or one op, that a session looks at or changes, and its two sides.
 
-The wiring makes nodes and hangs things on them; the hooks of ``modules`` read them.
+The wiring makes nodes and hangs on their sides what was asked for; backends let values pass these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from gaff.engine.clock import Clock, Run
-from gaff.engine.recomputation import Replay
-from gaff.engine.streams import EntryArm, EntryChange, EntryTap, ExitArm, ExitChange, ExitTap
+from gaff.engine.side import Side
 
 
 class Node:
-    """One hooked module in one session: what to call when it is entered and left. An op is handled as such a node, too.
+    """One hooked module in one session, with its ``entry`` and its ``exit``. An op is handled as such a node, too.
 
-    The session makes it, hangs taps, arms and changes on it while it prepares, and calls ``install`` once; from then
-    on only the hooks read it. What is hung on it acts in the order of the tuples.
-
-    ``arms`` and ``entry_arms`` set gradient hooks; only they are called again when a reentrant checkpoint recomputes
-    the module, since its first pass had no autograd graph. Changes are made again in every recomputation.
-
-    ``index`` is its place in the counts of a run; an op has none of its own. It ends with the session, but for edits
-    that a living autograd graph still needs (``leftovers``).
+    The session makes it, hangs what was asked for on its sides while it prepares, and installs hooks for it once; from
+    then on only these read it. ``index`` is its place in the counts of a run; an op has none of its own. It ends with
+    the session, but for edits that a living autograd graph still needs (``leftovers``).
     """
 
     above: frozenset[Node] = frozenset()  # hooked modules that contain this one
-    direct: Callable[[Tensor], Tensor | None] | None = None  # the only edit of the output, the short way
     has_entry = False
     has_swaps = False  # a parameter is edited, and this module may begin a run
-    entries: tuple[EntryTap, ...] = ()
-    exits: tuple[ExitTap, ...] = ()
-    entry_arms: tuple[EntryArm, ...] = ()
-    arms: tuple[ExitArm, ...] = ()
-    entry_changes: tuple[EntryChange, ...] = ()
-    exit_changes: tuple[ExitChange, ...] = ()
     mark: Callable[[Any, Run], None] | None = None  # makes the run's backward passes known; begins no run by itself
     scope: Any = None  # sees to the ops in the module's own forward
 
@@ -47,19 +33,8 @@ class Node:
         self.clock = clock
         self.open = clock.open  # the runs in progress, by thread
         self.index = index
-
-    @cached_property
-    def replay(self) -> Replay:
-        """The calls that may be recomputed, as they are met at the entry of the module; made when first needed."""
-        return Replay()
-
-    @cached_property
-    def exit_replay(self) -> Replay:
-        """The calls that may be recomputed, as they are met at the exit of the module; made when first needed.
-
-        Apart from those at the entry, since calls inside one another are entered and left in different orders.
-        """
-        return Replay()
+        self.entry = Side(module, clock)
+        self.exit = Side(module, clock)
 
     @property
     def ops(self) -> list[Node]:
@@ -67,20 +42,11 @@ class Node:
         return [] if self.scope is None else list(self.scope.nodes())
 
     def give_up(self, *, is_final: bool) -> None:
-        """Tell the gradient streams of calls without grad mode that nothing recomputed them.
-
-        Those are told whose checkpoint is gone; with ``is_final``, when the session closes, all that are left.
-        """
+        """Tell the gradient streams of calls without grad mode that nothing recomputed them; see ``Side.give_up``."""
         for op in self.ops:
             op.give_up(is_final=is_final)
-        if not (self.entry_arms or self.arms or self.entry_changes or self.exit_changes):
-            return
-        entries, exits = (*self.entry_arms, *self.entry_changes), (*self.arms, *self.exit_changes)
-        sides: tuple[tuple[Replay, tuple[Any, ...]], ...] = (self.replay, entries), (self.exit_replay, exits)
-        for replay, asked in sides:
-            for passage in replay.give_up(is_final=is_final):
-                for one in asked if not passage.has_graph else ():
-                    one.give_up(passage.run, passage.call)
+        self.entry.give_up(is_final=is_final)
+        self.exit.give_up(is_final=is_final)
 
     def repeats(self) -> bool:
         """Whether an autograd graph is alive whose recomputation needs the edits of this module."""
@@ -91,24 +57,14 @@ class Node:
 
         Each is the frame of a non-reentrant checkpoint or the autograd node of a reentrant one; none is held here.
         """
-        made = vars(self)
-        for name in ("replay", "exit_replay"):
-            if name in made:
-                yield from made[name].regions()
+        yield from self.entry.regions()
+        yield from self.exit.regions()
         for op in self.ops:
             yield from op.regions()
 
-    def drop_arms(self) -> None:
-        """Let go of the gradient streams: they know their node, and the circle would wait for a collector."""
-        self.arms = self.entry_arms = ()
+    def drop(self) -> None:
+        """Let go of what acts here: it knows its node, and the circle would wait for a collector."""
+        self.entry.drop()
+        self.exit.drop()
         for op in self.ops:
-            op.drop_arms()
-
-    def drop_changes(self) -> None:
-        """Let go of the edits, which know their node; nothing is repeated from then on."""
-        self.entry_changes = self.exit_changes = ()
-        for name in ("replay", "exit_replay"):
-            if name in vars(self):
-                vars(self)[name].forget()
-        for op in self.ops:
-            op.drop_changes()
+            op.drop()

@@ -18,25 +18,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from gaff.compat import autograd, checkpoints
-from gaff.engine.clock import Run
+from gaff.engine.crossing import Crossing
 from gaff.errors import ExactnessError, PlanError
-
-
-class Passage:
-    """One call of a module in an ordinary forward: the ``call``-th of that module in ``run``.
-
-    ``memo`` holds what edits decided there, each under itself as key; None as long as nothing may repeat the call, so
-    that ordinary calls keep nothing. ``has_graph``: gradient hooks were set there, though it may be repeated without
-    a graph of its own.
-    """
-
-    __slots__ = ("call", "has_graph", "memo", "run")
-
-    def __init__(self, run: Run, call: int) -> None:
-        self.run = run
-        self.call = call
-        self.has_graph = False
-        self.memo: dict[object, Any] | None = None
 
 
 class Match(NamedTuple):
@@ -45,7 +28,7 @@ class Match(NamedTuple):
     ``is_first_graph``: the first pass had no autograd graph, so gradient hooks must be set now.
     """
 
-    passage: Passage
+    crossing: Crossing
     is_first_graph: bool
 
 
@@ -60,52 +43,51 @@ class Replay:
     __slots__ = ("_positions", "_regions", "_waiting")
 
     def __init__(self) -> None:
-        self._regions: WeakKeyDictionary[Any, list[Passage]] = WeakKeyDictionary()  # checkpoint -> calls in order
+        self._regions: WeakKeyDictionary[Any, list[Crossing]] = WeakKeyDictionary()  # checkpoint -> calls in order
         self._positions: WeakKeyDictionary[Any, tuple[object, int, Any]] = WeakKeyDictionary()
-        self._waiting: dict[Passage, ref[Any]] = {}  # calls without a graph, and what may recompute them
+        self._waiting: dict[Crossing, ref[Any]] = {}  # calls without a graph, and what may recompute them
 
-    def wait(self, passage: Passage, *, has_graph: bool = False) -> bool:
-        """Note a call without grad mode; whether a reentrant checkpoint may run it again, with an autograd graph.
+    def wait(self, crossing: Crossing) -> bool:
+        """Note a call that a reentrant checkpoint may run again with an autograd graph; whether there is one around it.
 
-        ``has_graph``: a call with grad mode inside a custom Function, whose graph may be thrown away all the same.
+        The call is one without grad mode, or with it inside a custom Function, whose graph may be thrown away.
 
         A reentrant checkpoint runs its forward without grad mode, inside a custom Function; so does any other such
         Function. The call is noted for all that enclose it, and waits for the outermost: the inner ones are gone after
         the first pass, and are made anew when the outer one recomputes.
         """
-        run = passage.run
+        run = crossing.run
         functions = checkpoints.enclosing_functions() if run.functions is None else run.functions
         if not functions:
             return False
         run.is_waiting = True
-        passage.has_graph = has_graph
-        if passage.memo is None:
-            passage.memo = {}
-        self._waiting[passage] = ref(functions[-1])  # the others die with the first pass
+        if crossing.memo is None:
+            crossing.memo = {}
+        self._waiting[crossing] = ref(functions[-1])  # the others die with the first pass
         for function in functions:
-            self._regions.setdefault(function, []).append(passage)
+            self._regions.setdefault(function, []).append(crossing)
         return True
 
-    def remember(self, passage: Passage, *, has_grad: bool | None = None) -> None:
+    def remember(self, crossing: Crossing) -> None:
         """Note a call in an ordinary forward whose edits must be made again if a checkpoint recomputes it.
 
-        ``has_grad``: grad mode of the call, where that of this thread is another (compiled code runs without). Raises
-        PlanError where tensors are saved by hooks, as a non-reentrant checkpoint does, and this torch does not tell of
-        which.
+        Raises PlanError where tensors are saved by hooks, as a non-reentrant checkpoint does, and this torch does not
+        tell of which.
         """
-        is_graph = torch.is_grad_enabled() if has_grad is None else has_grad
-        if not is_graph or not autograd.is_outside_functions():
-            self.wait(passage, has_graph=is_graph)
+        if not crossing.has_graph or not autograd.is_outside_functions():
+            self.wait(crossing)
         if checkpoints.has_saved_hooks():
             if not checkpoints.sees_checkpoints():
                 raise PlanError(
                     "an edit inside torch.utils.checkpoint(use_reentrant=False) cannot be repeated with torch "
                     f"{torch.__version__}: expected use_reentrant=True, or no hooks for saved tensors around the call"
                 )
-            self._note(passage, checkpoints.enclosing())
+            self._note(crossing, checkpoints.enclosing())
 
-    def match(self, *, has_grad: bool | None = None) -> Match | None:
+    def match(self, *, has_grad: bool) -> Match | None:
         """The call that the current recomputation repeats; None for one that this session did not see.
+
+        ``has_grad``: grad mode of the call; that of this thread may be another, since compiled code runs without.
 
         A non-reentrant checkpoint that recomputes around this call is asked first, the innermost, and its frame tells
         the calls; but where its recomputation was begun by another autograd node than the one that runs now, and that
@@ -121,57 +103,56 @@ class Replay:
         if inner is not None:
             known = self._positions.get(chain[inner].pass_)
             if known is None or node not in self._regions or (known[2] is not None and known[2]() is node):
-                passage = self._next(chain[inner].frame, chain[inner].pass_, node)
-                if passage is not None:
-                    self._note(passage, chain[:inner])
-                return None if passage is None else Match(passage, False)
+                crossing = self._next(chain[inner].frame, chain[inner].pass_, node)
+                if crossing is not None:
+                    self._note(crossing, chain[:inner])
+                return None if crossing is None else Match(crossing, False)
         if node is None or not autograd.is_python_node(node):
             return None
-        passage = self._next(node, node, autograd.backward_task())
-        if passage is None:
+        crossing = self._next(node, node, autograd.backward_task())
+        if crossing is None:
             return None
-        self._note(passage, chain[:inner])
-        is_graph = torch.is_grad_enabled() if has_grad is None else has_grad
-        if is_graph and autograd.is_outside_functions():
-            self._waiting.pop(passage, None)
+        self._note(crossing, chain[:inner])
+        if has_grad and autograd.is_outside_functions():
+            self._waiting.pop(crossing, None)
         else:  # a checkpoint inside the recomputed one, made anew
             for function in checkpoints.enclosing_functions():
                 if function is not node:
-                    self._regions.setdefault(function, []).append(passage)
-        return Match(passage, True)
+                    self._regions.setdefault(function, []).append(crossing)
+        return Match(crossing, True)
 
-    def __contains__(self, passage: Passage) -> bool:
+    def __contains__(self, crossing: Crossing) -> bool:
         """Whether something may run this call, which had no autograd graph, again with one."""
-        return passage in self._waiting
+        return crossing in self._waiting
 
     def regions(self) -> Iterator[Any]:
         """The checkpoints with calls of this module; they die with their autograd graphs."""
         return iter(list(self._regions))
 
-    def give_up(self, *, is_final: bool) -> list[Passage]:
+    def give_up(self, *, is_final: bool) -> list[Crossing]:
         """Forget and return the calls without an autograd graph that nothing recomputed, once nothing can any more.
 
         With ``is_final`` all of them: the session closes, and nothing shall.
         """
-        never = [passage for passage, node in self._waiting.items() if is_final or node() is None]
-        for passage in never:
-            del self._waiting[passage]
+        never = [crossing for crossing, node in self._waiting.items() if is_final or node() is None]
+        for crossing in never:
+            del self._waiting[crossing]
         return never
 
     def forget(self) -> None:
         """Repeat nothing any more: recomputations find no call."""
         self._regions.clear()
 
-    def _note(self, passage: Passage, chain: list[checkpoints.Checkpoint]) -> None:
+    def _note(self, crossing: Crossing, chain: list[checkpoints.Checkpoint]) -> None:
         """Note a call for the checkpoints of ``chain`` that run for the first time; its run waits for them."""
         for found in chain:
-            if passage.memo is None:
-                passage.memo = {}
-            passage.run.is_waiting = True
+            if crossing.memo is None:
+                crossing.memo = {}
+            crossing.run.is_waiting = True
             if not found.is_again:
-                self._regions.setdefault(found.frame, []).append(passage)
+                self._regions.setdefault(found.frame, []).append(crossing)
 
-    def _next(self, region: Any, place: Any, mark: Any) -> Passage | None:
+    def _next(self, region: Any, place: Any, mark: Any) -> Crossing | None:
         """The next call of ``region`` in the recomputation ``place``; None for a region without calls of this module.
 
         A frame may be recomputed several times, each with another ``place``. A node is its own place, and counts anew

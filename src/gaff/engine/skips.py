@@ -11,34 +11,32 @@ from typing import Any
 
 from gaff.compat.autograd import backward_task
 from gaff.engine.clock import Frame
+from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
-from gaff.engine.recomputation import Passage
-from gaff.engine.streams import EditStream, EntryChange
+from gaff.engine.streams import Act, EditStream
 
 
-class SkipChange(EntryChange):
+class SkipChange(Act):
     """Decides at the entry of a module whether this call of it is skipped, and remembers it for a recomputation.
 
     The decision goes to ``around`` in the frame of the call, so that calls inside one another do not mix. A call on a
     thread at which the session does not look is run.
     """
 
-    is_gradient = False
-
     def __init__(self, node: Node, stream: EditStream, call: int | None) -> None:
         self._node = node
         self._stream = stream
         self._call = call
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
-        if self._call is not None and self._call != passage.call:
+    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        if self._call is not None and self._call != crossing.call:
             return
-        if is_again:
-            is_skipped = passage.memo is not None and self in passage.memo
+        if crossing.is_again:
+            is_skipped = crossing.memo is not None and self in crossing.memo
         else:
-            is_skipped = self._stream.wants(passage.run, passage.call)
-            if is_skipped and passage.memo is not None:
-                passage.memo[self] = True
+            is_skipped = self._stream.wants(crossing.run, crossing.call)
+            if is_skipped and crossing.memo is not None:
+                crossing.memo[self] = True
         frame = self._frame()
         if is_skipped and frame is not None:
             frame.notes[self] = True

@@ -1,25 +1,21 @@
 """What the engine needs of whoever looks or edits: one ``Stream`` for each site, and who calls it.
 
 The engine says when something passes; what is done with it is on the other side of these protocols, so that the engine
-knows of no capture and no edit. Three kinds of callables hang on a hooked module (``modules.Node``), at its entry or
-at its exit:
-
-- A *tap* looks: ``EntryTap``, ``ExitTap``. It is called in ordinary forwards only.
-- A *change* may put something else in the place of what passes: ``EntryChange``, ``ExitChange``. It is called in
-  recomputations, too.
-- An *arm* sets the hooks by which a gradient is heard of: ``EntryArm``, ``ExitArm``. It is called once a call, where
-  an autograd graph is made.
+knows of no capture and no edit. Two kinds of callables hang on each side of a node (``side``): a ``Look`` is told of
+what passes in an ordinary forward, an ``Act`` changes it, or asks for its gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from gaff.address.grammar import Key, Site
+from gaff.address.nested import Arguments
 from gaff.engine.clock import Run
-from gaff.engine.recomputation import Passage
+from gaff.engine.crossing import Crossing
 
 
 class Stream(Protocol):
@@ -79,15 +75,15 @@ class EditStream(Stream, Protocol):
     edit: Any
     check_finite: bool
 
-    def change(self, value: Tensor, passage: Passage, is_again: bool) -> Tensor:
+    def change(self, value: Tensor, crossing: Crossing) -> Tensor:
         """The tensor that the model goes on with in the place of ``value``, which it must not write into.
 
-        ``passage`` is the call; in its memo the stream keeps what it decided. ``is_again``: a recomputation, which
-        must get what the first pass got, or its gradients would be those of another function.
+        In the memo of ``crossing`` the stream keeps what it decided: a recomputation must get what the first pass got,
+        or its gradients would be those of another function.
         """
 
     def direct(self, value: Tensor) -> Tensor | None:
-        """The edited value without a passage, for an edit that needs none, is fully on and has acted before; else None.
+        """The edited value without a crossing, of an edit that needs none, is fully on and has acted before; else None.
 
         After None, ``change`` is to be called. Asked only where nothing can run the call again.
         """
@@ -99,84 +95,47 @@ class EditStream(Stream, Protocol):
         """The output of a module that is not run, made from what it was given; ``is_again``: in a recomputation."""
 
 
-class EntryTap(Protocol):
-    """Called when a module is entered in an ordinary forward, with the arguments that it is about to be run with.
+class Look(Protocol):
+    """Looks at what passes a side, in ordinary forwards only: ``Arguments`` at the entry, the output at the exit.
 
-    What it returns is ignored; raising stops the user's run.
+    Not called after an exception. What it returns is ignored; raising stops the user's run.
     """
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int, /) -> None: ...
+    def __call__(self, value: Any, run: Run, call: int, /) -> None: ...
 
 
-class ExitTap(Protocol):
-    """Called when a module returns in an ordinary forward, with what its caller gets; not after an exception.
+class Act:
+    """Acts on what passes a side: puts something else in its place, or sets the hooks by which a gradient is heard of.
 
-    What it returns is ignored; raising stops the user's run.
+    One that ``needs_graph`` is called once for each call, where an autograd graph is made that lasts. Any other is
+    called in each ordinary call and again in each recomputation, where it must do what it did the first time.
     """
 
-    def __call__(self, output: Any, run: Run, call: int, /) -> None: ...
+    needs_graph = False
 
+    def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
+        """What passes on, or None for ``value`` itself, into which it must not write. ``given``: the call's arguments.
 
-class EntryChange(Protocol):
-    """Called when an edited module is entered; returns what it is called with instead, or None for the same.
+        Raising stops the user's run.
+        """
+        raise NotImplementedError  # each act says what it does
 
-    One that sets gradient hooks (``is_gradient``) is called only where an autograd graph is made for the first time,
-    any other in each ordinary call and again in each recomputation. Three more methods are used where a change has
-    them: ``around`` stands as the module's forward (see ``forwards``), ``before_graph`` is that of ``EntryArm``, and
-    ``refuse_other_thread`` is called when the module is entered by a run that this session does not see.
-    """
+    def before_graph(self, value: Any, crossing: Crossing) -> None:
+        """The call has no autograd graph that lasts, but may be run again with one: asked of acts that need a graph."""
+        return
 
-    is_gradient: bool  # sets gradient hooks: only where a graph is made
-
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool, /
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
-
-    def give_up(self, run: Run, call: int, /) -> None:
+    def give_up(self, run: Run, call: int) -> None:
         """The call had no autograd graph, and none will come: nothing recomputed it."""
         return
 
 
-class ExitChange(Protocol):
-    """Called when an edited module returns; returns what its caller gets. ``given``: positional and keyword arguments.
+class SecondHalf(Act):
+    """Acts at the exit on what its other half, at the entry, has noted; what never came is told by that half."""
 
-    ``is_gradient`` means the same as for an ``EntryChange``.
-    """
+    def __init__(self, act: Callable[[Any, Arguments, Crossing], Any]) -> None:
+        self._act = act
 
-    is_gradient: bool
+    needs_graph = True
 
-    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool, /) -> Any: ...
-
-    def give_up(self, run: Run, call: int, /) -> None:
-        """The call had no autograd graph, and none will come: nothing recomputed it."""
-        return
-
-
-class EntryArm(EntryTap, Protocol):
-    """Sets gradient hooks at the entry of a module, on tensors among its arguments.
-
-    Called in the first pass if grad mode is on there. A call without grad mode may be that of a reentrant checkpoint:
-    then ``before_graph`` is called in the first pass and the arm itself in the recomputation, or ``give_up`` if none
-    comes.
-    """
-
-    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int, /) -> None:
-        """The call has no autograd graph, but may be run again with one."""
-        return
-
-    def give_up(self, run: Run, call: int, /) -> None:
-        """The call had no autograd graph, and none will come: nothing recomputed it."""
-        return
-
-
-class ExitArm(Protocol):
-    """Sets gradient hooks at the exit of a module, on tensors of its output. ``given``: the arguments of the call.
-
-    Called in the first pass if grad mode is on there, else in the recomputation by a reentrant checkpoint.
-    """
-
-    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int, /) -> None: ...
-
-    def give_up(self, run: Run, call: int, /) -> None:
-        """The call had no autograd graph, and none will come: nothing recomputed it."""
-        return
+    def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
+        return self._act(value, given, crossing)

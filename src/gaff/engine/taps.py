@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gaff.address.resolve import Found
 from gaff.engine.ops.calls import OpCall
-from gaff.engine.streams import EditStream, EntryTap, ExitTap, Stream
+from gaff.engine.streams import EditStream, Look, Stream
 
 
 class Tap(NamedTuple):
@@ -46,8 +46,8 @@ class CallTap(NamedTuple):
     """
 
     found: Found
-    enter: EntryTap
-    leave: ExitTap
+    enter: Look
+    leave: Look
 
 
 class OpTap(NamedTuple):

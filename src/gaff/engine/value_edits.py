@@ -12,105 +12,73 @@ from typing import Any
 from torch import Tensor
 
 from gaff.address.grammar import Key, Site
-from gaff.address.nested import describe, dig, dig_argument, first_tensor, iter_tensors, put, put_argument
-from gaff.engine.recomputation import Passage
-from gaff.engine.streams import EditStream, EntryChange, ExitChange
+from gaff.address.nested import Arguments, describe, dig, first_tensor, iter_tensors, put
+from gaff.engine.crossing import Crossing
+from gaff.engine.streams import Act, EditStream
 from gaff.errors import PlanError, SiteError
 
 RETURNED = "the module returned its input itself: who ignores what it returns misses the edit"
 TWINS = "the output holds one tensor several times: only the one at this key is edited"
 
 
-class OutputChange(ExitChange):
-    """Puts an edited tensor in the place of a module's output, or of one tensor inside it.
+class ValueChange(Act):
+    """Puts an edited tensor in the place of what passes, or of one tensor inside it.
 
-    Acts in the first pass and again in each recomputation. Raises SiteError where the address leads nowhere or to
-    several tensors, PlanError where the output is an object that cannot be given another tensor. ``direct`` is the
-    short way of its stream, for an edit of the whole output of every call; else None.
+    At the entry the module sees the edited one; whoever called it keeps the tensor that it passed. Raises SiteError
+    where the address leads nowhere or to several tensors, PlanError where what holds the tensor cannot be given another
+    one.
     """
 
-    is_gradient = False
     _has_looked = False
 
     def __init__(self, site: Site, stream: EditStream) -> None:
         self._site = site
         self._stream = stream
-        self.direct = stream.direct if site.call is None and not site.key else None
+        self._is_whole = site.call is None and not site.key and site.port == "output"
+        self.direct = stream.direct if self._is_whole else None
 
-    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
+    def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
         site = self._site
-        if site.call is not None and site.call != passage.call:
-            return output
-        if isinstance(output, Tensor) and not site.key:
-            if not self._has_looked:
-                self._has_looked = True
-                if any(output is one for one in given[0]):
-                    self._stream.remark(RETURNED)
-            return self._stream.change(output, passage, is_again)
-        if not self._has_looked:
-            self._look_for_twins(output)
-        try:
-            key, tensor = single(site, dig(output, site.key), site.key)
-        except KeyError as error:
-            raise _missing(site, error) from None
+        if site.call is not None and site.call != crossing.call:
+            return None
+        if not self._has_looked and value is not given:
+            self._remark(value, given)
+        if self._is_whole and isinstance(value, Tensor):
+            return self._stream.change(value, crossing)
+        key, tensor = find(value, site)
         if tensor is None:
-            self._stream.absent(passage.run, passage.call, "there is no tensor in this output")
-            return output
-        new = self._stream.change(tensor, passage, is_again)
+            self._stream.absent(crossing.run, crossing.call, f"there is no tensor in this {site.port}")
+            return None
+        new = self._stream.change(tensor, crossing)
         try:
-            return put(output, key, new)
+            return put(value, key, new)
         except PlanError as error:
             raise PlanError(f"{site}: {error}") from None
 
-    def _look_for_twins(self, output: Any) -> None:
-        """Remark once that the output holds one tensor twice: only one place gets the edited one."""
+    def _remark(self, output: Any, given: Arguments) -> None:
+        """Remark once what the reader should know of this output: it was given, or holds one tensor twice."""
         self._has_looked = True
+        if isinstance(output, Tensor):
+            if any(output is one for one in given.args):
+                self._stream.remark(RETURNED)
+            return
         found = [tensor for _, tensor in iter_tensors(output)]
         if len({id(tensor) for tensor in found}) < len(found):
             self._stream.remark(TWINS)
 
 
-class InputChange(EntryChange):
-    """Puts an edited tensor in the place of an argument, or of one tensor inside it.
+def find(value: Any, site: Site) -> tuple[Key, Tensor | None]:
+    """The tensor that the address of an edit means in ``value``, with its key; None in its place where there is none.
 
-    The module sees the edited one; whoever called it keeps the tensor that it passed. Raises like ``OutputChange``.
+    Of arguments an address without a key means the first. Raises SiteError where the address leads nowhere, or to
+    several tensors.
     """
-
-    is_gradient = False
-
-    def __init__(self, site: Site, stream: EditStream) -> None:
-        self._site = site
-        self._stream = stream
-
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._site.call is not None and self._site.call != passage.call:
-            return None
-        found = find_argument(args, kwargs, self._site)
-        if found is None:
-            self._stream.absent(passage.run, passage.call, "there is no tensor in this input")
-            return None
-        new = self._stream.change(found[1], passage, is_again)
-        try:
-            return put_argument(args, kwargs, found[0], new)
-        except PlanError as error:
-            raise PlanError(f"{self._site}: {error}") from None
-
-
-def find_argument(args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> tuple[Key, Tensor] | None:
-    """The tensor that an input address means, with its key; None where there is none.
-
-    An address without a key means the first tensor, positional arguments before keywords. Raises SiteError where the
-    call has no such argument, or where the address leads to several tensors.
-    """
-    if not site.key:
-        return first_tensor(args, kwargs)
+    if type(value) is Arguments and not site.key:
+        return first_tensor(value) or ((), None)
     try:
-        key, tensor = single(site, dig_argument(args, kwargs, site.key), site.key)
+        return single(site, dig(value, site.key), site.key)
     except KeyError as error:
-        raise _missing(site, error) from None
-    return None if tensor is None else (key, tensor)
+        raise SiteError(f"{site}: {error.args[0]}") from None
 
 
 def single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
@@ -127,7 +95,3 @@ def single(site: Site, value: Any, key: Key) -> tuple[Key, Tensor | None]:
             f"or give an edit for each: {', '.join(names)}{more}"
         )
     return ((*key, *found[0][0]), found[0][1]) if found else (key, None)
-
-
-def _missing(site: Site, error: KeyError) -> SiteError:
-    return SiteError(f"{site}: {error.args[0]}")

@@ -11,7 +11,7 @@ begins and ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS, WEIGHTS, Site
-from gaff.address.nested import dig, dig_argument
+from gaff.address.nested import Arguments, dig
 from gaff.address.resolve import Found, is_container, iter_modules, unwrap
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import is_untold
-from gaff.engine.gradients.edits import EntryGradient, ExitGradient, ShareChange
+from gaff.engine.gradients.edits import ShareChange
 from gaff.engine.gradients.leaves import LeafGradient
 from gaff.engine.gradients.pending import Gradients
 from gaff.engine.gradients.ports import InputGradient, OutputGradient, PassMark, find_input, report_missing
@@ -36,10 +36,11 @@ from gaff.engine.ops.scope import OpListener, Scope, Want
 from gaff.engine.parameters.edits import ParameterEdits, Swap
 from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import StateValue, called_above, owners_of
+from gaff.engine.side import Side
 from gaff.engine.skips import SkipChange
-from gaff.engine.streams import EditStream, EntryTap, ExitTap, Stream
+from gaff.engine.streams import Act, EditStream, Look, SecondHalf, Stream
 from gaff.engine.taps import CallTap, EditTap, OpTap, Tap, TensorTap
-from gaff.engine.value_edits import InputChange, OutputChange
+from gaff.engine.value_edits import ValueChange
 from gaff.errors import PlanError
 
 AnyTap = Tap | EditTap | CallTap | OpTap
@@ -104,12 +105,10 @@ class Wiring:
         drop(self.scopes)
         for scope in self.scopes:
             scope.settle()
-        for node in self.nodes.values() if self.has_arms else ():
+        for node in self.nodes.values() if self.has_arms or self.has_edits else ():
             node.give_up(is_final=True)
-            node.drop_arms()
-        for node in self.nodes.values() if self.has_edits else ():
             if node not in staying:
-                node.drop_changes()
+                node.drop()
         for leaf in self.leaves:
             leaf.close()
         self.gradients.close()
@@ -129,8 +128,8 @@ class Wiring:
             self._wire_listener(tap)
         elif isinstance(tap, CallTap):
             node = self._node(tap.found.module)
-            node.entries += (tap.enter,)
-            node.exits += (tap.leave,)
+            node.entry.taps += (tap.enter,)
+            node.exit.taps += (tap.leave,)
         elif tap.found.site.port == "grad":
             find = partial(_parameter, tap.found)
             sharded = self._shards.of(tap.found)
@@ -152,7 +151,7 @@ class Wiring:
         if isinstance(tap, Tap):
             connect(node, site, tap.stream, tap.is_exact, self.gradients)
         elif tap.is_skip:
-            node.entry_changes += (SkipChange(node, tap.stream, site.call),)
+            _edit(node.entry, SkipChange(node, tap.stream, site.call))
         else:
             connect_edit(node, site, tap.stream, self.gradients)
 
@@ -172,7 +171,7 @@ class Wiring:
         for owner in owners_of(model, tap.found):
             node = self._node(owner)
             node.has_entry = True
-            node.entries += (value,)
+            node.entry.taps += (value,)
         self._clock.at_end.append(value.finish)
 
     def _wire_listener(self, tap: OpTap) -> None:
@@ -234,9 +233,8 @@ class Wiring:
             node = self._node(sharded[1])
             node.has_entry = node.has_swaps = True
             unit = SwapUnit(swap)
-            units = [change for change in node.entry_changes if isinstance(change, SwapUnit)]
-            node.entry_changes = (*units, unit, *node.entry_changes[len(units) :])
-            node.exit_changes += (SwapUnitEnd(unit),)
+            _edit(node.entry, unit, before=lambda act: not isinstance(act, SwapUnit))
+            _edit(node.exit, SwapUnitEnd(unit))
         if not self.swaps:
             self._clock.at_begin.append(self.swaps.begin)
         self.swaps.append(swap)
@@ -244,7 +242,7 @@ class Wiring:
         for module in dict.fromkeys([unwrap(model), *around, *owners]):
             node = self._node(module)
             node.has_entry = node.has_swaps = True
-            node.entry_changes += (swap.scope(node),)
+            _edit(node.entry, swap.scope(node))
 
     def _wire_runs(self, model: nn.Module) -> None:
         """Have the root and every module around a site hooked at their entry: they tell where a run begins and ends.
@@ -254,7 +252,7 @@ class Wiring:
         """
         self._node(unwrap(model)).has_entry = True
         for node in self.nodes.values():
-            if node.entries or node.entry_arms or node.entry_changes:
+            if node.entry.taps or node.entry.acts:
                 node.has_entry = True
         above: dict[int, frozenset[Node]] = {}  # by identity of the chain, which siblings share
         for tap in self.taps:
@@ -308,63 +306,59 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
-    """Hang a stream that looks on the right place of a hooked module.
+    """Hang a stream that looks on the right side of a hooked module.
 
-    Values are told by taps, at the exit or at the entry; gradients by arms, which set their hooks there. A module's own
-    share of its input's gradient needs both sides. ``is_exact`` is that of ``Tap``.
+    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. A total or a share of an
+    input's gradient needs both sides. ``is_exact`` is that of ``Tap``.
     """
     if site.port == "output":
-        node.exits += (_output_tap(site, stream, is_exact),)
+        node.exit.taps += (_output_tap(site, stream, is_exact),)
     elif site.port == "input":
-        node.entries += (_input_tap(site, stream, is_exact),)
+        node.entry.taps += (_input_tap(site, stream, is_exact),)
     elif site.port == WEIGHTS:
-        node.exits += (WeightsTap(site, stream),)
+        node.exit.taps += (WeightsTap(site, stream),)
     elif site.port == "grad_output":
-        node.arms += (OutputGradient(gradients, node, stream, site, is_exact),)
-    elif site.port == "input_grad":
-        total = InputGradient(gradients, node, stream, site, is_exact)
-        node.entry_arms += (total,)
-        node.arms += (total.exit_arm(),)
+        node.exit.acts += (OutputGradient(gradients, node, stream, site, is_exact),)
     else:
-        share = InputShare(gradients, node, stream, site, is_exact)
-        node.entry_arms += (share,)
-        node.arms += (share.exit_arm(),)
+        kind = InputGradient if site.port == "input_grad" else InputShare
+        asked = kind(gradients, node, stream, site, is_exact)
+        node.entry.acts += (asked,)
+        node.exit.acts += (SecondHalf(asked.leave),)
 
 
 def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
-    """Hang an edit on the right place of a hooked module, so that edits of one kind act in the order given.
+    """Hang an edit on the right side of a hooked module, so that edits of one kind act in the order given.
 
     At the exit values are edited before the gradients of what they have become are hooked. At the entry total gradients
     come first, then values, then a module's own share: the total is that of the tensor as it was passed in, the share
     that of what the module is given.
     """
     if site.port == "output":
-        values = [change for change in node.exit_changes if not change.is_gradient]
-        node.exit_changes = (*values, OutputChange(site, stream), *node.exit_changes[len(values) :])
+        _edit(node.exit, ValueChange(site, stream), before=lambda act: act.needs_graph)
     elif site.port == "input":
-        node.entry_changes = _before_last(node.entry_changes, ShareChange, InputChange(site, stream))
+        _edit(node.entry, ValueChange(site, stream), before=lambda act: isinstance(act, ShareChange))
     elif site.port == WEIGHTS:
-        node.exit_changes = (*node.exit_changes, WeightsChange(site, stream))
+        _edit(node.exit, WeightsChange(site, stream))
     elif site.port == "grad_output":
-        node.exit_changes += (ExitGradient(OutputGradient(gradients, node, stream, site, True)),)
+        _edit(node.exit, OutputGradient(gradients, node, stream, site, True))
     elif site.port == "input_grad":
-        arm = InputGradient(gradients, node, stream, site, True)
-        total = EntryGradient(arm)
-        node.entry_changes = _before_last(node.entry_changes, (InputChange, ShareChange), total)
-        node.exit_changes += (ExitGradient(arm.exit_arm()),)
+        total = InputGradient(gradients, node, stream, site, True)
+        _edit(node.entry, total, before=lambda act: isinstance(act, (ValueChange, ShareChange)))
+        _edit(node.exit, SecondHalf(total.leave))
     else:
         share = ShareChange(gradients, node, stream, site, True)
-        node.entry_changes += (share,)
-        node.exit_changes += (share.exit_half(),)
+        _edit(node.entry, share)
+        _edit(node.exit, SecondHalf(share.leave))
 
 
-def _before_last(changes: tuple[Any, ...], kinds: Any, new: Any) -> tuple[Any, ...]:
-    """``changes`` with ``new`` before those of ``kinds``, which stay last; the order within both parts stays."""
-    first = tuple(change for change in changes if not isinstance(change, kinds))
-    return (*first, new, *(change for change in changes if isinstance(change, kinds)))
+def _edit(side: Side, new: Act, before: Callable[[Act], bool] | None = None) -> None:
+    """Hang an edit on a side, as the last; or before the first of those that are to come after it."""
+    at = next((at for at, act in enumerate(side.acts) if before is not None and before(act)), len(side.acts))
+    side.acts = (*side.acts[:at], new, *side.acts[at:])
+    side.is_edited = True
 
 
-def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:
+def _output_tap(site: Site, stream: Stream, is_exact: bool) -> Look:
     """What hears of an output for ``stream``: the stream itself for the whole output of every call, else a filter.
 
     The filter passes on the one call that is asked for, and what the key leads to; a key that leads nowhere raises
@@ -385,22 +379,22 @@ def _output_tap(site: Site, stream: Stream, is_exact: bool) -> ExitTap:
     return tap
 
 
-def _input_tap(site: Site, stream: Stream, is_exact: bool) -> EntryTap:
+def _input_tap(site: Site, stream: Stream, is_exact: bool) -> Look:
     """What hears of the arguments for ``stream``; without a key the first tensor among them is meant.
 
     As for outputs, only the call that is asked for is told, and a key that leads nowhere is reported.
     """
 
-    def tap(args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+    def tap(given: Arguments, run: Run, call: int) -> None:
         if site.call is not None and site.call != call:
             return
         if not site.key:
-            tensor = find_input(args, kwargs, site, stream, is_exact)
+            tensor = find_input(given, site, stream, is_exact)
             if tensor is not None:
                 stream.add(tensor, run, call)
             return
         try:
-            value = dig_argument(args, kwargs, site.key)
+            value = dig(given, site.key)
         except KeyError as error:
             report_missing(site, stream, is_exact, error)
         else:

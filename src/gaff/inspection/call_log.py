@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import Key, Site
-from gaff.address.nested import iter_tensors, size_bytes
+from gaff.address.grammar import Key, Site, print_key
+from gaff.address.nested import Arguments, iter_tensors, size_bytes
 from gaff.compat import distributed, elements
 from gaff.compat.memory import version_of
 from gaff.engine.streams import Stream
@@ -95,22 +95,22 @@ class CallLog:
         self._flops = flops
         self._device = device
 
-    def enter(self, site: Site, cls: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+    def enter(self, site: Site, cls: str, given: Arguments, run: Any, call: int) -> None:
         """A module, or an op (``cls``: its place in the code), is called with these arguments.
 
         On a GPU it waits for the device first, so that the time of the call is its own. The first call of all tells
         what the model was given, of which digest and sketch are kept.
         """
-        shapes = shapes_text((*args, kwargs) if kwargs else args)
+        shapes = shapes_text((*given.args, given.kwargs) if given.kwargs else given.args)
         self._settle()
         notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
-        self._find_makers(notes, (args, kwargs))
+        self._find_makers(notes, given)
         if not self.calls:
-            self.given = marks_of([tensor for _, tensor in iter_tensors((args, kwargs))])
+            self.given = marks_of([tensor for _, tensor in iter_tensors(given)])
         if self.album is not None and not self._open and not site.path and site.op is None:
-            for key, tensor in iter_tensors((args, kwargs)):
+            for key, tensor in iter_tensors(given):
                 if tensor.is_floating_point():
-                    self.album.add_input(f":input{input_key(key)}", tensor)
+                    self.album.add_input(f":input{print_key(key)}", tensor)
         self.calls.append(notes)
         self._open.append(notes)
 
@@ -341,14 +341,6 @@ def gradient_of(tensor: Tensor) -> Gradient:
 def fingerprint_of(marks: tuple[Tensor, Tensor] | None) -> Fingerprint:
     """What ``marks_of`` returned, as plain values. Synchronises with the device."""
     return Fingerprint() if marks is None else Fingerprint(f"{marks[0].item():x}", tuple(marks[1].tolist()))
-
-
-def input_key(key: Key) -> str:
-    """Which of the arguments a key leads to, as an address has it: ``[0]``, or ``[mask]`` for a keyword.
-
-    ``key``: as ``iter_tensors((args, kwargs))`` gives it, whose first part tells the two apart.
-    """
-    return "".join(f"[{part}]" for part in key[1:])
 
 
 def shape_text(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse_site, print_key
-from gaff.address.nested import describe, iter_tensors, map_tensors
+from gaff.address.nested import Arguments, describe, iter_tensors, map_tensors
 from gaff.address.resolve import Found, find_site, need_module
 from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
 from gaff.engine.ops.calls import OpCall
@@ -104,11 +104,11 @@ class _Explanation:
         self._watch.follow([tensor for _, tensor in iter_tensors((call.args, call.kwargs))], call.site.path)
         self._log.enter(call)
 
-    def _entered(self, path: str, enter: Any, args: Any, kwargs: Any, run: Any, call: int) -> None:
+    def _entered(self, path: str, enter: Any, given: Arguments, run: Any, call: int) -> None:
         """A module begins: nodes behind its inputs that nobody owns yet belong to the module around it."""
-        self._watch.follow([tensor for _, tensor in iter_tensors((args, kwargs))], self._inside[-1])
+        self._watch.follow([tensor for _, tensor in iter_tensors(given)], self._inside[-1])
         self._inside.append(path)
-        enter(args, kwargs, run, call)
+        enter(given, run, call)
 
     def _returned(self, path: str, leave: Any, output: Any, run: Any, call: int) -> None:
         """A module returns: nodes that no op has made, but this module hands out, are its own.
@@ -236,10 +236,10 @@ def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
     if wanted != Site(wanted.path):
         raise SiteError(f"{path!r} is no module: anatomy explains modules, such as {wanted.path!r}")
     found = find_site(model, wanted)[0]
-    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    given: list[Arguments] = []
 
-    def enter(inner: tuple[Any, ...], keywords: dict[str, Any], run: Any, call: int) -> None:
-        given.append((inner, keywords))
+    def enter(inner: Arguments, run: Any, call: int) -> None:
+        given.append(inner)
         raise StopForward("gaff has all it wanted")
 
     session = Session(model, [CallTap(Found(Site(path), found.module, found.chain), enter, lambda *_: None)])
@@ -247,7 +247,7 @@ def explain_inside(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
         model(*args, **kwargs)
     if not given:
         raise SiteError(f"{path}: was not called in this run: there is nothing to explain")
-    return explain(found.module, *given[0])
+    return explain(found.module, given[0].args, given[0].kwargs)
 
 
 def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gaff.address.exported_calls import place_in_model
 from gaff.address.grammar import ATTENTIONS, WEIGHTS, Site, print_key
-from gaff.address.nested import iter_tensors
+from gaff.address.nested import Arguments, iter_tensors
 from gaff.address.resolve import called_modules, iter_modules, join
 from gaff.compat.autograd import next_sequence
 from gaff.engine.ops.attention import Weights
@@ -177,19 +177,12 @@ class OpLog:
         """The notes of the ops that returned; an op that raised has nothing to show."""
         return [notes for notes in self.ops if notes.is_complete]
 
-    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+    def _entered(self, given: Arguments, run: Any, call: int) -> None:
         """Note the arguments of the outermost call as inputs of the model: ``:input[0]``, ``:input[mask]``."""
         if len(run.frames) == 1:  # what the model itself was given
-            for number, arg in enumerate(args):
-                self._note_argument(arg, number)
-            for name, arg in kwargs.items():
-                self._note_argument(arg, name)
-
-    def _note_argument(self, value: Any, name: int | str) -> None:
-        """Note the tensors in one argument as inputs; a parameter that is passed in keeps its own name."""
-        for key, tensor in iter_tensors(value):
-            if not self.producers.of(tensor):
-                self.producers.note(tensor, f":input{print_key((name, *key))}")
+            for key, tensor in iter_tensors(given):
+                if not self.producers.of(tensor):  # a parameter that is passed in keeps its own name
+                    self.producers.note(tensor, f":input{print_key(key)}")
 
     def _returned(self, path: str) -> Any:
         """The tap for when the module at ``path`` returns: what it returns is its output from here on.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import ATTENTIONS, Site, parse_site
-from gaff.address.nested import iter_tensors
+from gaff.address.nested import Arguments, iter_tensors
 from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
 from gaff.compat import libraries
 from gaff.compat.memory import version_of
@@ -154,7 +154,8 @@ def _leave(log: CallLog, site: Site) -> Callable[[Any, Any, int], None]:
 def _enter_op(log: CallLog, call: OpCall) -> None:
     """Note that an op begins, with its place in the code where a module has its class."""
     site = replace(call.site, call=None)
-    log.enter(site, place_text(place_of(call.place)), call.args, call.kwargs, call.run, call.site.call or 0)
+    given = Arguments(call.args, call.kwargs)
+    log.enter(site, place_text(place_of(call.place)), given, call.run, call.site.call or 0)
 
 
 def _leave_op(log: CallLog, call: OpCall, output: Any) -> None:

@@ -36,7 +36,7 @@ class Row(NamedTuple):
     value: float
 
 
-class Look(NamedTuple):
+class LookTable(NamedTuple):
     """One table of a record. ``rows``: place in the table and name of each wanted site that has numbers there."""
 
     rank: int
@@ -93,7 +93,7 @@ class Cursor:
 
 def looks(
     record: Record, *, sites: Collection[str] = (), since: Cursor | None = None, with_magnitudes: bool = False
-) -> Iterator[Look]:
+) -> Iterator[LookTable]:
     """Every table of a record, rank by rank; each is unpacked once and not kept.
 
     ``sites``: patterns as of ``site_filter``; none: all of them. ``since``: a cursor, which moves on; without one
@@ -115,7 +115,7 @@ def looks(
                 table = unpack(layout, payload, with_magnitudes=with_magnitudes)
                 count = table.columns["count"]
                 there = [one for one in wanted[layout.number] if not math.isnan(count[one[0]])]
-                yield Look(part.rank, step, place.table_times[place.tables], table, there)
+                yield LookTable(part.rank, step, place.table_times[place.tables], table, there)
             place.tables += 1
 
 
@@ -131,7 +131,7 @@ def numbers(
         yield from rows_of(look, stats)
 
 
-def rows_of(look: Look, stats: Collection[str] = ()) -> Iterator[Row]:
+def rows_of(look: LookTable, stats: Collection[str] = ()) -> Iterator[Row]:
     """The numbers of one look, stored and derived, site by site; ``stats``: their names, none for all."""
     columns = [
         (sound(name), values, name in IN_EACH)

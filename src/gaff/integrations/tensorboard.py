@@ -12,7 +12,7 @@ from typing import Any
 from gaff.compat.extras import need
 from gaff.errors import PlanError
 from gaff.integrations.partners import STATS, Sender, as_text, tag
-from gaff.integrations.rows import MAGNITUDES, Look, Row, looks, rows_of, steps
+from gaff.integrations.rows import MAGNITUDES, LookTable, Row, looks, rows_of, steps
 from gaff.record.run import Record
 from gaff.record.statistics import BUCKETS, lower_edge
 
@@ -85,7 +85,7 @@ class TensorBoard(Sender):
             self._write(record, rows[0].rank, rows[0].step, rows[0].time, values)
         return len(values)
 
-    def _add_histograms(self, record: Record, look: Look) -> int:
+    def _add_histograms(self, record: Record, look: LookTable) -> int:
         """Write the histograms of one look, each a tensor of ``[buckets, 3]``; returns how many."""
         values = []
         for at, site in look.rows:

@@ -92,16 +92,15 @@ class EditedSite:
         strength = self._strength(run, call)
         return None if strength is None else self._apply(value, run, call, strength)
 
-    def change(self, value: Tensor, passage: Any, is_again: bool) -> Tensor:
+    def change(self, value: Tensor, crossing: Any) -> Tensor:
         """A value passes: return what the model goes on with. Raises PlanError where the edit does not fit it.
 
-        A ``passage`` has a ``memo`` where a checkpoint may run the call again. The first pass notes there whether and
-        how strongly the edit acted, with what ``CheckedEdit.again`` needs; the recomputation (``is_again``) acts by
-        these notes and not by the switch, or gradients would belong to another forward. Raises ExactnessError where it
-        cannot.
+        A ``crossing`` has a ``memo`` where a checkpoint may run the call again. The first pass notes there whether and
+        how strongly the edit acted, with what ``CheckedEdit.again`` needs; the recomputation acts by these notes and
+        not by the switch, or gradients would belong to another forward. Raises ExactnessError where it cannot.
         """
-        run, call, memo = passage.run, passage.call, passage.memo
-        if is_again:
+        run, call, memo = crossing.run, crossing.call, crossing.memo
+        if crossing.is_again:
             first = None if memo is None else memo.get(self)
             return value if first is None else self.checked.again(value, run, call, first)
         strength = self._strength(run, call)
@@ -181,7 +180,7 @@ class EditedSite:
         edit = self.edit.edit if isinstance(self.edit, When) else self.edit
         value = edit.value if isinstance(edit, Skip) else None
         if value is None:
-            first = first_tensor(args, kwargs)
+            first = first_tensor((args, kwargs))
             if first is None:
                 raise PlanError(f"{self.site}: skipped, but given no tensor to pass on: expected edits.skip(value)")
             return first[1]

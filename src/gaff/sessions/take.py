@@ -183,7 +183,7 @@ class Take(nn.Module):
             moved = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
             with torch.no_grad():
                 found = self.forward(*moved[0], **moved[1])
-            first = first_tensor(*moved)
+            first = first_tensor(moved)
             size = first[1].shape[0] if first is not None and first[1].dim() else None
             for address, value in found.items():
                 parts.setdefault(address, []).append(_rows(address, value, size).to(to))

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site
+from gaff.address.nested import Arguments
 from gaff.address.resolve import Found, called_modules, need_module, unwrap
 from gaff.compat import distributed, foreach
 from gaff.engine.process.calls import Outermost, is_compiled
@@ -63,7 +64,7 @@ class Guard:
         # compiled code tells no true arguments, but what calls it has them
         self._outermost = Outermost((model, root), self._begin, self._end) if has_graphs else None
         if not has_graphs:
-            taps.append(CallTap(Found(Site(), root), self._begin, self._end))  # after the root's own probe
+            taps.append(CallTap(Found(Site(), root), self._entered, self._end))  # after the root's own probe
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
         self._closing = ExitStack()
 
@@ -105,7 +106,11 @@ class Guard:
         elif isinstance(error, Exception) and not isinstance(error, NonFiniteError):
             self._explain(error)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None, call: int = 0) -> None:
+    def _entered(self, given: Arguments, run: Any, call: int) -> None:
+        """The model is called, as its hooks tell."""
+        self._begin(given.args, given.kwargs, run)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None) -> None:
         """A run begins: what it is given is kept; a call of the model inside itself begins none.
 
         Where no step comes for long, what the runs have added up is read after every 16 of them, and after 16, 32, 64

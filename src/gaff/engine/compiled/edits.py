@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import Site
-from gaff.address.nested import dig, iter_tensors, put, put_argument
+from gaff.address.nested import Arguments, iter_tensors, put
 from gaff.compat import autograd, checkpoints, memory
 from gaff.edits.arithmetic import Project
 from gaff.edits.files import tensors_of
 from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell
-from gaff.engine.value_edits import RETURNED, TWINS, find_argument, single
+from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
 
 
@@ -40,15 +40,12 @@ class TracedEdit(Receiver):
         self.repeats: WeakSet[Any] = WeakSet()  # checkpoints that will recompute it
         self.constants = _versions(stream.edit)
 
-    def change(self, output: Any, args: Any) -> Any:
-        """While Dynamo compiles: the output that the model goes on with."""
-        key, tensor = single(self.site, dig(output, self.site.key), self.site.key)
-        return output if tensor is None else put(output, key, self._changed(tensor, _remark(output, tensor, args)))
-
-    def change_arguments(self, args: Any, kwargs: Any) -> Any:
-        """While Dynamo compiles: the arguments that the model goes on with."""
-        found = find_argument(args, kwargs, self.site)
-        return (args, kwargs) if found is None else put_argument(args, kwargs, found[0], self._changed(found[1], ""))
+    def change(self, value: Any, given: Arguments) -> Any:
+        """While Dynamo compiles: what the model goes on with in the place of ``value``, which passes here."""
+        key, tensor = find(value, self.site)
+        if tensor is None:
+            return value
+        return put(value, key, self._changed(tensor, "" if value is given else _remark(value, tensor, given.args)))
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The compiled graph has made the edit: tell the stream what passed and what went on.
@@ -96,12 +93,12 @@ class TracedGradientEdit(TracedEdit):
     Each call has a ticket of its own, kept by its backward: as long as one is alive the edit is still to act.
     """
 
-    def change(self, output: Any, args: Any) -> Any:
-        """While Dynamo compiles: hook the tensor that the address means; the output stays as it is."""
-        _, tensor = single(self.site, dig(output, self.site.key), self.site.key)
+    def change(self, value: Any, given: Arguments) -> Any:
+        """While Dynamo compiles: hook the tensor that the address means; what passes stays as it is."""
+        _, tensor = find(value, self.site)
         if tensor is not None and tensor.requires_grad:
             self._hook(tensor)
-        return output
+        return value
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """Do nothing, though the gradient of a frame is to come: the op that told it has noted its ticket already."""

@@ -24,12 +24,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from gaff.address.nested import NO_ARGUMENTS, Arguments
 from gaff.compat import autograd, checkpoints
+from gaff.engine.clock import Run
 from gaff.engine.compiled.structure import has_grad_mode, rebuild, stand_ins, structure_of
 from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell, tell_gradients
+from gaff.engine.crossing import Crossing
 from gaff.engine.modules import MISSING
 from gaff.engine.node import Node
-from gaff.engine.recomputation import Passage
 from gaff.errors import PlanError
 
 
@@ -60,7 +62,7 @@ class EntryHook(HookInside):
 
     def __init__(self, inside: Inside, func: Any, node: Node, *, is_bound: bool) -> None:
         super().__init__(inside, func, node)
-        self.taps = node.entries
+        self.taps = node.entry.taps
         self.is_bound = is_bound
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
@@ -70,11 +72,14 @@ class EntryHook(HookInside):
         if self.taps or self.is_bound:
             values: list[Tensor] = []
             what = structure_of((args, kwargs), values)
-            given = self.parts(values) if self.taps else []
-            tell(given, self.token, self.ticket, new_place(), what)
+            parts = self.parts(values) if self.taps else []
+            tell(parts, self.token, self.ticket, new_place(), what)
+        if not self.edits:
+            return None
+        value = given = Arguments(args, kwargs)
         for edit in self.edits:
-            args, kwargs = edit.change_arguments(args, kwargs)
-        return (args, kwargs) if self.edits else None
+            value = edit.change(value, given)
+        return value.args, value.kwargs
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The module has been entered in compiled code: open a run if code begins here, count the call, tell the taps.
@@ -91,9 +96,9 @@ class EntryHook(HookInside):
             number = run.entered[self.node.index]
             run.entered[self.node.index] = number + 1
             if self.taps:
-                args, kwargs = rebuild(what, values.__getitem__)
+                given = Arguments(*rebuild(what, values.__getitem__))
                 for tap in self.taps:
-                    tap(args, kwargs, run, number)
+                    tap(given, run, number)
 
 
 class ExitHook(HookInside):
@@ -105,25 +110,25 @@ class ExitHook(HookInside):
 
     def __init__(self, inside: Inside, func: Any, node: Node) -> None:
         super().__init__(inside, func, node)
-        self.taps, self.arms = node.exits, node.arms
-        self._first: dict[Passage, Call] = {}  # calls that a checkpoint may run again
+        self.side, self.taps = node.exit, node.exit.taps
+        self.acts = () if node.exit.is_edited else node.exit.acts  # edits are part of the graph
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = MISSING) -> Any:
         if not torch.compiler.is_compiling():
             return self.outside(self.node, module, args, kwargs, output)
         before = output
-        if (self.arms or self.edits) and isinstance(module, nn.Linear) and is_view(output):
+        if (self.acts or self.edits) and isinstance(module, nn.Linear) and is_view(output):
             output = output.clone()  # of a product in two dimensions that nobody else sees
         for edit in self.edits:
-            output = edit.change(output, args)
-        if self.taps or self.arms:
+            output = edit.change(output, Arguments(args, kwargs or {}))
+        if self.taps or self.acts:
             values: list[Tensor] = []
             what = structure_of(output, values)
-            ticket = self.ticket.clone() if self.arms else self.ticket  # as it is now: torch may set hooks later
+            ticket = self.ticket.clone() if self.acts else self.ticket  # as it is now: torch may set hooks later
             place = new_place()
             given = self.parts(values) if self.taps else []
             tell(given, self.token, ticket, place, what)
-            if self.arms:
+            if self.acts:
                 tell_gradients(values, ticket, place, self.reduce)
         return None if output is before else output
 
@@ -146,24 +151,22 @@ class ExitHook(HookInside):
                 output = rebuild(what, values.__getitem__)
                 for tap in self.taps:
                     tap(output, run, number)
-            if self.arms:
-                self._arm(call, what, Passage(run, number))
+            if self.acts:
+                self._pass(call, what, run, number)
 
-    def _arm(self, call: Call, what: str, passage: Passage) -> None:
-        """Set the gradient hooks of a call, or let it wait for a reentrant checkpoint, as ``modules.arm_after`` does.
+    def _pass(self, call: Call, what: str, run: Run, number: int) -> None:
+        """Let acts set gradient hooks on stand-ins for what passes, or wait for a reentrant checkpoint.
 
         Whether there is an autograd graph is told by the grad mode that was written down with the value.
         """
-        replay = self.node.exit_replay
-        if has_grad_mode(what):
-            if checkpoints.has_saved_hooks():
-                replay.remember(passage, has_grad=True)
-                self._first = {one: at for one, at in self._first.items() if at in self.waiting}
-                self._first[passage] = call
-            self._hang_up(call, what, passage)
-        elif not replay.wait(passage):
-            for arm in self.arms:
-                arm.give_up(passage.run, passage.call)
+        crossing, replay = Crossing(run, number, has_grad_mode(what)), self.side.replay
+        if not crossing.has_graph:
+            replay.wait(crossing)
+        elif checkpoints.has_saved_hooks():
+            replay.remember(crossing)
+            if crossing.memo is not None:
+                crossing.memo[self] = call
+        self._act(call, what, crossing)
 
     def _told_again(self, call: Call, what: str) -> None:
         """A recomputation has come by: its gradients belong to the call of the first pass.
@@ -171,22 +174,23 @@ class ExitHook(HookInside):
         Where that had an autograd graph its hooks wait for the call of the first pass, and what arrives by the ticket
         of the recomputation is handed to them.
         """
-        found = self.node.exit_replay.match(has_grad=has_grad_mode(what)) if self.arms else None
-        if found is not None and found.is_first_graph and has_grad_mode(what):
-            self._hang_up(call, what, found.passage)
-        elif found is not None and (first := self._first.get(found.passage)) in self.waiting:
+        crossing = self.side.met_again(has_grad_mode(what)) if self.acts else None
+        if crossing is not None and crossing.has_graph:
+            self._act(call, what, crossing)
+        elif crossing is not None and crossing.memo is not None and (first := crossing.memo.get(self)) in self.waiting:
             self.waiting[call] = self.waiting[first]
 
-    def _hang_up(self, call: Call, what: str, passage: Passage) -> None:
+    def _act(self, call: Call, what: str, crossing: Crossing) -> None:
         """Let gradient hooks be set on what stands for the tensors of the call.
 
         These are small tensors, kept as long as the call's ticket may be needed. When a gradient arrives,
         ``Receiver.arrived`` calls the hooks on the stand-in by hand.
         """
-        self.waiting[call] = stands = stand_ins(what)
-        output = rebuild(what, stands.__getitem__)
-        for arm in self.arms:
-            arm(output, ((), {}), passage.run, passage.call)
+        output = None
+        if crossing.has_graph:
+            self.waiting[call] = stands = stand_ins(what)
+            output = rebuild(what, stands.__getitem__)
+        self.side.act(output, NO_ARGUMENTS, crossing)
 
 
 class LeaveHook(HookInside):

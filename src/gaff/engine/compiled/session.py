@@ -21,7 +21,7 @@ from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
 from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook, OwnForward
 from gaff.engine.compiled.tell import Inside
 from gaff.engine.force_eager import EAGER, forced_eager
-from gaff.engine.modules import before, before_edit, install, leave
+from gaff.engine.modules import ended, entered, install
 from gaff.engine.node import Node
 from gaff.engine.process.calls import is_compiled
 from gaff.engine.taps import CallTap, EditTap, Tap
@@ -188,9 +188,9 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
 
         def make(func: Any, node: Node) -> HookInside:
-            if func is leave:
+            if func is ended:
                 return LeaveHook(self._inside, func, node, is_bound=is_bound)
-            is_entry = func in (before, before_edit)
+            is_entry = func is entered
             made = (
                 EntryHook(self._inside, func, node, is_bound=is_bound)
                 if is_entry

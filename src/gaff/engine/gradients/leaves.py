@@ -68,9 +68,7 @@ class LeafGradient:
             self._stream.skip("the parameter was replaced by another tensor while the session was open")
         self._tensor = tensor
         if tensor.requires_grad:
-            if tensor._is_view():
-                _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
-            self._handle = tensor.register_hook(self._arrived)
+            self._handle = autograd.on_gradient(tensor, self._arrived)
 
     def remove(self) -> None:
         """Take the hook away; ``follow`` can set one again."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gaff.compat.autograd import sequence_of
+from gaff.compat.autograd import on_gradient, sequence_of
 
 Gradients = Sequence["Tensor | None"]
 
@@ -122,7 +122,7 @@ def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
         if gradient is not None:  # a custom Function hands None to what it does not need
             keep(gradient)
 
-    return tensor.register_hook(arrived)
+    return on_gradient(tensor, arrived)
 
 
 def _after(watch: NodeWatch, seen: Seen, outgoing: Gradients, incoming: Gradients) -> None:

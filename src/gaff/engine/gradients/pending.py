@@ -66,7 +66,6 @@ class Gradients:
             armed.refuse(VIEW_INSIDE)
             return armed
         if tensor._is_view():
-            _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
             armed = ArmedView(stream, run, call, tensor)
         elif tensor.is_leaf:
             self.has_leaves = True
@@ -81,7 +80,7 @@ class Gradients:
     def arm_plain(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """As ``arm``, for a tensor inside an autograd graph that is no view, and where nothing is edited."""
         armed = Armed(stream, run, call)
-        armed.handle = tensor.register_hook(partial(_arrived, self, armed))
+        armed.handle = tensor.register_hook(partial(_arrived, self, armed))  # no view: ``on_gradient`` asks for nothing
         self._armed.append(armed)
         if len(self._armed) > self._prune_at:
             self._prune()
@@ -91,7 +90,7 @@ class Gradients:
 
         Not part of a chain: nobody else holds that view when its hook is set.
         """
-        share.handle = alias.register_hook(partial(_arrived, self, share))
+        share.handle = autograd.on_gradient(alias, partial(_arrived, self, share))
         self.add(share)
 
     def share_arrived(
@@ -120,7 +119,7 @@ class Gradients:
         if has_edits:
             self._join_chain(tensor, armed)
         else:
-            armed.handle = tensor.register_hook(partial(_arrived, self, armed))
+            armed.handle = autograd.on_gradient(tensor, partial(_arrived, self, armed))
         self.add(armed)  # with its handle: one without counts as gone
 
     def _join_chain(self, tensor: Tensor, armed: Armed) -> None:
@@ -141,7 +140,7 @@ class Gradients:
         if len(self._chains) > 64:
             self._chains = {at: row for at, row in self._chains.items() if row[0]() is not None}
         self._chains[key] = weakref.ref(tensor), chain
-        armed.handle = tensor.register_hook(partial(_arrived_chain, self, chain))
+        armed.handle = autograd.on_gradient(tensor, partial(_arrived_chain, self, chain))
 
     def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """Arm a tensor that does not require grad now: somebody may still make it, until the run ends.

@@ -6,31 +6,33 @@ in-place writes. Here forward hooks find the tensor that an address means and se
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from gaff.address.grammar import Key, Site, print_key
-from gaff.address.nested import dig, dig_argument, first_tensor, iter_tensors
+from gaff.address.nested import Arguments, dig, first_tensor, iter_tensors
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Frame, Run
+from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedView
 from gaff.engine.gradients.pending import Gradients
 from gaff.engine.node import Node
-from gaff.engine.streams import ExitArm, Stream
+from gaff.engine.streams import Act, Stream
 from gaff.errors import SiteError
 
 NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"
 RETURNED_INPUT = "the module returned its input itself"
 
 
-class GradientArm:
-    """Sets the gradient hooks of one site, at the entry or the exit of a module; hung on its ``Node``.
+class GradientArm(Act):
+    """Sets the gradient hooks of one site, at the entry or the exit of a module, of whoever looks or edits.
 
     ``is_exact``: the user named this very site, so a miss is an error; else the stream is told of a skipped event.
     """
+
+    needs_graph = True
 
     def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
         self._gradients = gradients
@@ -44,9 +46,6 @@ class GradientArm:
         """Tell the stream that this call had no autograd graph, if the site is about this call."""
         if self._wants(call):
             self._stream.absent(run, call, NO_GRAD_MODE)
-
-    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
-        """A call without grad mode, which a reentrant checkpoint may run again with grad: nothing to do."""
 
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
@@ -70,13 +69,14 @@ class OutputGradient(GradientArm):
     An address may mean several tensors of the output where a pattern found it; each then has a stream of its own.
     """
 
-    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
+    def __call__(self, output: Any, given: Arguments, crossing: Crossing) -> None:
+        run, call = crossing.run, crossing.call
         if type(output) is Tensor and self._is_plain:
             if output._is_view() or output.grad_fn is None or self._gradients.has_edits:
                 self._arm_output(output, self._stream, given, run, call)
             else:  # the common case, without further questions
                 self._gradients.arm_plain(output, self._stream, run, call)
-                if given[0] and output is given[0][0]:
+                if given.args and output is given.args[0]:
                     self._remark_on_identity(output, self._stream)
             return
         if not self._wants(call):
@@ -98,7 +98,7 @@ class OutputGradient(GradientArm):
         for key, tensor in found:
             self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, run, call)
 
-    def _arm_output(self, tensor: Tensor, stream: Stream, given: tuple[Any, Any], run: Run, call: int) -> None:
+    def _arm_output(self, tensor: Tensor, stream: Stream, given: Arguments, run: Run, call: int) -> None:
         """Hook one tensor of the output, and remark on what makes its gradient another one than expected.
 
         A linear layer over more than two dimensions returns a view of a matrix product; writing into that in place
@@ -108,7 +108,7 @@ class OutputGradient(GradientArm):
             self._gradients.arm_later(tensor, stream, run, call)
         else:
             armed = self._gradients.arm(tensor, stream, run, call)
-            if any(tensor is other for other in given[0]):
+            if any(tensor is other for other in given.args):
                 self._remark_on_identity(tensor, stream)
             base = tensor._base
             if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and _is_flattened(tensor, base):
@@ -135,16 +135,17 @@ class InputGradient(GradientArm):
 
     In a reentrant checkpoint the tensor is hooked in the first pass, since the recomputation works on another tensor
     and sees only the uses inside the checkpoint. That decides for as long as the autograd graph lives, however often
-    backward runs. A leaf serves many runs: what the module returned tells whose backward pass comes by (``exit_arm``).
+    backward runs. A leaf serves many runs: what the module returned tells whose backward pass comes by (``leave``).
     """
 
     def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
         super().__init__(gradients, node, stream, site, is_exact)
         self._armed_before: dict[tuple[Run, int], Armed] = {}  # in a first pass without a graph
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+    def __call__(self, value: Arguments, given: Arguments, crossing: Crossing) -> None:
+        run, call = crossing.run, crossing.call
         if self._wants(call):
-            tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
+            tensor = find_input(value, self._site, self._stream, self._is_exact)
             if tensor is None or (run, call) in self._armed_before:
                 return
             if not autograd.takes_gradient(tensor):
@@ -154,14 +155,15 @@ class InputGradient(GradientArm):
             if isinstance(armed, ArmedLeaf):
                 self._frame(run).notes[self] = armed
 
-    def before_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+    def before_graph(self, value: Arguments, crossing: Crossing) -> None:
         """Hook, in a reentrant checkpoint's first pass, what comes in from outside of it.
 
         What comes into such a checkpoint is the whole tensor now; the recomputation sees a part of its uses. What is
         made inside has no autograd graph yet and is left to the recomputation.
         """
+        run, call = crossing.run, crossing.call
         if self._wants(call):
-            tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
+            tensor = find_input(value, self._site, self._stream, self._is_exact)
             if tensor is not None and autograd.takes_gradient(tensor) and not _is_made_inside(tensor):
                 known = self._armed_before
                 if len(known) > 256:
@@ -173,12 +175,9 @@ class InputGradient(GradientArm):
         if (run, call) not in self._armed_before:
             super().give_up(run, call)
 
-    def exit_arm(self) -> LeafExit:
-        """The half that runs when the module returns, and matters only where a leaf went in."""
-        return LeafExit(self._leave)
-
-    def _leave(self, output: Any, given: tuple[Any, Any], run: Run) -> None:
+    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:
         """Let what the module made of a leaf tell whose backward pass it is that will bring the leaf its gradient."""
+        run = crossing.run
         armed = self._frame(run).notes.pop(self, None)
         if armed is not None:
             roots = [tensor for _, tensor in iter_tensors(output) if autograd.takes_gradient(tensor)]
@@ -196,16 +195,6 @@ def _is_made_inside(tensor: Tensor) -> bool:
         return False
     functions = checkpoints.enclosing_functions()
     return bool(functions) and autograd.sequence_of(tensor.grad_fn) > autograd.sequence_of(functions[-1])
-
-
-class LeafExit(ExitArm):
-    """The second half of an ``InputGradient``, at the exit of the module; what never came is told by the first."""
-
-    def __init__(self, leave: Callable[[Any, tuple[Any, Any], Run], None]) -> None:
-        self._leave = leave
-
-    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
-        self._leave(output, given, run)
 
 
 class PassMark:
@@ -226,22 +215,20 @@ class PassMark:
                     self._gradients.mark(tensor, run)
 
 
-def find_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, stream: Stream, is_exact: bool
-) -> Tensor | None:
+def find_input(given: Arguments, site: Site, stream: Stream, is_exact: bool) -> Tensor | None:
     """The tensor that an input address means; None, and the stream is told why, where there is none.
 
     Without a key it is the first tensor, positional arguments before keywords. Raises SiteError for an exact address
     that leads nowhere or to several tensors.
     """
     if not site.key:
-        first = first_tensor(args, kwargs)
+        first = first_tensor(given)
         if first is None:
             report_missing(site, stream, is_exact, KeyError("the call was given no tensor"))
             return None
         return first[1]
     try:
-        value = dig_argument(args, kwargs, site.key)
+        value = dig(given, site.key)
     except KeyError as error:
         report_missing(site, stream, is_exact, error)
         return None

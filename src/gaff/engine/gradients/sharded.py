@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gaff.address.resolve import Found
-from gaff.compat import distributed
-from gaff.engine.recomputation import Passage
-from gaff.engine.streams import EntryChange, ExitChange
+from gaff.compat import autograd, distributed
+from gaff.engine.crossing import Crossing
+from gaff.engine.streams import Act
 
 _BY_PARAMETER: WeakKeyDictionary[Any, ShardedGradient] = WeakKeyDictionary()
 
@@ -76,7 +76,7 @@ class ShardedGradient:
         if whole is not self._whole and whole is not None and whole.requires_grad:
             if self._whole_handle is not None:
                 self._whole_handle.remove()
-            self._whole, self._whole_handle = whole, whole.register_hook(self._coming)
+            self._whole, self._whole_handle = whole, autograd.on_gradient(whole, self._coming)
 
     def leave(self, listener: ShardListener) -> None:
         """Let a listener go; with the last one all hooks are removed."""
@@ -161,38 +161,33 @@ class _Reduction:
                 one.restore()
 
 
-class SwapUnit(EntryChange):
+class SwapUnit(Act):
     """At the entry of the module with which FSDP2 gathers the parameter: lets the edited value stand in.
 
     FSDP2 puts the gathered parameter in place at each call of its unit, so an edit cannot stand in for a whole run. A
     recomputation is left to ``SwapScope``.
     """
 
-    is_gradient = False
-
     def __init__(self, swap: Any) -> None:
         self.swap = swap
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
-        if not is_again:
-            self.swap.begin_unit(passage.run)
+    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        if not crossing.is_again:
+            self.swap.begin_unit(crossing.run)
 
 
-class SwapUnitEnd(ExitChange):
+class SwapUnitEnd(Act):
     """At the exit of the module with which FSDP2 gathers the parameter, before FSDP2's own hook: takes the value away.
 
     FSDP2 would otherwise take what stands in for its own parameter.
     """
 
-    is_gradient = False
-
     def __init__(self, unit: SwapUnit) -> None:
         self._unit = unit
 
-    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
-        if not is_again:
+    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        if not crossing.is_again:
             self._unit.swap.end_unit()
-        return output
 
 
 class Shards:

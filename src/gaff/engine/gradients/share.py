@@ -6,21 +6,22 @@ then the sum of several parts, of which autograd keeps none. This is about the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
-from gaff.address.nested import iter_deep, iter_tensors
+from gaff.address.nested import Arguments, iter_deep, iter_tensors
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
+from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
 from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
-from gaff.engine.streams import ExitArm, Stream
+from gaff.engine.streams import Stream
 
 Edge = tuple[GraphNode, int]  # the node of a tensor, and which of its outputs the tensor is
 OLDER = (
@@ -35,32 +36,31 @@ class InputShare(GradientArm):
     Finds the autograd nodes that were created inside the call and hand a gradient to the input, and adds up what they
     hand over, in the order in which autograd does. Nothing is inserted: upstream gradients keep their bits.
 
-    Begins at the entry, where the number of the next node is noted, and ends at the exit, by ``exit_arm``. What cannot
+    Begins at the entry, where the number of the next node is noted, and ends at the exit, by ``leave``. What cannot
     be told apart is refused: a tensor given twice, an input returned as it is, a view that was written to.
     """
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+    def __call__(self, value: Arguments, given: Arguments, crossing: Crossing) -> None:
+        run, call = crossing.run, crossing.call
         if not self._wants(call):
             return
-        tensor = find_input(args, kwargs, self._site, self._stream, self._is_exact)
+        tensor = find_input(value, self._site, self._stream, self._is_exact)
         if tensor is None:
             return
-        given = [other for _, other in iter_tensors((args, kwargs))]
-        twins = sum(other is tensor for other in given)
+        twins = sum(other is tensor for _, other in iter_tensors(value))
         if not autograd.takes_gradient(tensor):
             self._gradients.arm_later(tensor, _ShareOfLate(self._stream), run, call)
         elif twins > 1:
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
         else:
             # a stale view gets its node when it is asked for: before the call, not inside it
-            passed = iter_deep((args, kwargs))
-            stops = {other.grad_fn for other in passed if autograd.takes_gradient(other)} - {None}
+            stops = {other.grad_fn for other in iter_deep(value) if autograd.takes_gradient(other)} - {None}
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
-            noted = tensor, edge, since, memory.version_of(tensor), call, (args, kwargs), stops
-            self._frame(run).notes[self] = noted
+            self._frame(run).notes[self] = tensor, edge, since, memory.version_of(tensor), call, value, stops
 
-    def _leave(self, output: Any, run: Run) -> None:
+    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:
         """Find, when the module returned, the nodes that make up its share, and hook them."""
+        run = crossing.run
         noted = self._frame(run).notes.pop(self, None)
         if noted is None:
             return
@@ -88,20 +88,6 @@ class InputShare(GradientArm):
                 share.watch_writes(tensor, outputs)
                 _follow_second(share, roots, edge, since, stops)
                 self._gradients.add(share)
-
-    def exit_arm(self) -> ShareExit:
-        """The half that runs when the module returns."""
-        return ShareExit(self._leave)
-
-
-class ShareExit(ExitArm):
-    """The second half of an ``InputShare``, at the exit of the module; what never came is told by the first."""
-
-    def __init__(self, leave: Callable[[Any, Run], None]) -> None:
-        self._leave = leave
-
-    def __call__(self, output: Any, given: tuple[Any, Any], run: Run, call: int) -> None:
-        self._leave(output, run)
 
 
 class _ShareOfLate(Stream):
@@ -294,7 +280,7 @@ def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int, s
     derivatives = _Derivatives(share, edge, since)
     for tensor in roots:
         if autograd.takes_gradient(tensor) and not tensor.is_leaf and tensor.grad_fn not in stops:
-            share.handles.append(tensor.register_hook(begin))
+            share.handles.append(autograd.on_gradient(tensor, begin))
 
 
 class _Derivatives:

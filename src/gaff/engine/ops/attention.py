@@ -21,9 +21,9 @@ from gaff.address.grammar import ATTENTIONS, Site
 from gaff.compat import attention
 from gaff.compat.modes import outside_modes, without_autocast
 from gaff.engine.clock import Run
+from gaff.engine.crossing import Crossing
 from gaff.engine.ops.calls import OpEvent
-from gaff.engine.recomputation import Passage
-from gaff.engine.streams import EditStream, ExitChange, Stream
+from gaff.engine.streams import Act, EditStream, Stream
 from gaff.keep import Part
 
 WRITTEN_OUT = "attention whose weights are edited was computed as softmax(query key^T) value, not by torch's fused op"
@@ -186,29 +186,27 @@ class WeightsTap:
             self._stream.add(weights, run, call)
 
 
-class WeightsChange(ExitChange):
+class WeightsChange(Act):
     """An edit of the weights. ``weigh`` makes it, before the op has an output; to that nothing is done any more."""
-
-    is_gradient = False
 
     def __init__(self, site: Site, stream: EditStream) -> None:
         self._site = site
         self._stream = stream
 
-    def __call__(self, output: Any, given: tuple[Any, Any], passage: Passage, is_again: bool) -> Any:
-        return output
+    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        """The output itself is not edited."""
 
-    def acts(self, passage: Passage) -> bool:
+    def acts(self, crossing: Crossing) -> bool:
         """Whether the site is about this call."""
-        return self._site.call in (None, passage.call)
+        return self._site.call in (None, crossing.call)
 
-    def weigh(self, weights: Tensor, passage: Passage, is_again: bool) -> Tensor:
+    def weigh(self, weights: Tensor, crossing: Crossing) -> Tensor:
         """What attention goes on with in the place of ``weights``."""
-        return self._stream.change(weights, passage, is_again)
+        return self._stream.change(weights, crossing)
 
-    def refuse(self, passage: Passage, reason: str) -> None:
+    def refuse(self, crossing: Crossing, reason: str) -> None:
         """Raises ExactnessError while the session is open: the weights cannot be told, and so not be edited."""
-        self._stream.refuse(passage.run, passage.call, reason)
+        self._stream.refuse(crossing.run, crossing.call, reason)
 
 
 def attend(name: str, events: list[OpEvent], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,7 +215,7 @@ def attend(name: str, events: list[OpEvent], func: Any, args: tuple[Any, ...], k
     ``events``: one for each session that asks for something of this op, edits first.
     """
     nodes = [event.node for event in events if event.node is not None]
-    asked = (one for node in nodes for one in (*node.exits, *node.exit_changes))
+    asked = (one for node in nodes for one in (*node.exit.taps, *node.exit.acts))
     if not any(isinstance(one, (WeightsTap, WeightsChange)) for one in asked):
         return func(*args, **kwargs)
     weights = Weights(name, args, kwargs)
@@ -226,7 +224,7 @@ def attend(name: str, events: list[OpEvent], func: Any, args: tuple[Any, ...], k
     for event in events:
         run, node = event.part.run, event.node
         if run is not None and node is not None:
-            for tap in (one for one in node.exits if isinstance(one, WeightsTap)):
+            for tap in (one for one in node.exit.taps if isinstance(one, WeightsTap)):
                 tap.tell(weights, run, event.part.call)
     return output if new is None else weights.put(output, new)
 
@@ -235,17 +233,17 @@ def _edited(weights: Weights, events: list[OpEvent]) -> Tensor | None:
     """The output of attention with its weights edited; None where no edit acts, and the op itself is to be run."""
     acting = []
     for event in events:
-        changes = [one for one in event.node.exit_changes if isinstance(one, WeightsChange)] if event.node else []
-        found = event.passage() if changes else None
-        if found is not None:
-            acting += [(event, change, found) for change in changes if change.acts(found[0])]
+        changes = [one for one in event.node.exit.acts if isinstance(one, WeightsChange)] if event.node else []
+        crossing = event.crossing() if changes else None
+        if crossing is not None:
+            acting += [(event, change, crossing) for change in changes if change.acts(crossing)]
     if acting and weights.untold:
-        acting[0][1].refuse(acting[0][2][0], weights.untold)
+        acting[0][1].refuse(acting[0][2], weights.untold)
     if not acting or weights.untold:
         return None
     new = whole = weights.compute()
-    for event, change, (passage, _, is_again) in acting:
-        before, new = new, change.weigh(new, passage, is_again)
+    for event, change, crossing in acting:
+        before, new = new, change.weigh(new, crossing)
         notes = event.part.scope.notes
         if new is not before and WRITTEN_OUT not in notes:
             notes.append(WRITTEN_OUT)

@@ -1,7 +1,7 @@
 """What happens at one op that somebody asks for: before it runs and after, in a forward and in its recomputation.
 
 An op is counted by its name within one call of its module, and the nth has a ``Node`` of its own where it is asked
-for. From there on it goes the way of a module: the same taps, arms and changes, by the functions of ``modules``.
+for. From there on it goes the way of a module: what it is given and what it returns pass the sides of its node.
 """
 
 from __future__ import annotations
@@ -13,22 +13,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gaff.address.grammar import Site
+from gaff.address.nested import Arguments
 from gaff.compat import checkpoints
+from gaff.compat.autograd import is_grad_enabled
 from gaff.compat.checkpoints import may_repeat
 from gaff.compat.memory import version_of
 from gaff.engine.clock import Frame, Run
-from gaff.engine.modules import (
-    arm_after,
-    arm_after_again,
-    arm_before,
-    arm_before_again,
-    change_entry,
-    change_exit,
-    find_match,
-)
+from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
 from gaff.engine.ops.names import find_place
-from gaff.engine.recomputation import Passage
 from gaff.errors import PlanError
 
 MOVED = "another line of the code ran as this op in a later call: which op has which number depends on the path taken"
@@ -73,7 +66,7 @@ class OpEvent:
     ``before`` to ``close``. Only ``change`` counts the op. ``node`` is None where nobody asks for this one.
     """
 
-    __slots__ = ("_found", "_frames", "_place", "_versions", "index", "name", "node", "part", "row")
+    __slots__ = ("_crossing", "_frames", "_is_met", "_place", "_versions", "index", "name", "node", "part", "row")
 
     def __init__(self, part: CallShare, row: Any, place: FrameType) -> None:
         self.part = part
@@ -83,7 +76,8 @@ class OpEvent:
         self.node: OpNode | None = part.scope.node(row, self.index)
         self._place = place
         self._frames: list[Frame] | None = None
-        self._found: Any = ()  # what ``passage`` has found
+        self._is_met = False
+        self._crossing: Crossing | None = None  # of its exit, once it is met
         self._versions: list[tuple[Tensor, int]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -97,47 +91,32 @@ class OpEvent:
         if node is None:
             return args, kwargs
         check_place(node, self._place)
-        if node.entry_arms or node.entry_changes:
+        side, given = node.entry, Arguments(args, kwargs)
+        if run is not None:
+            for tap in side.taps:
+                tap(given, run, self.part.call)
+        if side.acts:
             self._frames = run.frames if run is not None else node.clock.replay_frames()
             self._frames.append(Frame(node))
-        if run is None:
-            arm_before_again(node, args, kwargs)
-            found = find_match(node, node.module, node.replay) if node.entry_changes else None
-            if found is not None:
-                args, kwargs = change_entry(node, args, kwargs, found.passage, found.is_first_graph, is_again=True)
-        else:
-            for tap in node.entries:
-                tap(args, kwargs, run, self.part.call)
-            if node.entry_arms:
-                arm_before(node, args, kwargs, run, self.part.call)
-            if node.entry_changes:
-                passage = _passage(node.replay, run, self.part.call)
-                args, kwargs = change_entry(node, args, kwargs, passage, True, is_again=False)
+            new = side.again(given, given) if run is None else side.cross(given, given, run, self.part.call)
+            args, kwargs = new.args, new.kwargs
         if self.has_values:
-            given = (*args, *kwargs.values())
-            self._versions = [(one, version_of(one)) for one in given if isinstance(one, Tensor)]
+            values = (*args, *kwargs.values())
+            self._versions = [(one, version_of(one)) for one in values if isinstance(one, Tensor)]
         return args, kwargs
 
     @property
     def has_values(self) -> bool:
         """Whether an edit changes what this op returns."""
-        return self.node is not None and any(not change.is_gradient for change in self.node.exit_changes)
+        return self.node is not None and any(not act.needs_graph for act in self.node.exit.acts)
 
-    def change(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def change(self, value: Any, given: Arguments) -> Any:
         """Count the op, and return what its caller gets instead, by the edits of its value.
 
-        Gradient edits come in ``after``: they hook the tensor that the model really goes on with.
+        What asks for gradients comes in ``after``: it hooks the tensor that the model really goes on with.
         """
-        node = self.node
         self.part.counts[self.row] = self.index + 1
-        if node is None or not node.exit_changes:
-            return value
-        found = self.passage()
-        if found is None:
-            return value
-        passage, has_graph, is_again = found
-        values = [change for change in node.exit_changes if not change.is_gradient]
-        return change_exit(node, value, (args, kwargs), passage, has_graph, is_again=is_again, changes=values)
+        return self._act(value, given, needs_graph=False)
 
     def is_rewritten(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """A copy for the edit of an op that wrote into the argument that it returned; None for any other op.
@@ -151,22 +130,22 @@ class OpEvent:
                     return value.clone()
         return None
 
-    def after(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, value: Any, given: Arguments) -> None:
         """Tell who looks at the output, and set gradient hooks: ``value`` is what the model goes on with."""
-        node, run, given = self.node, self.part.run, (args, kwargs)
-        if node is None:
-            return
-        if run is None:
-            arm_after_again(node, value, given)
-        else:
-            for tap in node.exits:
-                tap(value, run, self.part.call)
-            if node.arms:
-                arm_after(node, value, given, run, self.part.call)
-        if self._found:
-            passage, has_graph, is_again = self._found
-            rest = [change for change in node.exit_changes if change.is_gradient]
-            change_exit(node, value, given, passage, has_graph, is_again=is_again, changes=rest)
+        if self.node is not None:
+            run = self.part.run
+            if run is not None:
+                for tap in self.node.exit.taps:
+                    tap(value, run, self.part.call)
+            self._act(value, given, needs_graph=True)
+
+    def _act(self, value: Any, given: Arguments, *, needs_graph: bool) -> Any:
+        """Let those acts at the exit act that need an autograd graph, or those that need none; what passes on."""
+        acts = [act for act in self.node.exit.acts if act.needs_graph is needs_graph] if self.node is not None else []
+        crossing = self.crossing() if acts else None
+        if self.node is None or crossing is None:
+            return value
+        return self.node.exit.act(value, given, crossing, acts)
 
     @property
     def listeners(self) -> list[Any]:
@@ -185,20 +164,16 @@ class OpEvent:
             while self._frames and self._frames.pop().owner is not self.node:
                 pass
 
-    def passage(self) -> tuple[Passage, bool, bool] | None:
-        """The call that edits at the exit belong to, whether gradient hooks are due, whether it is a recomputation.
+    def crossing(self) -> Crossing | None:
+        """That of the op's exit, made once; None in a recomputation that nobody waits for.
 
-        Found once; None in a recomputation of a forward that was not edited. Not for an op that nobody asks for.
+        Not for an op that nobody asks for.
         """
-        node: Any = self.node
-        if self._found != ():
-            return self._found  # type: ignore[no-any-return]
-        if self.part.run is not None:
-            self._found = _passage(node.exit_replay, self.part.run, self.part.call), True, False
-        else:
-            match = find_match(node, node.module, node.exit_replay)
-            self._found = None if match is None else (match.passage, match.is_first_graph, True)
-        return self._found  # type: ignore[no-any-return]
+        if not self._is_met and self.node is not None:
+            self._is_met, side, run = True, self.node.exit, self.part.run
+            has_graph = is_grad_enabled()
+            self._crossing = side.met_again(has_graph) if run is None else side.meet(run, self.part.call, has_graph)
+        return self._crossing
 
     def _follow_regions(self) -> None:
         """Let checkpoints that began inside the module's forward be seen again when they recompute.
@@ -283,8 +258,8 @@ def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: 
     value = args[0] if output is None else output
     for event in events:
         fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
-        given = args if written is None and fresh is None else ()  # what it returned is no mere input
-        new = event.change(value if fresh is None else fresh, given, kwargs)
+        is_plain = written is None and fresh is None  # else what it returned is no mere input
+        new = event.change(value if fresh is None else fresh, Arguments(args if is_plain else (), kwargs))
         if fresh is None:
             value = new
         elif new is not fresh:
@@ -292,8 +267,9 @@ def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: 
     if written is not None and written.target is not None:
         value = written.target.copy_(value)
         args, kwargs = written.put(args, kwargs, value)
+    given = Arguments(args, kwargs)
     for event in events:
-        event.after(value, args, kwargs)
+        event.after(value, given)
     return None if output is None else value
 
 
@@ -337,14 +313,6 @@ def check_place(node: OpNode, frame: FrameType) -> None:
     elif known[2] != place.f_lasti or (known[1] is not place.f_code and known[1] != place.f_code):
         for stream in node.streams:
             stream.remark(MOVED)
-
-
-def _passage(replay: Any, run: Run, call: int) -> Passage:
-    """The call to which an op belongs, noted for recomputations if there may be any."""
-    passage = Passage(run, call)
-    if may_repeat():
-        replay.remember(passage)
-    return passage
 
 
 def _regions() -> list[Any]:

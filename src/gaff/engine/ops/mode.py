@@ -151,7 +151,7 @@ class OpMode(TorchFunctionMode):
             value = args[0] if output is None and row.name == "setitem" else output
             if (type(value) is Tensor or is_tensors(value)) and transform_level() is None:
                 part.counts[row] = index + 1
-                for tap in node.exits:
+                for tap in node.exit.taps:
                     tap(value, part.run, part.call)
             elif transform_level() is not None:
                 row.leave_out()
@@ -174,7 +174,7 @@ class OpMode(TorchFunctionMode):
             node = row.scope.node(row, index)
             if node is not None:
                 check_place(node, frame)
-                for tap in node.exits:
+                for tap in node.exit.taps:
                     tap(value, part.run, part.call)
         return output
 

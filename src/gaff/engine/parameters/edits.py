@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from gaff.address.resolve import Found
 from gaff.compat import autograd, modes
 from gaff.engine.clock import Frame, Run
+from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
 from gaff.engine.parameters.substitutes import Standing
 from gaff.engine.parameters.values import OFFLOADED
-from gaff.engine.recomputation import Passage
-from gaff.engine.streams import EditStream, EntryChange
+from gaff.engine.streams import Act, EditStream
 from gaff.errors import ExactnessError, GaffError, PlanError
 
 
@@ -32,7 +32,7 @@ class Swap:
     stands in for each call of the parameter's FSDP2 unit instead (``begin_unit``, ``end_unit``), computed in the
     first.
 
-    What a run decided is kept by its ``Passage`` until the run ends, and longer by the calls that a checkpoint may
+    What a run decided is kept by its ``Crossing`` until the run ends, and longer by the calls that a checkpoint may
     repeat.
     """
 
@@ -45,8 +45,8 @@ class Swap:
         self._stream = stream
         self._owners = owners
         self._standing: Standing | None = None  # while another stands in
-        self._again: list[Passage] = []  # of recomputations in progress
-        self._passages: dict[Run, Passage] = {}
+        self._again: list[Crossing] = []  # of recomputations in progress
+        self._crossings: dict[Run, Crossing] = {}
 
     def begin(self, run: Run) -> None:
         """A run begins: compute the value with its autograd graph, and let it stand in everywhere.
@@ -54,10 +54,9 @@ class Swap:
         Raises PlanError for a parameter that lies on the meta device, and what the edit raises.
         """
         self.restore()
-        passage = self._passages[run] = Passage(run, 0)
-        passage.memo = {}  # the decision is kept, whether or not a checkpoint follows
+        crossing = self._crossings[run] = Crossing(run, 0, memo={})  # the decision is kept, checkpoint or not
         if not self._is_sharded:
-            self._stand_in(passage)
+            self._stand_in(crossing)
 
     def begin_unit(self, run: Run) -> None:
         """FSDP2 has gathered the parameter: until it gives it back, the value of this run stands in.
@@ -68,7 +67,7 @@ class Swap:
         tensor = self._found.tensor
         new = self._made.get(run)
         if new is None:
-            new = self._made[run] = self._change(tensor, self._passages[run], is_again=False)
+            new = self._made[run] = self._change(tensor, self._crossings[run])
         if new is not tensor:
             self._standing = Standing.of(tensor, self._owners)
             self._standing.add(self, new)
@@ -86,7 +85,7 @@ class Swap:
 
     def end(self, run: Run, output: Any) -> None:
         """Put the parameter back: the run is over. Raises ExactnessError where the model wrote into what stood in."""
-        self._passages.pop(run, None)
+        self._crossings.pop(run, None)
         self._made.pop(run, None)
         if not self.restore():
             raise ExactnessError(
@@ -98,18 +97,18 @@ class Swap:
         """What repeats the edit when a checkpoint recomputes ``node``."""
         return SwapScope(self, node)
 
-    def passage(self, run: Run) -> Passage | None:
+    def crossing(self, run: Run) -> Crossing | None:
         """What was decided when ``run`` began; None once it is over, or where it was not seen."""
-        return self._passages.get(run)
+        return self._crossings.get(run)
 
-    def again(self, passage: Passage, frame: Frame) -> None:
+    def again(self, crossing: Crossing, frame: Frame) -> None:
         """A recomputation enters a module: until it leaves it, the value of that run stands in again.
 
         Done once for all modules around the parameter, by the outermost. Where the value of a run in progress stands
         there, the parameter itself is put over it first, since an edit starts from that. ``frame`` is the call that is
         recomputed; when it leaves, both are taken away, the last first.
         """
-        if self._again and self._again[-1] is passage:
+        if self._again and self._again[-1] is crossing:
             return  # in a module around this one
         tensor = self._found.tensor
         standing = Standing.of(tensor, self._owners)
@@ -117,10 +116,11 @@ class Swap:
         if not standing.is_of(task):  # what stands there is of another run, which is still in progress
             standing.add(frame, standing.original, task)
             frame.at_leave.append(lambda: standing.remove(frame))
-        new = self._change(self._found.tensor, passage, is_again=True)
+        repeated = Crossing(crossing.run, crossing.call, True, crossing.memo, True)
+        new = self._change(self._found.tensor, repeated)
         key = object()
         standing.add(key, new, task)
-        self._again.append(passage)
+        self._again.append(crossing)
         frame.at_leave[:0] = [lambda: standing.remove(key), self._again.pop]
 
     def restore(self) -> bool:
@@ -139,23 +139,23 @@ class Swap:
                 "own: expected runs one after the other, or a copy of the model for each thread"
             )
 
-    def _stand_in(self, passage: Passage) -> None:
+    def _stand_in(self, crossing: Crossing) -> None:
         """Compute the value and let it stand in; an edit that returns the parameter itself leaves it there."""
         tensor = self._found.tensor
         if tensor.is_meta:
             raise PlanError(f"{self._found.site}: {OFFLOADED}, so that nothing can stand in for it")
-        new = self._change(tensor, passage, is_again=False)
+        new = self._change(tensor, crossing)
         if new is not tensor:
             self._standing = Standing.of(tensor, self._owners)
             self._standing.add(self, new)
 
-    def _change(self, tensor: Tensor, passage: Passage, *, is_again: bool) -> Tensor:
+    def _change(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         """The edited value, with an autograd graph, in the parameter's precision, unseen by modes and checkpoints."""
         # what the edit saves for backward must not be counted by a checkpoint around it: its two passes differ in that;
         # precision and graph are the parameter's own, not those of the place at which the run began
         saved = torch.autograd.graph.saved_tensors_hooks(lambda held: held, lambda held: held)
         with saved, modes.outside_modes(), torch.enable_grad(), modes.without_autocast(tensor.device):
-            return self._stream.change(tensor, passage, is_again)
+            return self._stream.change(tensor, crossing)
 
 
 class ParameterEdits(list[Swap]):
@@ -191,26 +191,24 @@ class ParameterEdits(list[Swap]):
             swap.restore()
 
 
-class SwapScope(EntryChange):
+class SwapScope(Act):
     """At the entry of a module around the parameter: a recomputation of it needs the value of its run.
 
     The first pass notes the run's decision in the memo of the call, which the recomputation finds again.
     """
 
-    is_gradient = False
-
     def __init__(self, swap: Swap, node: Node) -> None:
         self._swap = swap
         self._node = node
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], passage: Passage, is_again: bool) -> None:
-        if not is_again:
-            first = self._swap.passage(passage.run)
-            if first is not None and passage.memo is not None:
-                passage.memo[self] = first
-        elif passage.memo is not None and self in passage.memo:
+    def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        if not crossing.is_again:
+            first = self._swap.crossing(crossing.run)
+            if first is not None and crossing.memo is not None:
+                crossing.memo[self] = first
+        elif crossing.memo is not None and self in crossing.memo:
             frame = next(frame for frame in reversed(self._node.clock.replay_frames()) if frame.owner is self._node)
-            self._swap.again(passage.memo[self], frame)
+            self._swap.again(crossing.memo[self], frame)
 
     def refuse_other_thread(self) -> None:
         """Refuse a run that this session does not see when it enters the module."""

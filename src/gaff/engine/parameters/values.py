@@ -33,7 +33,7 @@ class StateValue:
         self._around = around
         self._is_lent = is_lent
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, call: int) -> None:
+    def __call__(self, given: Any, run: Run, call: int) -> None:
         if self not in run.once:
             run.once.add(self)
             tensor: Tensor | None = self._found.tensor
@@ -51,7 +51,7 @@ class StateValue:
         """
         if self not in run.once and self._around is not None and run.entered[self._around.index]:
             self._stream.skip(NOT_CALLED)
-            self((), {}, run, 0)
+            self(None, run, 0)
 
 
 def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:

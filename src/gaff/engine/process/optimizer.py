@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gaff.compat import distributed, foreach
+from gaff.compat.autograd import on_gradient
 from gaff.engine.gradients.sharded import ShardedGradient
 
 _GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
@@ -249,7 +250,7 @@ class BackwardGuard:
             known = self._handles.get(id(parameter))
             if parameter.requires_grad and (known is None or known[0]() is not parameter):
                 weak = ref(parameter)
-                handle = parameter.register_hook(partial(self._arrived, weak))
+                handle = on_gradient(parameter, partial(self._arrived, weak))
                 self._handles[id(parameter)] = weak, handle
 
     def _arrived(self, parameter: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse
-from gaff.address.nested import iter_deep, iter_tensors
+from gaff.address.nested import Arguments, iter_deep, iter_tensors
 from gaff.address.resolve import called_modules, need_module, resolve
 from gaff.compat import distributed
 from gaff.engine.ops.calls import OpCall
@@ -171,14 +171,14 @@ class Examination:
         self._marks.put(tensor, made)
         return made
 
-    def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, call: int) -> None:
+    def _called(self, path: str, given: Arguments, run: Any, call: int) -> None:
         """A module is called: what it is given belongs to the module around it, and is looked at."""
         if self._asleep:
             return
-        given = [tensor for _, tensor in iter_tensors((args, kwargs))]
-        self._trail.nodes.follow(given, Ran(Site(self._now.inside[-1]), None, ()))
+        tensors = [tensor for _, tensor in iter_tensors(given)]
+        self._trail.nodes.follow(tensors, Ran(Site(self._now.inside[-1]), None, ()))
         self._now.inside.append(path)
-        for key, tensor in iter_tensors({**dict(enumerate(args)), **kwargs}):
+        for key, tensor in iter_tensors(given):
             self._look(tensor, Site(path, port="input", key=key))
 
     def _returned(self, path: str) -> Callable[[Any, Any, int], None]:
