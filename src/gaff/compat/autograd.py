@@ -81,17 +81,6 @@ def takes_gradient(tensor: Tensor) -> bool:
         return False
 
 
-def on_gradient(tensor: Tensor, callback: Callable[[Any], Any]) -> Any:
-    """Call ``callback`` with every gradient that arrives at ``tensor`` while its graph lives; the handle removes it.
-
-    ``tensor`` must require grad. What the callback returns takes the gradient's place, None leaves it. It may be called
-    with None: a custom Function hands that to what it does not need.
-    """
-    if tensor._is_view():
-        _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
-    return tensor.register_hook(callback)
-
-
 def is_view_without_grad(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a view that was made without grad mode of a tensor that requires grad."""
     try:

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat import autograd, checkpoints
+from gaff.compat import checkpoints
 from gaff.engine.force_eager import forced_eager
+from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.node import Node
 from gaff.errors import ExactnessError
 
@@ -33,7 +34,7 @@ class Release:
 
         It holds this object and no session. Once ``is_done`` it raises ExactnessError in backward.
         """
-        autograd.on_gradient(tensor, self._arrived)
+        on_gradient(tensor, self._arrived)
 
     def _arrived(self, gradient: Tensor) -> None:
         if self.is_done:

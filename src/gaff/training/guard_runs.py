@@ -19,7 +19,7 @@ from torch import Tensor
 from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, modes
 from gaff.compat.compiler import is_reduced
-from gaff.engine.gradients.nodes import keep_gradient
+from gaff.engine.gradients.tensor_hooks import keep_gradient
 from gaff.engine.streams import Stream
 from gaff.inspection.nonfinite.ranges import numbers_of, probe
 from gaff.inspection.nonfinite.rerun import Batch

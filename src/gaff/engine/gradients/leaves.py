@@ -14,6 +14,7 @@ from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Clock, Run
 from gaff.engine.gradients.pending import BATCHED, NEEDS_NONE, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
+from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
 
 OFFLOADED_GRADIENT = "it lies on the meta device between calls (offloaded): its gradient goes to a copy that is dropped"
@@ -68,7 +69,7 @@ class LeafGradient:
             self._stream.skip("the parameter was replaced by another tensor while the session was open")
         self._tensor = tensor
         if tensor.requires_grad:
-            self._handle = autograd.on_gradient(tensor, self._arrived)
+            self._handle = on_gradient(tensor, self._arrived)
 
     def remove(self) -> None:
         """Take the hook away; ``follow`` can set one again."""

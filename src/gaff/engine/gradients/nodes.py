@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gaff.compat.autograd import on_gradient, sequence_of
+from gaff.compat.autograd import sequence_of
 
 Gradients = Sequence["Tensor | None"]
 
@@ -110,19 +110,6 @@ class NodeWatch:
         seen = self._seen[node] = Seen(node, owner)
         self._handles.append(node.register_hook(partial(_after, self, seen)))
         return seen
-
-
-def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
-    """Call ``keep`` with every gradient that arrives at ``tensor`` while its graph lives; returns the handle.
-
-    ``tensor`` must require grad. The gradient itself is handed over, not a copy, and goes on unchanged.
-    """
-
-    def arrived(gradient: Tensor | None) -> None:
-        if gradient is not None:  # a custom Function hands None to what it does not need
-            keep(gradient)
-
-    return on_gradient(tensor, arrived)
 
 
 def _after(watch: NodeWatch, seen: Seen, outgoing: Gradients, incoming: Gradients) -> None:

@@ -19,6 +19,7 @@ from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView
+from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
 
 NEEDS_NONE = "the tensor does not require grad"
@@ -90,7 +91,7 @@ class Gradients:
 
         Not part of a chain: nobody else holds that view when its hook is set.
         """
-        share.handle = autograd.on_gradient(alias, partial(_arrived, self, share))
+        share.handle = on_gradient(alias, partial(_arrived, self, share))
         self.add(share)
 
     def share_arrived(
@@ -119,7 +120,7 @@ class Gradients:
         if has_edits:
             self._join_chain(tensor, armed)
         else:
-            armed.handle = autograd.on_gradient(tensor, partial(_arrived, self, armed))
+            armed.handle = on_gradient(tensor, partial(_arrived, self, armed))
         self.add(armed)  # with its handle: one without counts as gone
 
     def _join_chain(self, tensor: Tensor, armed: Armed) -> None:
@@ -140,7 +141,7 @@ class Gradients:
         if len(self._chains) > 64:
             self._chains = {at: row for at, row in self._chains.items() if row[0]() is not None}
         self._chains[key] = weakref.ref(tensor), chain
-        armed.handle = autograd.on_gradient(tensor, partial(_arrived_chain, self, chain))
+        armed.handle = on_gradient(tensor, partial(_arrived_chain, self, chain))
 
     def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """Arm a tensor that does not require grad now: somebody may still make it, until the run ends.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gaff.address.resolve import Found
-from gaff.compat import autograd, distributed
+from gaff.compat import distributed
 from gaff.engine.crossing import Crossing
+from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Act
 
 _BY_PARAMETER: WeakKeyDictionary[Any, ShardedGradient] = WeakKeyDictionary()
@@ -76,7 +77,7 @@ class ShardedGradient:
         if whole is not self._whole and whole is not None and whole.requires_grad:
             if self._whole_handle is not None:
                 self._whole_handle.remove()
-            self._whole, self._whole_handle = whole, autograd.on_gradient(whole, self._coming)
+            self._whole, self._whole_handle = whole, on_gradient(whole, self._coming)
 
     def leave(self, listener: ShardListener) -> None:
         """Let a listener go; with the last one all hooks are removed."""

@@ -21,6 +21,7 @@ from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
 from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
+from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
 
 Edge = tuple[GraphNode, int]  # the node of a tensor, and which of its outputs the tensor is
@@ -280,7 +281,7 @@ def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int, s
     derivatives = _Derivatives(share, edge, since)
     for tensor in roots:
         if autograd.takes_gradient(tensor) and not tensor.is_leaf and tensor.grad_fn not in stops:
-            share.handles.append(autograd.on_gradient(tensor, begin))
+            share.handles.append(on_gradient(tensor, begin))
 
 
 class _Derivatives:

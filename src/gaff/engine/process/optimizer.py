@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gaff.compat import distributed, foreach
-from gaff.compat.autograd import on_gradient
 from gaff.engine.gradients.sharded import ShardedGradient
+from gaff.engine.gradients.tensor_hooks import on_gradient
 
 _GUARDS: WeakKeyDictionary[Any, WeakSet[StepGuard]] = WeakKeyDictionary()  # open ones, by optimizer
 _TELLS: WeakSet[Any] = WeakSet()  # optimizers whose ``found_inf`` is a guard's, during a step

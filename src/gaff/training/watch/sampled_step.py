@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site
 from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, memory
-from gaff.engine.gradients.nodes import keep_gradient
+from gaff.engine.gradients.tensor_hooks import keep_gradient
 from gaff.record.sample import Key, port_of
 from gaff.record.statistics import NAN, NEGATIVE
 from gaff.training.watch.accumulator import Accumulator, readable
