@@ -25,7 +25,7 @@ from fuzz.running import Outcome, execute, quiet, run, run_truth, seed
 from fuzz.tally import Failure, Tally, Where, address_of, identical, show
 from fuzz.truth import Change, Event
 
-EDITABLE = ("output", "input", "grad_output", "grad_input", "input_grad", "grad", "param")
+EDITABLE = ("output", "input", "grad_output", "outer_grad", "grad_input", "input_grad", "grad", "param")
 
 
 class Checker:
@@ -340,7 +340,8 @@ class Checker:
     def shape_at(self, where: Where) -> torch.Size:
         """The shape of what passes there; an empty one where several shapes do, or it is not known."""
         path, port, key = where
-        named = {"grad": "param", "grad_output": "output", "input_grad": "input", "grad_input": "input"}
+        named = {"grad": "param", "grad_output": "output", "outer_grad": "output", "input_grad": "input",
+                 "grad_input": "input"}  # fmt: skip
         for events in (self.record.events, self.truth.events):
             shapes = {event.value.shape for event in events.get((path, named.get(port, port), key), [])}
             if len(shapes) == 1:
@@ -371,7 +372,7 @@ class Checker:
         if expected is None:
             self.tally.edits -= 1
         elif (
-            where[1] == "grad_output"
+            where[1] in ("grad_output", "outer_grad")
             and "/" not in where[0]
             and self.truth.model.get_submodule(where[0])._forward_hooks
         ):

@@ -344,8 +344,10 @@ class World(TorchFunctionMode):
             for key, tensor in leaves(output):
                 self.tell_value(path, "output", key, tensor, call)
                 event = self.tell_gradient(path, "grad_output", key, tensor, call, output)
-                if self.reentrant and event is not None and any(tensor is one for one in given):
+                is_given = any(tensor is one for one in given)
+                if self.reentrant and event is not None and is_given:
                     event.unclear, event.is_open = "its input, returned inside of a reentrant checkpoint", True
+                self._begin_outside(path, key, tensor, call, output, is_given=is_given)
             return output
         finally:
             self.frames.pop()
@@ -502,6 +504,26 @@ class World(TorchFunctionMode):
                 return change.act(gradient)
 
             spot.actions.append(act)
+
+    @plain
+    def _begin_outside(self, path: str, key: Key, tensor: Tensor, call: int, output: Any, *, is_given: bool) -> None:
+        """From here on, outside of the module, the uses of what it returned meet at a tap."""
+        if not self.is_functional or not tensor.dtype.is_floating_point:
+            return
+        ref = self.ref_of(tensor)
+        spot = ref.spot
+        event = Event(self.run, call, spot=spot, in_thread=self.in_thread, without_grad=not torch.is_grad_enabled())
+        if is_given:
+            event.unclear, event.is_open = "the module returned its input", True
+        elif len(places(output, tensor)) > 1:
+            event.unclear = "twice in the output"
+        self.events.setdefault((path, "outer_grad", key), []).append(event)
+        value, actions, change = ref.read(), [self._arrives(event)], self.change
+        if change is not None and (change.path, change.port, change.key) == (path, "outer_grad", key):
+            actions.append(change.act)
+        if value.requires_grad:
+            with torch.enable_grad():
+                spot.value = Tap.apply(value, actions)
 
     @plain
     def _begin_share(self, path: str, key: Key, tensor: Tensor, call: int, given: Any) -> Callable[[Any], None]:

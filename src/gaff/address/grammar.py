@@ -20,12 +20,12 @@ from gaff.errors import SiteError
 
 OUTPUT = "output"
 VALUE_PORTS = ("output", "input")
-GRADIENT_PORTS = ("grad_output", "grad_input", "input_grad")
+GRADIENT_PORTS = ("grad_output", "grad_input", "input_grad", "outer_grad")
 STATE_PORTS = ("param", "grad", "buffer")  # of a parameter or a buffer; the others belong to a module
 WEIGHTS = "weights"  # of an op of attention only: its probabilities, which it does not return
 ATTENTIONS = ("scaled_dot_product_attention", "flex_attention")
-OP_PORTS = VALUE_PORTS + GRADIENT_PORTS
-PORTS = (*OP_PORTS, WEIGHTS, *STATE_PORTS)
+OP_PORTS = VALUE_PORTS + GRADIENT_PORTS[:3]  # what comes from outside is told of modules alone
+PORTS = (*VALUE_PORTS, *GRADIENT_PORTS, WEIGHTS, *STATE_PORTS)
 
 Key = tuple[int | str, ...]
 

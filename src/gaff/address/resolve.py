@@ -200,7 +200,7 @@ def place_of(found: Found) -> tuple[dict[str, nn.Module | None], str, nn.Module 
 
 def _refuse_port(address: Address) -> None:
     """Raises PlanError for a port that cannot be there: state of an op, weights of what is no op of attention."""
-    if address.op is not None and address.port in STATE_PORTS:
+    if address.op is not None and address.port not in (*OP_PORTS, WEIGHTS):
         raise PlanError(f"{address}: an op has no :{address.port}: expected {', '.join(OP_PORTS)}")
     if address.port != WEIGHTS:
         return

@@ -25,6 +25,7 @@ from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import is_untold
 from gaff.engine.gradients.edits import ShareChange
 from gaff.engine.gradients.leaves import LeafGradient
+from gaff.engine.gradients.outer import OuterGradient
 from gaff.engine.gradients.pending import Gradients
 from gaff.engine.gradients.ports import InputGradient, OutputGradient, PassMark, find_input, report_missing
 from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
@@ -45,6 +46,7 @@ from gaff.errors import PlanError
 
 AnyTap = Tap | EditTap | CallTap | OpTap
 _VALUES = ("output", "input")
+_OF_BOTH_SIDES: dict[str, Any] = {"input_grad": InputGradient, "grad_input": InputShare, "outer_grad": OuterGradient}
 
 
 class Wiring:
@@ -308,8 +310,8 @@ def _itself(tensor: Tensor) -> Tensor:
 def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
     """Hang a stream that looks on the right side of a hooked module.
 
-    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. A total or a share of an
-    input's gradient needs both sides. ``is_exact`` is that of ``Tap``.
+    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. All but the total at an
+    output need both sides. ``is_exact`` is that of ``Tap``.
     """
     if site.port == "output":
         node.exit.taps += (_output_tap(site, stream, is_exact),)
@@ -320,8 +322,7 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
     elif site.port == "grad_output":
         node.exit.acts += (OutputGradient(gradients, node, stream, site, is_exact),)
     else:
-        kind = InputGradient if site.port == "input_grad" else InputShare
-        asked = kind(gradients, node, stream, site, is_exact)
+        asked = _OF_BOTH_SIDES[site.port](gradients, node, stream, site, is_exact)
         node.entry.acts += (asked,)
         node.exit.acts += (SecondHalf(asked.leave),)
 
@@ -341,6 +342,10 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
         _edit(node.exit, WeightsChange(site, stream))
     elif site.port == "grad_output":
         _edit(node.exit, OutputGradient(gradients, node, stream, site, True))
+    elif site.port == "outer_grad":
+        outer = OuterGradient(gradients, node, stream, site, True)
+        _edit(node.entry, outer)
+        _edit(node.exit, SecondHalf(outer.leave))
     elif site.port == "input_grad":
         total = InputGradient(gradients, node, stream, site, True)
         _edit(node.entry, total, before=lambda act: isinstance(act, (ValueChange, ShareChange)))

@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import Pattern, Site, every_call
+from gaff.address.grammar import GRADIENT_PORTS, Pattern, Site, every_call
 from gaff.address.resolve import first_name, identity, is_there, need_module, place_of, resolve, unwrap
 from gaff.compat import distributed
 from gaff.engine.session import Session
@@ -277,8 +277,7 @@ def raise_if_silent(receipt: Receipt, runs: int) -> None:
     names = ", ".join(repr(name) for name in receipt.silent)
     rows = [row for row in receipt.rows if row.pattern in receipt.silent]
     reasons = [row.reason for row in rows if row.reason not in ("", NOT_CALLED, NO_BACKWARD)]
-    if any(name.rpartition(":")[2].partition("[")[0] in ("grad", "grad_output", "grad_input", "input_grad")
-           for name in receipt.silent):  # fmt: skip
+    if any(name.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for name in receipt.silent):
         hint = "a gradient needs backward() inside the session"
     elif runs == 0:
         hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"

@@ -1,0 +1,131 @@
+"""``:outer_grad`` is what torch's full backward hook calls ``grad_output``, also where the total at the output differs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gaff
+from gaff import edits
+
+
+class Both(nn.Module):
+    """Returns a tensor that it uses itself."""
+
+    def forward(self, x):
+        y = x * 1.5
+        return y, (y * 2).tanh()
+
+
+class Keeps(nn.Module):
+    """Puts a loss aside that is made of what it returns."""
+
+    def forward(self, x):
+        y = x * 1.5
+        self.loss = y.square().sum()
+        return y, x * 2
+
+
+class Given(nn.Module):
+    """Returns what it was given, which others use, too."""
+
+    def forward(self, x):
+        return x, x * 3
+
+
+class Parameter(nn.Module):
+    """Returns a leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x):
+        return self.weight, x + self.weight
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x * 1.5, x * 2
+
+
+class Net(nn.Module):
+    def __init__(self, inner, how=None):
+        super().__init__()
+        self.first, self.inner, self.how = nn.Linear(3, 3), inner, how
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.how is None:
+            a, b = self.inner(h)
+        else:
+            a, b = checkpoint(self.inner, h, use_reentrant=self.how)
+        return (a * 2 + b * b + a.sin() + h * 5).sum() + getattr(self.inner, "loss", 0.0)
+
+
+def hooked(model, x):
+    seen = []
+    handle = model.inner.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output))
+    model(x).backward()
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", [Both, Keeps, Given, Parameter, Plain])
+@pytest.mark.parametrize("how", [None, False, True])
+def test_it_is_what_the_hook_shows(kind, how):
+    if how is True and kind in (Keeps, Parameter):
+        pytest.skip("a loss put aside has no graph there, and a parameter that is returned leads back into itself")
+    torch.manual_seed(0)
+    model, x = Net(kind(), how).double(), torch.randn(2, 3, dtype=torch.double)
+    expected = hooked(model, x)
+    with gaff.capture(model, "inner:outer_grad[0]", "inner:outer_grad[1]") as got:
+        model(x).backward()
+    for at in range(2):
+        torch.testing.assert_close(got[f"inner:outer_grad[{at}]"], expected[at], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Both, Keeps, Given, Parameter, Plain])
+def test_gradients_stay_and_a_view_is_given_only_where_it_must_be(kind):
+    torch.manual_seed(0)
+    model, x = Net(kind()), torch.randn(2, 3)
+    model(x).backward()
+    bare = [one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    with gaff.capture(model, "**:outer_grad") as got:
+        model(x).backward()
+    for one, other in zip(bare, model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad)
+    assert ("a view of it" in str(got.receipt)) is (kind is not Plain)
+
+
+def test_an_edit_changes_what_comes_from_outside_alone():
+    torch.manual_seed(0)
+    model, x = Both().double(), torch.randn(2, 3, dtype=torch.double, requires_grad=True)
+
+    def by_hand(factor):
+        y = x * 1.5
+        tapped = y.view_as(y)
+        tapped.register_hook(lambda gradient: gradient * factor)
+        return torch.autograd.grad((tapped.sin() + (y * 2).tanh()).sum(), x)[0]
+
+    with gaff.edit(model, {":outer_grad[0]": edits.scale(0.5)}):
+        a, b = model(x)
+        (a.sin() + b).sum().backward()
+    torch.testing.assert_close(x.grad, by_hand(0.5))
+    with gaff.edit(model, {":outer_grad[0]": edits.zero()}):
+        x.grad = None
+        a, b = model(x)
+        (a.sin() + b).sum().backward()
+    torch.testing.assert_close(x.grad, by_hand(0.0))
+
+
+def test_an_op_has_none_and_an_output_of_several_must_be_said():
+    model = Both()
+    with pytest.raises(gaff.GaffError, match="an op has no :outer_grad: expected output, input, grad_output"):
+        gaff.capture(model, "/mul:outer_grad").__enter__()
+    with (
+        pytest.raises(gaff.GaffError, match="holds 2 tensors, a gradient belongs to one"),
+        gaff.capture(model, ":outer_grad"),
+    ):
+        model(torch.randn(2, 3, requires_grad=True))
