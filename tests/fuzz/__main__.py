@@ -1,4 +1,4 @@
-"""``python -m fuzz [--minutes 1] [--seed N] [--count N]``: fresh programs, and a table of what came out.
+"""``python -m fuzz [--minutes 1] [--seed N] [--count N] [--inside SETTING]``: fresh programs, and a table of what came out.
 
 Exits with 1 where gaff failed in a way that is not known (``known.py``); each sort of failure is shown once, as a
 small script. ``--write DIR`` also writes these scripts.
@@ -13,10 +13,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch.distributed as dist
+
 from fuzz.check import check
 from fuzz.grammar import generate
 from fuzz.known import known
 from fuzz.program import Program
+from fuzz.settings import PORTS, RANKS, start_ranks
 from fuzz.shrink import script, shrink
 from fuzz.tally import Failure, Tally
 
@@ -28,7 +31,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="how many programs, instead of minutes")
     parser.add_argument("--write", type=Path, help="a folder for the scripts of failures")
     parser.add_argument("--all", action="store_true", help="also shrink and show known failures")
+    parser.add_argument("--inside", choices=PORTS, help="compiled, or on the ranks that torchrun has started")
     options = parser.parse_args()
+    is_first = True
+    if options.inside in RANKS:
+        if options.seed is None or options.count is None:
+            parser.error("ranks do the same programs: expected --seed and --count")
+        start_ranks()
+        is_first = dist.get_rank() == 0
     first = options.seed if options.seed is not None else random.SystemRandom().randrange(10**9)
     end = time.monotonic() + 60 * options.minutes
     total, findings = Tally(), Counter()
@@ -36,7 +46,7 @@ def main() -> int:
     seed = first
     while (time.monotonic() < end) if options.count is None else (seed < first + options.count):
         program = generate(seed)
-        tally = check(program)
+        tally = check(program, setting=options.inside)
         total.add(tally)
         for failure in tally.failures:
             name = known(program, failure)
@@ -44,10 +54,11 @@ def main() -> int:
             if name is None or options.all:
                 found.setdefault((name or "", *failure.sort), (program, failure))
         seed += 1
-    print(f"seeds {first} to {seed - 1}")
-    print(table(total, findings))
-    for (name, *_), (program, failure) in found.items():
-        small, failure = shrink(program, failure)
+    if is_first:
+        print(f"seeds {first} to {seed - 1}")
+        print(table(total, findings))
+    for (name, *_), (program, failure) in found.items() if is_first else ():
+        small, failure = shrink(program, failure) if options.inside is None else (program, failure)
         text = f"# seed {program.seed}{name and f', known: {name}'}\n{script(small, failure)}"
         print(f"\n{'-' * 100}\n{text}# expected {failure.expected}\n# got      {failure.got}")
         if options.write is not None:
@@ -79,7 +90,13 @@ def table(total: Tally, findings: Counter[str]) -> str:
         ("failures", len(total.failures), f"{findings['new']} new"),
     ]
     lines = [f"{name:10} {number:8}  {remark}" for name, number, remark in rows]
-    for title, counts in (("refused", total.refused), ("without one truth", total.unclear), ("failures", findings)):
+    titles = {
+        "refused": total.refused,
+        "without one truth": total.unclear,
+        "fail bare": total.rejected,
+        "failures": findings,
+    }
+    for title, counts in titles.items():
         lines += [f"{title}:"] * bool(counts)
         lines += [f"  {number:6}  {name}" for name, number in counts.most_common()]
     return "\n".join(lines)

@@ -22,6 +22,7 @@ import gaff
 from fuzz.formulas import EDITS, EditKind
 from fuzz.program import Program
 from fuzz.running import Outcome, execute, quiet, run, run_truth, seed
+from fuzz.settings import means_the_same, whole, why_not
 from fuzz.tally import Failure, Tally, Where, address_of, identical, show
 from fuzz.truth import Change, Event
 
@@ -31,8 +32,8 @@ EDITABLE = ("output", "input", "grad_output", "outer_grad", "grad_input", "input
 class Checker:
     """A program, its truths, and what gaff says. ``only``: ask for this address alone (to shrink a failure)."""
 
-    def __init__(self, program: Program, only: Failure | None = None, backend: str | None = None) -> None:
-        self.program, self.only, self.tally, self.backend = program, only, Tally(), backend
+    def __init__(self, program: Program, only: Failure | None = None, setting: str | None = None) -> None:
+        self.program, self.only, self.tally, self.setting = program, only, Tally(), setting
         text = program.source
         self.has_checkpoint, self.is_reentrant = "checkpoint(" in text, "use_reentrant=True" in text
         is_double = ".double()" in text and not re.search(r"autocast|\.float\(\)", text)
@@ -53,30 +54,38 @@ class Checker:
 
     def check(self, number_of_edits: int) -> Tally:
         try:
-            self.bare = run(self.program)
-            if self.backend is not None:
-                compiled = run(self.program, backend=self.backend)
-                if not self.is_same(compiled):
-                    raise RuntimeError("compiled code computes something else")
-                self.bare.surroundings = compiled.surroundings
-            if self.has_checkpoint and not self.is_pure():
-                raise RuntimeError("a checkpoint around what is no pure function")
+            self.run_bare()
         except Exception as error:
             self.tally.rejected[f"{type(error).__name__}: {error}"[:60]] += 1
             return self.tally
         self.tally.programs = 1
         if not self.know_truth():
             return self.tally
-        if self.backend is not None:
+        if self.setting is not None:
             if "autograd.grad(" not in self.program.source:  # which compiled code answers with more than was asked
-                self.check_compiled()
+                for wanted in self.apart():
+                    self.check_elsewhere(wanted)
             return self.tally
         if self.only is None or (not self.only.edit and self.only.kind != "taken"):
-            self.check_capture()
+            for wanted in self.apart():
+                self.check_capture(wanted)
         if self.only is None or self.only.kind == "taken":
             self.check_take()
         self.check_edits(number_of_edits)
         return self.tally
+
+    def run_bare(self) -> None:
+        """Run the program without gaff, in its setting, too. Raises where it does not run or is not to be compared."""
+        if reason := why_not(self.program.source, self.setting):
+            raise RuntimeError(reason)
+        self.bare = run(self.program)
+        if self.setting is not None:
+            elsewhere = run(self.program, setting=self.setting)
+            if not self.is_same(elsewhere):
+                raise RuntimeError(f"{self.setting} computes something else")
+            self.bare.surroundings = elsewhere.surroundings
+        if self.has_checkpoint and not self.is_pure():
+            raise RuntimeError("a checkpoint around what is no pure function")
 
     def know_truth(self) -> bool:
         """Run both truths, and ask of each whether it leaves what the bare program leaves."""
@@ -130,12 +139,18 @@ class Checker:
 
     # ---------------------------------------------------------------- captures
 
-    def check_capture(self) -> None:
+    def apart(self) -> Iterator[list[tuple[Where, list[Event]]]]:
+        """What is asked, in sessions of its own where asking may give others a view: what comes from outside."""
         wanted = self.questions()
+        for is_outer in (False, True):
+            found = [one for one in wanted if (one[0][1] == "outer_grad") is is_outer]
+            if found:
+                yield found
+
+    def check_capture(self, wanted: list[tuple[Where, list[Event]]]) -> None:
         addresses = [address_of(where) for where, _ in wanted]
-        if not addresses:
-            return
-        whole = ("", "everything" if self.only is None else wanted[0][0][1], ())
+        everything = ("", "everything" if self.only is None else wanted[0][0][1], ())
+        is_exact = wanted[0][0][1] != "outer_grad"  # which may add up in another order
         try:
             outcome = run(self.program, lambda model: self.session_of(model, list(dict.fromkeys(addresses))))
         except gaff.GaffError as error:
@@ -147,7 +162,7 @@ class Checker:
             else:
                 self.crash(wanted[0][0], error)
             return
-        self.differs(outcome, "effect", exact=True, where=whole if self.only is None else wanted[0][0])
+        self.differs(outcome, "effect", is_exact, where=everything if self.only is None else wanted[0][0])
         for where, events in wanted:
             self.read(outcome.session, where, events)
 
@@ -161,15 +176,19 @@ class Checker:
             return Sessions(model, addresses)
         return gaff.capture(model, gaff.maybe(*addresses), clone=how == 1)
 
-    def check_compiled(self) -> None:
-        """Outputs and their gradients, whose hooks are inside of compiled code; within rounding."""
-        wanted = [(where, events) for where, events in self.questions() if where[1] in ("output", "grad_output")
-                  and "/" not in where[0]]  # fmt: skip
+    def check_elsewhere(self, wanted: list[tuple[Where, list[Event]]]) -> None:
+        """The ports that mean the same in another setting; within rounding."""
+        model = self.truth.model
+        wanted = [
+            (where, events)
+            for where, events in wanted
+            if "/" not in where[0] and means_the_same(model, where[0], where[1], self.setting)
+        ]
         addresses = [address_of(where) for where, _ in wanted]
         if not addresses:
             return
         try:
-            outcome = run(self.program, lambda model: gaff.capture(model, gaff.maybe(*addresses)), backend=self.backend)
+            outcome = run(self.program, lambda model: gaff.capture(model, gaff.maybe(*addresses)), setting=self.setting)
         except gaff.GaffError as error:
             self.tally.refuse("capture", error, wanted[0][0])
             return
@@ -192,7 +211,7 @@ class Checker:
             except Exception as failure:
                 self.crash(where, failure)
             else:
-                if not self.differs(outcome, "effect", exact=True, where=where):
+                if not self.differs(outcome, "effect", exact=where[1] != "outer_grad", where=where):
                     self.read(outcome.session, where, events)
 
     def crash(self, where: Where, error: BaseException, edit: str = "") -> None:
@@ -225,18 +244,18 @@ class Checker:
     def read_value(self, got: Any, where: Where, event: Event) -> None:
         self.tally.values += 1
         try:
-            told = got.run(event.run).all(address_of(where, event.call))
+            told = [whole(one) for one in got.run(event.run).all(address_of(where, event.call))]
         except gaff.GaffError as error:
             self.tally.refuse("read", error, where)
             return
-        is_equal = self.close if "/" in where[0] or self.backend else identical
+        is_equal = self.close if "/" in where[0] or self.setting else identical
         if len(told) != 1 or told[0] is None or not is_equal(event.value, told[0]):
             self.fail("value", where, event.call, event.value, told[0] if len(told) == 1 else told)
 
     def read_gradient(self, got: Any, where: Where, event: Event, events: list[Event]) -> None:
         self.tally.gradients += 1
         try:
-            told = [one for one in got.run(event.run).all(address_of(where, event.call)) if one is not None]
+            told = [whole(one) for one in got.run(event.run).all(address_of(where, event.call)) if one is not None]
         except gaff.GaffError as error:
             self.tally.refuse("read", error, where, event)
             return
@@ -267,15 +286,15 @@ class Checker:
         told: list[tuple[int, Tensor]] = []
         try:
             for number in range(-1, self.truth.run + 1):
-                told += [(number, one) for one in got.run(number).all(address_of(where)) if one is not None]
+                told += [(number, whole(one)) for one in got.run(number).all(address_of(where)) if one is not None]
         except gaff.GaffError as error:
             self.tally.refuse("read", error, where, event)
             return
         true = [(event.spot.contributors.get(number, set()), event.passes[number]) for number in sorted(event.passes)]
         if self.is_reentrant:  # told in parts, one for each checkpoint
-            parts, whole = [one for _, one in told], [one for _, one in true]
-            if not self.close(sum(parts) if parts else None, sum(whole) if whole else None):
-                self.fail("number", where, None, whole, parts)
+            parts, total = [one for _, one in told], [one for _, one in true]
+            if not self.close(sum(parts) if parts else None, sum(total) if total else None):
+                self.fail("number", where, None, total, parts)
             return
         true = [(runs, one) for runs, one in true if not self.close(one, None)]
         told = [(number, one) for number, one in told if not self.close(one, None)]
@@ -437,13 +456,13 @@ def taken(program: Program, address: str) -> Any:
     return None
 
 
-def check(program: Program, only: Failure | None = None, edits: int = 3, backend: str | None = None) -> Tally:
+def check(program: Program, only: Failure | None = None, edits: int = 3, setting: str | None = None) -> Tally:
     """Everything about one program, with so many random edits; or what ``only`` asks for.
 
-    With a ``backend`` the model is compiled, and only outputs and their gradients are asked for.
+    In a ``setting`` of ``settings``, which each rank asks for alike, only the ports are asked for that mean the same.
     """
     with one_thread():
-        return Checker(program, only, backend).check(edits)
+        return Checker(program, only, setting).check(edits)
 
 
 @contextmanager

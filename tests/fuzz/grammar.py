@@ -684,7 +684,8 @@ def tensor_hook(body):
 def copied(body):
     """A copy that is made, and used, while a session is open: none of it is the model's."""
     y = f"y{body.number()}"
-    body.add(f"{y} = deepcopy(model)({make_input(body)})")
+    copy = body.rng.choice(["deepcopy", "pickled"])
+    body.add(f"{y} = {copy}(model)({make_input(body)})")
     body.add(f"seen.append({y})")
     body.add(f"{loss_of(body, y)}.backward()")
     one_backward(body)

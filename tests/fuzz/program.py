@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 PRELUDES = {
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
     "deepcopy": "from copy import deepcopy",
+    "pickled": "import pickle\ndef pickled(model): return pickle.loads(pickle.dumps(model))",
     "dataclass": "from dataclasses import dataclass",
     "in_thread": """
 from concurrent.futures import ThreadPoolExecutor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +16,7 @@ from torch.nn.modules import module as tables
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fuzz.program import Program
+from fuzz.settings import parts_mix, prepared, whole
 from fuzz.truth import Change, World, leaves, plain
 
 TABLES = [name for name in vars(tables) if name.startswith("_global_") and isinstance(vars(tables)[name], dict)]
@@ -47,9 +50,9 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
 
 
 def execute(program: Program) -> dict[str, Any]:
-    space: dict[str, Any] = {"__name__": "program"}
-    exec(compile(program.source, f"<program {program.seed}>", "exec"), space)
-    return space
+    module = sys.modules["program"] = types.ModuleType("program")  # where a pickle looks for its classes
+    exec(compile(program.source, f"<program {program.seed}>", "exec"), vars(module))
+    return vars(module)
 
 
 def run(
@@ -57,16 +60,21 @@ def run(
     open_session: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
     *,
     without_checkpoints: bool = False,
-    backend: str | None = None,
+    setting: str | None = None,
 ) -> Outcome:
-    """The program, on a new model, inside a session if one is given; compiled with a backend of torch, if one is."""
+    """The program, on a new model, inside a session if one is given; in one of the ``settings`` where that is named."""
     space = execute(program)
     if without_checkpoints:
         space["checkpoint"] = lambda function, *args, use_reentrant: function(*args)
     model = space["build"]()
+    used = prepared(model, setting)
     seed(program)
-    used = model if backend is None else torch.compile(model, backend=backend)
-    with quiet(), workers_of(space), open_session(used) if open_session else nullcontext() as session:
+    with (
+        quiet(),
+        parts_mix(setting),
+        workers_of(space),
+        open_session(used) if open_session else nullcontext() as session,
+    ):
         seen = space["drive"](used)
     return finished(model, seen, session)
 
@@ -79,9 +87,9 @@ def seed(program: Program) -> None:
 def finished(model: nn.Module, seen: list[Any], session: Any = None) -> Outcome:
     tensors = [one for value in seen for one in _each(value)]
     return Outcome(
-        [None if one is None else one.detach().clone() for one in tensors],
-        {path: None if one.grad is None else one.grad.clone() for path, one in model.named_parameters()},
-        {path: one.detach().clone() for path, one in model.state_dict().items()},
+        [None if one is None else whole(one).detach().clone() for one in tensors],
+        {path: None if one.grad is None else whole(one.grad).clone() for path, one in model.named_parameters()},
+        {path: whole(one).detach().clone() for path, one in model.state_dict().items()},
         torch.get_rng_state(),
         surroundings(model),
         session,
@@ -94,7 +102,7 @@ def run_truth(program: Program, is_functional: bool = True, change: Change | Non
     model = space["build"]()
     seed(program)
     world = World(model, is_functional, change)
-    space["deepcopy"] = world.copied
+    space["deepcopy"] = space["pickled"] = world.copied
     if is_functional:
         if "new_linear" in space:
             space["new_linear"] = plain(space["new_linear"])

@@ -1,6 +1,9 @@
 """Random programs against the truth: sixty fixed ones, those that once failed, and many more when it may take time."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from fuzz.check import check
 from fuzz.grammar import DRIVER, FORWARD, generate
 from fuzz.known import KNOWN, known
 from fuzz.program import Script
+from fuzz.settings import RANKS
 from fuzz.shrink import script
 from fuzz.tally import Failure
 
@@ -42,7 +46,7 @@ def test_forty_compiled_programs_are_told_truly(first):
     for seed in range(first, first + 10):
         torch._dynamo.reset()
         program = generate(seed)
-        failures = check(program, backend="aot_eager").failures
+        failures = check(program, setting="aot_eager").failures
         assert [failure for failure in failures if known(program, failure) is None] == [], seed
 
 
@@ -74,3 +78,20 @@ def test_every_production_is_generated():
 
 def test_known_failures_name_productions_that_exist():
     assert {name for productions, _ in KNOWN.values() for name in productions} <= {*FORWARD, *DRIVER}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", RANKS)
+def test_sixty_programs_on_two_ranks_are_told_truly(setting):
+    run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    told = subprocess.run(
+        [*run, "-m", "fuzz", "--seed", "7000", "--count", "60", "--inside", setting],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout[-5000:] + told.stderr[-2000:]
+    assert int(re.search(r"^programs +(\d+)", told.stdout, re.MULTILINE)[1]) > 20

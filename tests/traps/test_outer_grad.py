@@ -129,3 +129,14 @@ def test_an_op_has_none_and_an_output_of_several_must_be_said():
         gaff.capture(model, ":outer_grad"),
     ):
         model(torch.randn(2, 3, requires_grad=True))
+
+
+def test_second_derivatives_of_the_module_itself_are_not_taken_for_gradients_from_outside():
+    model, x = nn.Sequential(nn.Tanh()), torch.randn(2, 3, requires_grad=True)
+    with gaff.capture(model, ":outer_grad", ":grad_output") as got:
+        y = model(x)
+        (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        (y.sum() + first.sum()).backward()
+    assert len(got.all(":grad_output")) == 2
+    with pytest.raises(gaff.ExactnessError, match="own second derivatives"):
+        got.all(":outer_grad")

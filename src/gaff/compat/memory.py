@@ -23,6 +23,14 @@ def storage_life(tensor: Tensor) -> Callable[[], bool]:
     return lambda: not weak.expired()
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` was given back while it was held: to read it would end the process."""
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    except (RuntimeError, NotImplementedError):
+        return False  # sparse and the like have no memory of their own
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written to in place; -1 where torch does not count (inference mode).
 

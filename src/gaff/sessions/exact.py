@@ -249,12 +249,15 @@ def hold(
     """``tensor`` as it is now, without a copy where that is possible; otherwise a check is added to ``checks``.
 
     With ``has_graph`` the result stays connected to the autograd graph of ``tensor``. Of a DTensor the local part is
-    held. A tensor without a version counter is cloned, and so is a quantised one.
+    held. A tensor without a version counter is cloned, and so are a quantised one and a parameter that is no part of the model.
     """
     if distributed.is_spread(tensor) and not has_graph:
         with torch.no_grad():
             local = hold(distributed.local_of(tensor), False, is_foreign, checks)
             return distributed.with_local(tensor, local)
+    is_parameter = isinstance(tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if is_parameter and not is_foreign(tensor):  # lent by FSDP2, which frees what it has gathered
+        return tensor.clone() if has_graph else tensor.detach().clone()
     lazy = memory.lazy_clone()
     if lazy is not None and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
@@ -283,6 +286,11 @@ def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
     """A check that raises ExactnessError when ``tensor``, an alias of what passed, was written to after ``version``."""
 
     def check(site: Site) -> None:
+        if memory.is_freed(tensor):
+            raise ExactnessError(
+                f"{site}: its memory was freed after the capture, as FSDP2 frees what it has gathered; capture it with "
+                "clone=True"
+            )
         if memory.version_of(tensor) != version:
             raise ExactnessError(
                 f"{site}: its memory was changed in place after the capture "

@@ -8,13 +8,19 @@ from torch import Tensor
 
 from gaff.address.nested import Arguments, dig, iter_tensors, put
 from gaff.compat import autograd
+from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.ports import OutputGradient, ambiguous, report_missing
 from gaff.engine.gradients.share import find_feeding, lead_to, roots_of
+from gaff.engine.streams import Stream
 
 ASIDE = (
     "the module uses what it returns, too, or did not make it: its caller was given a view of it, at which the uses "
     "outside meet; where there are several, sums of gradients may be in another order"
+)
+SECOND = (
+    "a differentiable backward pass (create_graph) came by before: from then on the module's own second derivatives "
+    "reach its output, too, and are not told apart; ask for :grad_output, the total"
 )
 
 
@@ -50,7 +56,7 @@ class OuterGradient(OutputGradient):
         for key, tensor in found:
             stream = self._stream.at(key) if key else self._stream
             if not autograd.takes_gradient(tensor) or self._is_alone(tensor, output, given, since):
-                self._arm_output(tensor, stream, given, run, call)
+                self._arm_output(tensor, _UntilSecond(stream), given, run, call)
                 continue
             alias = tensor.view_as(tensor)
             stream.remark(ASIDE)
@@ -69,3 +75,28 @@ class OuterGradient(OutputGradient):
         roots = roots_of(output, given, self._node.module)
         feeding, older = find_feeding(roots, edge, since, {node})
         return not feeding and not (older and lead_to(older, edge, {node}))
+
+
+class _UntilSecond(Stream):
+    """Stands for the stream of one call where the total is told: true until a pass has made second derivatives."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.place = getattr(stream, "place", None)
+        self._is_over = False
+
+    def add(self, value: Any, run: Run, call: int) -> Any:
+        if self._is_over:
+            self._stream.refuse(run, call, SECOND)
+            return None
+        self._is_over = autograd.is_grad_enabled()
+        return self._stream.add(value, run, call)
+
+    def absent(self, run: Run, call: int, reason: str) -> None:
+        self._stream.absent(run, call, reason)
+
+    def refuse(self, run: Run, call: int, reason: str) -> None:
+        self._stream.refuse(run, call, reason)
+
+    def remark(self, text: str) -> None:
+        self._stream.remark(text)
