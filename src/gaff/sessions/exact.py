@@ -249,7 +249,8 @@ def hold(
     """``tensor`` as it is now, without a copy where that is possible; otherwise a check is added to ``checks``.
 
     With ``has_graph`` the result stays connected to the autograd graph of ``tensor``. Of a DTensor the local part is
-    held. A tensor without a version counter is cloned, and so are a quantised one and a parameter that is no part of the model.
+    held. A tensor without a version counter is cloned, and so are a quantised one and a parameter that is not the
+    model's own.
     """
     if distributed.is_spread(tensor) and not has_graph:
         with torch.no_grad():
