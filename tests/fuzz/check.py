@@ -444,6 +444,9 @@ def taken(program: Program, address: str) -> Any:
         def __deepcopy__(self, memo: Any) -> nn.Module:
             return deepcopy(model)
 
+        def __reduce__(self) -> Any:
+            return deepcopy, (model,)
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             raise Grabbed(args, kwargs)
 
