@@ -37,9 +37,9 @@ def rounded(t: Tensor) -> Tensor:
 
 
 def first_row(t: Tensor) -> Tensor:
-    keep = torch.ones_like(t)
-    keep[:1] = 0
-    return t * keep
+    is_first = torch.zeros_like(t, dtype=torch.bool)
+    is_first[:1] = True
+    return t.masked_fill(is_first, 0)
 
 
 def second(t: Tensor, factor: float) -> Tensor:

@@ -303,6 +303,7 @@ class World(TorchFunctionMode):
         self.paths: dict[int, str] = {}
         self.parameters = {}
         self.seen_parameters: set[tuple[str, int]] = set()
+        self.handed_back: list[Ref] = []  # what a module returned that it was given
         for path, module in model.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), path)
         for module in model.modules():
@@ -514,6 +515,12 @@ class World(TorchFunctionMode):
         spot = ref.spot
         event = Event(self.run, call, spot=spot, in_thread=self.in_thread, without_grad=not torch.is_grad_enabled())
         if is_given:
+            self.handed_back.append(ref)
+            for (_, port, _), told in self.events.items():
+                for one in told if port == "outer_grad" else ():
+                    if one.spot is spot:
+                        one.unclear, one.is_open = "a module that it was given to returned it", True
+        if any(ref is one for one in self.handed_back):  # of which others were given a view
             event.unclear, event.is_open = "the module returned its input", True
         elif len(places(output, tensor)) > 1:
             event.unclear = "twice in the output"
