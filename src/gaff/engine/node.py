@@ -13,6 +13,8 @@ from torch import nn
 from gaff.engine.clock import Clock, Run
 from gaff.engine.side import Side
 
+_NOBODY: frozenset[Any] = frozenset()
+
 
 class Node:
     """One hooked module in one session, with its ``entry`` and its ``exit``. An op is handled as such a node, too.
@@ -22,11 +24,19 @@ class Node:
     the session, but for edits that a living autograd graph still needs (``leftovers``).
     """
 
-    above: frozenset[Node] = frozenset()  # hooked modules that contain this one
-    has_entry = False
-    has_swaps = False  # a parameter is edited, and this module may begin a run
-    mark: Callable[[Any, Run], None] | None = None  # makes the run's backward passes known; begins no run by itself
-    scope: Any = None  # sees to the ops in the module's own forward
+    __slots__ = (
+        "above",
+        "clock",
+        "entry",
+        "exit",
+        "has_entry",
+        "has_swaps",
+        "index",
+        "mark",
+        "module",
+        "open",
+        "scope",
+    )
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module
@@ -35,6 +45,11 @@ class Node:
         self.index = index
         self.entry = Side(module, clock)
         self.exit = Side(module, clock)
+        self.above: frozenset[Node] = _NOBODY  # hooked modules that contain this one
+        self.has_entry = False
+        self.has_swaps = False  # a parameter is edited, and this module may begin a run
+        self.mark: Callable[[Any, Run], None] | None = None  # makes the run's backward passes known; begins no run
+        self.scope: Any = None  # sees to the ops in the module's own forward
 
     @property
     def ops(self) -> list[Node]:

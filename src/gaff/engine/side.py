@@ -7,7 +7,6 @@ never knows which of them it was. See ``streams`` for what may hang there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,22 +29,25 @@ class Side:
     some act is an edit, so a recomputation has to make the same again. ``direct``: the only act, the short way.
     """
 
-    taps: tuple[Look, ...] = ()
-    acts: tuple[Act, ...] = ()
-    is_edited = False
-    direct: Callable[[Tensor], Tensor | None] | None = None
+    __slots__ = ("_clock", "_module", "_replay", "acts", "direct", "is_edited", "taps")
 
     def __init__(self, module: nn.Module, clock: Clock) -> None:
+        self.taps: tuple[Look, ...] = ()
+        self.acts: tuple[Act, ...] = ()
+        self.is_edited = False
+        self.direct: Callable[[Tensor], Tensor | None] | None = None
         self._module = module
         self._clock = clock
+        self._replay: Replay | None = None
 
-    @cached_property
+    @property
     def replay(self) -> Replay:
         """The crossings that may be recomputed; made when first needed.
 
         Each side has its own, since calls inside one another are entered and left in different orders.
         """
-        return Replay()
+        self._replay = found = self._replay or Replay()
+        return found
 
     def cross(self, value: Any, given: Arguments, run: Run, call: int) -> Any:
         """A value passes in an ordinary forward, and acts act on it; returns what passes on.
@@ -117,21 +119,21 @@ class Side:
 
         Those are told whose checkpoint is gone; with ``is_final``, when the session closes, all that are left.
         """
-        if self.acts and "replay" in vars(self):
-            for crossing in self.replay.give_up(is_final=is_final):
+        if self.acts and self._replay is not None:
+            for crossing in self._replay.give_up(is_final=is_final):
                 for act in self.acts if not crossing.has_graph else ():
                     act.give_up(crossing.run, crossing.call)
 
     def regions(self) -> Iterator[Any]:
         """The checkpoints whose autograd graphs are alive, with crossings of this side; none is held here."""
-        return self.replay.regions() if "replay" in vars(self) else iter(())
+        return self._replay.regions() if self._replay is not None else iter(())
 
     def drop(self) -> None:
         """Let go of what acts here, which may know its node; nothing is repeated from then on."""
         self.acts = ()
         self.direct = None
-        if "replay" in vars(self):
-            self.replay.forget()
+        if self._replay is not None:
+            self._replay.forget()
 
     def _is_of_others(self) -> bool:
         """Whether what recomputes here belongs to a forward that this session did not see.

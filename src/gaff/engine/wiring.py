@@ -268,7 +268,8 @@ class Wiring:
                 for depth, node in enumerate(hooked):
                     node.above |= frozenset(hooked[:depth])
                 above[id(chain)] = frozenset(hooked)
-            self.nodes[id(tap.found.module)].above |= above[id(chain)]
+            node, around = self.nodes[id(tap.found.module)], above[id(chain)]
+            node.above = node.above | around if node.above else around
         self._clock.resize(len(self.nodes))
 
     def follow_runs(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaff.address.grammar import Site
 from gaff.address.nested import Arguments
@@ -18,7 +18,7 @@ from gaff.compat import checkpoints
 from gaff.compat.autograd import is_grad_enabled
 from gaff.compat.checkpoints import may_repeat
 from gaff.compat.memory import version_of
-from gaff.engine.clock import Frame, Run
+from gaff.engine.clock import Clock, Frame, Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.node import Node
 from gaff.engine.ops.names import find_place
@@ -296,8 +296,12 @@ class OpNode(Node):
     ``streams``: who asked.
     """
 
-    place: tuple[int, Any, int] | None = None
-    streams: tuple[Any, ...] = ()
+    __slots__ = ("place", "streams")
+
+    def __init__(self, module: nn.Module, clock: Clock) -> None:
+        super().__init__(module, clock, -1)
+        self.place: tuple[int, Any, int] | None = None
+        self.streams: tuple[Any, ...] = ()
 
 
 def check_place(node: OpNode, frame: FrameType) -> None:

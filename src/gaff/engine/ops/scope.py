@@ -130,7 +130,7 @@ class Scope:
         wants = [want for want in row.wants if want.site.op_index in (None, index)]
         if not wants:
             return None
-        node = OpNode(self.owner.module, self.owner.clock, -1)
+        node = OpNode(self.owner.module, self.owner.clock)
         made: dict[tuple[Any, ...], Any] = {}
         for want in wants:
             site = replace(want.site, op=row.name, op_index=index)
