@@ -18,7 +18,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS, Pattern, Site, every_call
-from gaff.address.resolve import first_name, identity, is_there, need_module, place_of, resolve, unwrap
+from gaff.address.resolve import Found, first_name, identity, is_there, need_module, place_of, resolve, unwrap
 from gaff.compat import distributed
 from gaff.engine.session import Session
 from gaff.engine.taps import Tap, TensorTap
@@ -65,6 +65,7 @@ class Capture(Captured):
         self._missing: list[str] = []
         self._keepers: list[Keeper] = []
         self._places: list[Any] = []  # where the modules hung at opening
+        self._around: list[Found] = []  # a site for each chain of modules that leads to some
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
         is_traceable = not (options.graph or options.reference)
@@ -89,7 +90,9 @@ class Capture(Captured):
         for stream in self._iter_streams() if self._session.is_traced else ():
             stream.copy_all()
         streams = zip(self._taps, self._by_object.values(), strict=True)
-        self._places = self._places or [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
+        if not self._places:
+            self._places = [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
+            self._around = list({tuple(map(id, tap.found.chain)): tap.found for tap in self._taps}.values())
         self._session.clock.at_begin.append(self._look_for_replaced)
         return self
 
@@ -108,9 +111,8 @@ class Capture(Captured):
 
     def _is_all_there(self) -> bool:
         """Whether every module that was found is at its place, and all those around it are, too."""
-        chains = {id(tap.found.chain): tap for tap in self._taps}  # siblings have one between them
         hangs = all(inside.get(name) is child for inside, name, child, _ in self._places)
-        return hangs and all(is_there(tap.found) for tap in chains.values())
+        return hangs and all(is_there(found) for found in self._around)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -121,7 +123,8 @@ class Capture(Captured):
         """
         self._session.__exit__(kind, error, trace)
         self._report_replaced(is_quiet=kind is not None)  # never mask the user's own exception
-        if kind is None and (self._missing or not all(stream.records for stream in self._iter_streams())):
+        is_plain = all(stream.records and not stream.inner for stream in self._by_object.values())  # mostly
+        if kind is None and (self._missing or self._by_name or not is_plain):
             raise_if_silent(self.receipt, self._ran())
 
     def clear(self) -> None:
