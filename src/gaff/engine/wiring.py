@@ -46,7 +46,6 @@ from gaff.errors import PlanError
 
 AnyTap = Tap | EditTap | CallTap | OpTap
 _VALUES = ("output", "input")
-_OF_BOTH_SIDES: dict[str, Any] = {"input_grad": InputGradient, "grad_input": InputShare, "outer_grad": OuterGradient}
 
 
 class Wiring:
@@ -311,8 +310,8 @@ def _itself(tensor: Tensor) -> Tensor:
 def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
     """Hang a stream that looks on the right side of a hooked module.
 
-    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. All but the total at an
-    output need both sides. ``is_exact`` is that of ``Tap``.
+    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. Those at an input need
+    both sides. ``is_exact`` is that of ``Tap``.
     """
     if site.port == "output":
         node.exit.taps += (_output_tap(site, stream, is_exact),)
@@ -321,11 +320,14 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
     elif site.port == WEIGHTS:
         node.exit.taps += (WeightsTap(site, stream),)
     elif site.port == "grad_output":
-        node.exit.acts += (OutputGradient(gradients, node, stream, site, is_exact),)
+        _hang(node.exit, OutputGradient(gradients, node, stream, site, is_exact), before=_gives_a_view)
+    elif site.port == "outer_grad":
+        _hang(node.exit, OuterGradient(gradients, node, stream, site, is_exact))
     else:
-        asked = _OF_BOTH_SIDES[site.port](gradients, node, stream, site, is_exact)
-        node.entry.acts += (asked,)
-        node.exit.acts += (SecondHalf(asked.leave),)
+        kind = InputGradient if site.port == "input_grad" else InputShare
+        asked = kind(gradients, node, stream, site, is_exact)
+        _hang(node.entry, asked)
+        _hang(node.exit, SecondHalf(asked.leave), before=_gives_a_view)
 
 
 def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
@@ -342,25 +344,33 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
     elif site.port == WEIGHTS:
         _edit(node.exit, WeightsChange(site, stream))
     elif site.port == "grad_output":
-        _edit(node.exit, OutputGradient(gradients, node, stream, site, True))
+        _edit(node.exit, OutputGradient(gradients, node, stream, site, True), before=_gives_a_view)
     elif site.port == "outer_grad":
-        outer = OuterGradient(gradients, node, stream, site, True)
-        _edit(node.entry, outer)
-        _edit(node.exit, SecondHalf(outer.leave))
+        _edit(node.exit, OuterGradient(gradients, node, stream, site, True))
     elif site.port == "input_grad":
         total = InputGradient(gradients, node, stream, site, True)
         _edit(node.entry, total, before=lambda act: isinstance(act, (ValueChange, ShareChange)))
-        _edit(node.exit, SecondHalf(total.leave))
+        _edit(node.exit, SecondHalf(total.leave), before=_gives_a_view)
     else:
         share = ShareChange(gradients, node, stream, site, True)
         _edit(node.entry, share)
-        _edit(node.exit, SecondHalf(share.leave))
+        _edit(node.exit, SecondHalf(share.leave), before=_gives_a_view)
+
+
+def _gives_a_view(act: Act) -> bool:
+    """Whether an act gives the caller a view of the output: what others ask is about the output itself."""
+    return isinstance(act, OuterGradient)
+
+
+def _hang(side: Side, new: Act, before: Callable[[Act], bool] | None = None) -> None:
+    """Hang an act on a side, as the last; or before the first of those that are to come after it."""
+    at = next((at for at, act in enumerate(side.acts) if before is not None and before(act)), len(side.acts))
+    side.acts = (*side.acts[:at], new, *side.acts[at:])
 
 
 def _edit(side: Side, new: Act, before: Callable[[Act], bool] | None = None) -> None:
-    """Hang an edit on a side, as the last; or before the first of those that are to come after it."""
-    at = next((at for at, act in enumerate(side.acts) if before is not None and before(act)), len(side.acts))
-    side.acts = (*side.acts[:at], new, *side.acts[at:])
+    """Hang an edit on a side: a recomputation has to make it again."""
+    _hang(side, new, before)
     side.is_edited = True
 
 

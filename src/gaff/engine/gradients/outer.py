@@ -4,46 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from gaff.address.nested import Arguments, dig, iter_tensors, put
 from gaff.compat import autograd
-from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
-from gaff.engine.gradients.ports import OutputGradient, ambiguous, report_missing
-from gaff.engine.gradients.share import find_feeding, lead_to, roots_of
-from gaff.engine.streams import Stream
+from gaff.engine.gradients.ports import GradientArm, ambiguous, report_missing
 
 ASIDE = (
-    "the module uses what it returns, too, or did not make it: its caller was given a view of it, at which the uses "
-    "outside meet; where there are several, sums of gradients may be in another order"
-)
-SECOND = (
-    "a differentiable backward pass (create_graph) came by before: from then on the module's own second derivatives "
-    "reach its output, too, and are not told apart; ask for :grad_output, the total"
+    "the caller of the module was given a view of what it returned, at which the uses outside meet; where the module "
+    "uses it, too, sums of gradients may be in another order"
 )
 
 
-class OuterGradient(OutputGradient):
+class OuterGradient(GradientArm):
     """The gradient that the code outside of a module hands back for a tensor that it returned.
 
-    It is the total, of ``OutputGradient``, unless the module uses that tensor itself (``return y, y * 2``) or did not
-    make it. Only then the caller is given a view of the tensor, as torch's full backward hook gives one always, and the
-    receipt says so.
-
-    Begins at the entry, where the number of the next autograd node is noted, and ends at the exit, by ``leave``.
+    The module itself may go on using that tensor (``return y, y * 2``), or may not have made it, and nothing tells who
+    else holds it. So the caller is given a view, as torch's full backward hook gives one: what arrives there comes from
+    outside. Nothing is added up in another order unless the module uses the tensor, too.
     """
 
-    def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> None:
-        if self._wants(crossing.call):
-            self._frame(crossing.run).notes[self] = autograd.next_sequence()
-
-    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
-        """Hook the tensors that are meant; what the caller gets, with a view in the place of each that needs one."""
-        since = self._frame(crossing.run).notes.pop(self, None)
-        if since is None:
-            return None
+    def __call__(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
         site, run, call = self._site, crossing.run, crossing.call
+        if not self._wants(call):
+            return None
         try:
             found = list(iter_tensors(dig(output, site.key)))
         except KeyError as error:
@@ -55,8 +38,8 @@ class OuterGradient(OutputGradient):
             raise ambiguous(site, site.key, found)
         for key, tensor in found:
             stream = self._stream.at(key) if key else self._stream
-            if not autograd.takes_gradient(tensor) or self._is_alone(tensor, output, given, since):
-                self._arm_output(tensor, _UntilSecond(stream), given, run, call)
+            if not autograd.takes_gradient(tensor):
+                self._gradients.arm_later(tensor, stream, run, call)
                 continue
             alias = tensor.view_as(tensor)
             stream.remark(ASIDE)
@@ -65,38 +48,3 @@ class OuterGradient(OutputGradient):
                 if other is tensor:
                     output = put(output, place, alias)
         return output
-
-    def _is_alone(self, tensor: Tensor, output: Any, given: Arguments, since: int) -> bool:
-        """Whether the call made ``tensor``, and nothing that it made besides goes on from there."""
-        node = tensor.grad_fn
-        if node is None or autograd.sequence_of(node) < since or any(tensor is one for _, one in iter_tensors(given)):
-            return False
-        edge = autograd.grad_edge_node(tensor)
-        roots = roots_of(output, given, self._node.module)
-        feeding, older = find_feeding(roots, edge, since, {node})
-        return not feeding and not (older and lead_to(older, edge, {node}))
-
-
-class _UntilSecond(Stream):
-    """Stands for the stream of one call where the total is told: true until a pass has made second derivatives."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self.place = getattr(stream, "place", None)
-        self._is_over = False
-
-    def add(self, value: Any, run: Run, call: int) -> Any:
-        if self._is_over:
-            self._stream.refuse(run, call, SECOND)
-            return None
-        self._is_over = autograd.is_grad_enabled()
-        return self._stream.add(value, run, call)
-
-    def absent(self, run: Run, call: int, reason: str) -> None:
-        self._stream.absent(run, call, reason)
-
-    def refuse(self, run: Run, call: int, reason: str) -> None:
-        self._stream.refuse(run, call, reason)
-
-    def remark(self, text: str) -> None:
-        self._stream.remark(text)

@@ -79,7 +79,7 @@ class InputShare(GradientArm):
             if is_changed:
                 roots.append(tensor)
             feeding, older = find_feeding(roots, edge, since, stops)
-            if older and lead_to(older, edge, stops):
+            if older and _lead_to(older, edge, stops):
                 self._stream.refuse(run, call, OLDER)
             elif not feeding:
                 self._stream.absent(run, call, "what the module returned does not depend on this input")
@@ -239,7 +239,7 @@ def find_feeding(
     return found, older
 
 
-def lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode]) -> bool:
+def _lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode]) -> bool:
     """Whether a node from outside the call, which is behind none of its arguments' ``stops``, hands to ``edge``.
 
     Then a part of what the module returned was made of the input in another way: by a worker thread of the forward, or
