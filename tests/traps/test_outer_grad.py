@@ -1,5 +1,7 @@
 """``:outer_grad`` is what torch's full backward hook calls ``grad_output``, also where the total at the output differs."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
@@ -171,3 +173,44 @@ def test_second_derivatives_of_the_module_itself_are_not_from_outside():
         outer[1], 2 + torch.autograd.functional.vhp(lambda o: o.sin().sum(), y.detach(), 1 - y.detach() ** 2)[1]
     )
     assert not torch.allclose(outer[1], total[1])
+
+
+class Residual(nn.Module):
+    """Hands what its first part returned to another module, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.next = Both(), nn.Linear(3, 3)
+
+    def forward(self, x):
+        a, b = self.both(x)
+        return self.next(a) + b * 7 + a.sin()
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_asking_for_it_changes_no_total_and_no_edit_elsewhere(sessions):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Residual()).double(), torch.randn(2, 3, dtype=torch.double, requires_grad=True)
+    others = ["0.both:grad_output[0]", "0.next:input_grad", "0.next:grad_input"]
+    outer = [["0.both:outer_grad[0]"], others] if sessions == 2 else [["0.both:outer_grad[0]", *others]]
+
+    def told(groups):
+        x.grad = None
+        with ExitStack() as stack:
+            got = [stack.enter_context(gaff.capture(model, *group)) for group in groups][-1]
+            model(x).sum().backward()
+        return [got[address] for address in others]
+
+    for one, other in zip(told([others]), told(outer), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    def edited(groups):
+        x.grad = None
+        with ExitStack() as stack:
+            for group in groups:
+                stack.enter_context(gaff.capture(model, *group))
+            with gaff.edit(model, {"0.next:input_grad": edits.scale(10.0)}):
+                model(x).sum().backward()
+        return x.grad
+
+    torch.testing.assert_close(edited([]), edited([["0.both:outer_grad[0]"]]), rtol=1e-12, atol=1e-12)

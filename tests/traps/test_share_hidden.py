@@ -156,3 +156,22 @@ def test_a_tensor_that_requires_grad_late_inside_a_reentrant_checkpoint():
         model(torch.randn(2, 4)).sum().backward()
     assert torch.equal(got["late/detach:grad_output"], torch.ones(2, 4))
     assert torch.equal(got["late:grad_output"], torch.ones(2, 4))
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("hold", [Held, lambda tensor: {Held(tensor)}, lambda tensor: [Held(tensor)]])
+def test_a_part_that_leaves_inside_an_object(hold):
+    class Caches(nn.Module):
+        def forward(self, x):
+            return x * 5, hold(x * 2)
+
+    model, x = nn.Sequential(Caches()), torch.ones(2, requires_grad=True)
+    with gaff.capture(model, "0:grad_input") as got:
+        y, held = model(x * 1)
+        held = next(iter(held)) if not isinstance(held, Held) else held
+        (y + held.tensor * 3).sum().backward()
+    assert torch.equal(got["0:grad_input"], torch.full((2,), 11.0))

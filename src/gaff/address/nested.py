@@ -129,7 +129,7 @@ def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Itera
     if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN_LEAVES, type, torch.nn.Module)):
         return
     seen.add(id(value))
-    inside = children(value)
+    inside = list(enumerate(value)) if isinstance(value, (set, frozenset)) else children(value)
     if inside is None:
         inside = list(getattr(value, "__dict__", {}).items())
     for _, child in inside:

@@ -13,10 +13,10 @@ class Crossing:
     ``has_graph``: an autograd graph is made of what passes, so gradient hooks are due. ``is_again``: this is a
     recomputation, by a checkpoint, of that call. ``memo`` holds what edits decided in the first pass, each under itself
     as key, and is the same in each recomputation; None as long as nothing may repeat the call, so that ordinary calls
-    keep nothing. Holds no value.
+    keep nothing. ``waits``: something may run the call again and make the autograd graph that lasts. Holds no value.
     """
 
-    __slots__ = ("call", "has_graph", "is_again", "memo", "run")
+    __slots__ = ("call", "has_graph", "is_again", "memo", "run", "waits")
 
     def __init__(self, run: Run, call: int, has_graph: bool = True, memo: Any = None, is_again: bool = False) -> None:
         self.run = run
@@ -24,3 +24,4 @@ class Crossing:
         self.has_graph = has_graph
         self.memo: dict[object, Any] | None = memo
         self.is_again = is_again
+        self.waits = False

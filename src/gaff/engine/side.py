@@ -101,16 +101,17 @@ class Side:
         """Let ``acts``, all of the side's if left out, act on what passes; returns what passes on.
 
         An act that needs an autograd graph and has none now waits, where something may run the call again, else it is
-        given up.
+        given up. In a recomputation that is the first pass of a checkpoint inside, that one will run it again.
         """
-        is_noted = crossing.memo is not None and not crossing.is_again and crossing in self.replay
+        if crossing.memo is not None:
+            crossing.waits = not is_outside_functions() if crossing.is_again else crossing in self.replay
         for act in self.acts if acts is None else acts:
-            if act.needs_graph and is_noted:
+            if act.needs_graph and crossing.waits:
                 act.before_graph(value, crossing)
             if crossing.has_graph or not act.needs_graph:
                 changed = act(value, given, crossing)
                 value = value if changed is None else changed
-            elif not is_noted and not crossing.is_again:
+            elif not crossing.waits and not crossing.is_again:
                 act.give_up(crossing.run, crossing.call)
         return value
 
@@ -121,8 +122,9 @@ class Side:
         """
         if self.acts and self._replay is not None:
             for crossing in self._replay.give_up(is_final=is_final):
-                for act in self.acts if not crossing.has_graph else ():
-                    act.give_up(crossing.run, crossing.call)
+                for act in self.acts:
+                    if not crossing.has_graph or (crossing.memo and act in crossing.memo):
+                        act.give_up(crossing.run, crossing.call)
 
     def regions(self) -> Iterator[Any]:
         """The checkpoints whose autograd graphs are alive, with crossings of this side; none is held here."""

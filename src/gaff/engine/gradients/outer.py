@@ -7,6 +7,7 @@ from typing import Any
 from gaff.address.nested import Arguments, dig, iter_tensors, put
 from gaff.compat import autograd
 from gaff.engine.crossing import Crossing
+from gaff.engine.gradients import tensor_hooks
 from gaff.engine.gradients.ports import GradientArm, ambiguous, report_missing
 
 ASIDE = (
@@ -20,7 +21,8 @@ class OuterGradient(GradientArm):
 
     The module itself may go on using that tensor (``return y, y * 2``), or may not have made it, and nothing tells who
     else holds it. So the caller is given a view, as torch's full backward hook gives one: what arrives there comes from
-    outside. Nothing is added up in another order unless the module uses the tensor, too.
+    outside. Nothing is added up in another order unless the module uses the tensor, too. Who asks for a total further
+    on is told that of the tensor itself (``tensor_hooks.ORIGINALS``).
     """
 
     def __call__(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
@@ -39,11 +41,12 @@ class OuterGradient(GradientArm):
         for key, tensor in found:
             stream = self._stream.at(key) if key else self._stream
             if not autograd.takes_gradient(tensor):
-                self._gradients.arm_later(tensor, stream, run, call)
+                self._arm_late(tensor, stream, crossing)
                 continue
             alias = tensor.view_as(tensor)
             stream.remark(ASIDE)
             self._gradients.arm(alias, stream, run, call)
+            tensor_hooks.ORIGINALS[alias] = tensor
             for place, other in list(iter_tensors(output)):
                 if other is tensor:
                     output = put(output, place, alias)

@@ -19,7 +19,7 @@ from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView
-from gaff.engine.gradients.tensor_hooks import on_gradient
+from gaff.engine.gradients.tensor_hooks import on_gradient, original
 from gaff.engine.streams import Stream
 
 NEEDS_NONE = "the tensor does not require grad"
@@ -67,12 +67,17 @@ class Gradients:
             armed.refuse(VIEW_INSIDE)
             return armed
         if tensor._is_view():
+            tensor = original(tensor)
+        if tensor._is_view():
             armed = ArmedView(stream, run, call, tensor)
         elif tensor.is_leaf:
             self.has_leaves = True
             armed = ArmedLeaf(stream, run, call, tensor)
-            known = [one for one in self._leaves.get(id(tensor), ()) if one.leaf() is tensor and not one.is_dead()]
-            self._leaves[id(tensor)] = [*known, armed]
+            met = [one for one in self._leaves.get(id(tensor), ()) if one.leaf() is tensor]
+            for one in met if not self.has_edits else ():  # whose chain forgets them by itself
+                if one.is_dead():
+                    one.remove()
+            self._leaves[id(tensor)] = [*(one for one in met if not one.is_dead()), armed]
         else:
             armed = Armed(stream, run, call)
         self._hook(tensor, armed, has_edits=self.has_edits)

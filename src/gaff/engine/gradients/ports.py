@@ -6,6 +6,7 @@ in-place writes. Here forward hooks find the tensor that an address means and se
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -50,12 +51,15 @@ class GradientArm(Act):
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
 
-    def _arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
-        """Hook ``tensor`` now, or at the end of the run if it requires grad by then."""
-        if autograd.takes_gradient(tensor):
-            self._gradients.arm(tensor, stream, run, call)
+    def _arm_late(self, tensor: Tensor, stream: Stream, crossing: Crossing) -> None:
+        """Hook a tensor that does not require grad at the end of the run, should it by then.
+
+        One in a call that waits to be run again is left to that; ``give_up`` is called where it never is.
+        """
+        if crossing.waits and crossing.memo is not None:
+            crossing.memo[self] = None
         else:
-            self._gradients.arm_later(tensor, stream, run, call)
+            self._gradients.arm_later(tensor, stream, crossing.run, crossing.call)
 
     def _frame(self, run: Run) -> Frame:
         """The innermost call of the module that is in progress, in the run or in its recomputation."""
@@ -73,7 +77,7 @@ class OutputGradient(GradientArm):
         run, call = crossing.run, crossing.call
         if type(output) is Tensor and self._is_plain:
             if output._is_view() or output.grad_fn is None or self._gradients.has_edits:
-                self._arm_output(output, self._stream, given, run, call)
+                self._arm_output(output, self._stream, given, crossing)
             else:  # the common case, without further questions
                 self._gradients.arm_plain(output, self._stream, run, call)
                 if given.args and output is given.args[0]:
@@ -96,18 +100,18 @@ class OutputGradient(GradientArm):
         if sum(tensor is found[0][1] for tensor in twins) > 1:
             self._stream.remark("the output holds this tensor several times: this is the gradient of all of them")
         for key, tensor in found:
-            self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, run, call)
+            self._arm_output(tensor, self._stream.at(key) if key else self._stream, given, crossing)
 
-    def _arm_output(self, tensor: Tensor, stream: Stream, given: Arguments, run: Run, call: int) -> None:
+    def _arm_output(self, tensor: Tensor, stream: Stream, given: Arguments, crossing: Crossing) -> None:
         """Hook one tensor of the output, and remark on what makes its gradient another one than expected.
 
         A linear layer over more than two dimensions returns a view of a matrix product; writing into that in place
         would hide the gradient, so the product, which nobody else can see, is followed, too.
         """
         if not autograd.takes_gradient(tensor):
-            self._gradients.arm_later(tensor, stream, run, call)
+            self._arm_late(tensor, stream, crossing)
         else:
-            armed = self._gradients.arm(tensor, stream, run, call)
+            armed = self._gradients.arm(tensor, stream, crossing.run, crossing.call)
             if any(tensor is other for other in given.args):
                 self._remark_on_identity(tensor, stream)
             base = tensor._base
@@ -149,7 +153,7 @@ class InputGradient(GradientArm):
             if tensor is None or (run, call) in self._armed_before:
                 return
             if not autograd.takes_gradient(tensor):
-                self._gradients.arm_later(tensor, self._stream, run, call)
+                self._arm_late(tensor, self._stream, crossing)
                 return
             armed = self._gradients.arm(tensor, self._stream, run, call)
             if isinstance(armed, ArmedLeaf):
@@ -168,7 +172,9 @@ class InputGradient(GradientArm):
                 known = self._armed_before
                 if len(known) > 256:
                     known = self._armed_before = {at: one for at, one in known.items() if not one.is_dead()}
-                known[run, call] = self._gradients.arm(tensor, self._stream, run, call)
+                known[run, call] = armed = self._gradients.arm(tensor, self._stream, run, call)
+                if isinstance(armed, ArmedLeaf) and (functions := checkpoints.enclosing_functions()):
+                    armed.life = weakref.ref(functions[-1])  # the graph of what the checkpoint makes of the leaf
 
     def give_up(self, run: Run, call: int) -> None:
         """Tell the stream that there was no autograd graph, unless the tensor was hooked in the first pass."""

@@ -50,7 +50,7 @@ class InputShare(GradientArm):
             return
         twins = sum(other is tensor for _, other in iter_tensors(value))
         if not autograd.takes_gradient(tensor):
-            self._gradients.arm_later(tensor, _ShareOfLate(self._stream), run, call)
+            self._arm_late(tensor, _ShareOfLate(self._stream), crossing)
         elif twins > 1:
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
         else:
@@ -66,7 +66,7 @@ class InputShare(GradientArm):
         if noted is None:
             return
         tensor, edge, since, version, call, given, stops = noted
-        outputs = [found for _, found in iter_tensors(output) if autograd.takes_gradient(found)]
+        outputs = [found for found in iter_deep(output) if autograd.takes_gradient(found)]
         is_changed = memory.version_of(tensor) != version
         if any((found.grad_fn is edge[0] and found.output_nr == edge[1]) or found is tensor for found in outputs) and (
             not is_changed or tensor.grad_fn is edge[0]  # a write without grad mode leaves the graph as it was
@@ -204,7 +204,7 @@ def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
 
     ``given`` are the arguments. The tensors from which the walk over the autograd graph starts; some may need no grad.
     """
-    return [*iter_deep(given), *(tensor for _, tensor in iter_tensors(output)), *_kept_by(module)]
+    return [*iter_deep(given), *iter_deep(output), *_kept_by(module)]
 
 
 def find_feeding(

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# The tensor behind a view that a module's caller was given in its place (``outer``): totals are those of the tensor.
+ORIGINALS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def on_gradient(tensor: Tensor, callback: Callable[[Any], Any]) -> Any:
@@ -17,6 +21,13 @@ def on_gradient(tensor: Tensor, callback: Callable[[Any], Any]) -> Any:
     if tensor._is_view():
         _ = tensor.grad_fn  # torch 2.13 can crash when a hook is set on a stale view
     return tensor.register_hook(callback)
+
+
+def original(tensor: Tensor) -> Tensor:
+    """The tensor that a module returned, where its caller was given a view of it; else ``tensor`` itself."""
+    while ORIGINALS and tensor in ORIGINALS:
+        tensor = ORIGINALS[tensor]
+    return tensor
 
 
 def keep_gradient(tensor: Tensor, keep: Callable[[Tensor], None]) -> Any:
