@@ -45,6 +45,24 @@ def test_an_edit_acts_once_for_each_run_whatever_the_input_is(is_leaf):
     assert torch.allclose(x.grad, 0.5 * 0.5 * 2 * model[0].weight.sum(0))
 
 
+def test_a_call_whose_output_was_thrown_away_is_told_what_comes_by_another_way():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.layer(x)
+            return x * 3
+
+    model, x = Drops(), torch.ones(1, 2, requires_grad=True)
+    with gaff.capture(model, "layer:input_grad", ":input_grad") as got:
+        kept = [model(x) for _ in range(2)]
+        kept[0].sum().backward()
+    assert [one.tolist() for one in got.all(":input_grad") if one is not None] == [[[3.0, 3.0]]]
+    assert torch.equal(got.run(0)["layer:input_grad"], torch.full((1, 2), 3.0))
+
+
 class OnWorker(nn.Module):
     """Calls its layer on a new thread, whose autograd nodes are numbered from zero and so run last."""
 

@@ -75,7 +75,7 @@ class Gradients:
             armed = ArmedLeaf(stream, run, call, tensor)
             met = [one for one in self._leaves.get(id(tensor), ()) if one.leaf() is tensor]
             for one in met if not self.has_edits else ():  # whose chain forgets them by itself
-                if one.is_dead():
+                if one.fired and one.is_dead():
                     one.remove()
             self._leaves[id(tensor)] = [*(one for one in met if not one.is_dead()), armed]
         else:
