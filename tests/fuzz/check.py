@@ -382,6 +382,8 @@ class Checker:
             where = rng.choice(by_port[rng.choice(sorted(by_port))])
             shape = self.shape_at(where)
             fits = [kind for kind in EDITS if kind.width is None or (len(shape) == 2 and shape[-1] == kind.width)]
+            is_module = where[1] == "output" and "/" not in where[0] and not where[2]
+            fits = [kind for kind in fits if is_module or not kind.is_skip]
             self.check_edit(where, rng.choice(fits))
 
     def shape_at(self, where: Where) -> torch.Size:
@@ -397,7 +399,7 @@ class Checker:
 
     def check_edit(self, where: Where, kind: EditKind) -> None:
         self.tally.edits += 1
-        change = Change(*where, kind.value, kind.gradient)
+        change = Change(*where, kind.value, kind.gradient, kind.is_skip)
         address, expected = address_of(where), None
         try:
             expected, _ = run_truth(self.program, change=change)

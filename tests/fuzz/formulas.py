@@ -12,12 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class EditKind:
-    """An edit as gaff writes it, and its formula for a value and for a gradient. ``width``: of its last dimension."""
+    """An edit as gaff writes it, and its formula for a value and for a gradient. ``width``: of its last dimension.
+
+    One that ``is_skip`` takes the place of a whole module: its formula makes the output of the first input.
+    """
 
     text: str
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor], Tensor]
     width: int | None = None
+    is_skip: bool = False
 
 
 def same(formula: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
@@ -100,4 +104,8 @@ EDITS += [
         *same(lambda t: t * torch.tensor([1.0, 0.0, -1.0, 0.5]).to(t.dtype)),
         4,
     ),
+]
+EDITS += [
+    EditKind("gaff.edits.skip()", *same(lambda t: t), is_skip=True),
+    EditKind("gaff.edits.skip(lambda x, *rest, **more: x * 2.0)", *same(lambda t: t * 2.0), is_skip=True),
 ]

@@ -263,6 +263,7 @@ class Change:
     key: Key
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor], Tensor]
+    is_skip: bool = False  # the formula makes a module's output of its first input, and the module is not run
     hits: int = 0
 
     def act(self, gradient: Tensor) -> Tensor:
@@ -414,11 +415,8 @@ class World(TorchFunctionMode):
             self.frames.append(None if type(module) is nn.MultiheadAttention else Frame(path, call))  # opened by gaff
             output = None
             try:
-                output = forward(module, *args, **kwargs)
-                for key, tensor in list(leaves(output)):
-                    changed = self.edit_value(path, "output", key, tensor)
-                    if changed is not tensor:
-                        output = put(output, key, changed)
+                is_skipped = self.change is not None and self.change.is_skip and self.change.path == path
+                output = self.skipped(given) if is_skipped else self.edited(path, forward(module, *args, **kwargs))
                 return output
             finally:
                 self.frames.pop()
@@ -426,6 +424,24 @@ class World(TorchFunctionMode):
                     end(output)
 
         return run
+
+    def edited(self, path: str, output: Any) -> Any:
+        """What a module returns, after the edit of it."""
+        for key, tensor in list(leaves(output)):
+            changed = self.edit_value(path, "output", key, tensor)
+            if changed is not tensor:
+                output = put(output, key, changed)
+        return output
+
+    @plain
+    def skipped(self, given: Any) -> Any:
+        """What a module that is not run returns: made of its first input, which may be that input itself."""
+        first = next(one for _, one in leaves(given))
+        assert self.change is not None
+        self.change.hits += 1
+        old = self.ref_of(first).read()
+        new = self.change.value(old)
+        return first if new is old else self.fresh(new)
 
     def _count(self, path: str, side: str) -> int:
         self.calls[path, side] += 1
