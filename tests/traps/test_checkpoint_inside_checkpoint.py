@@ -38,6 +38,30 @@ def test_each_call_is_told_once(use_reentrant, port, times):
     assert [got.all(f"layer@{call}:{port}") for call in range(times)] == [[torch.tensor([[3.0]])]] * times
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_comes_in_from_outside_of_both_is_told_once(use_reentrant):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=use_reentrant)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    model, x = Outer(), torch.ones(1, 1, requires_grad=True)
+    with gaff.capture(model, "inner.layer:input_grad") as got:
+        (model(x * 1) * 3).sum().backward()
+    assert torch.equal(got["inner.layer:input_grad"], 3 * model.inner.layer.weight)
+
+
 def test_hooks_on_a_leaf_that_serves_many_runs_go_with_their_graphs():
     class Checkpointed(nn.Module):
         def __init__(self):

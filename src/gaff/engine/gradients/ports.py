@@ -144,7 +144,8 @@ class InputGradient(GradientArm):
 
     def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
         super().__init__(gradients, node, stream, site, is_exact)
-        self._armed_before: dict[tuple[Run, int], Armed] = {}  # in a first pass without a graph
+        # hooked in a pass whose graph does not last, of a checkpoint or (True) of one inside a recomputation
+        self._armed_before: dict[tuple[Run, int], tuple[Armed, bool]] = {}
 
     def __call__(self, value: Arguments, given: Arguments, crossing: Crossing) -> None:
         run, call = crossing.run, crossing.call
@@ -163,16 +164,19 @@ class InputGradient(GradientArm):
         """Hook, in a reentrant checkpoint's first pass, what comes in from outside of it.
 
         What comes into such a checkpoint is the whole tensor now; the recomputation sees a part of its uses. What is
-        made inside has no autograd graph yet and is left to the recomputation.
+        made inside has no autograd graph yet and is left to the recomputation, which may be the first pass of a
+        checkpoint inside. There what has been hooked before stays as it is.
         """
         run, call = crossing.run, crossing.call
-        if self._wants(call):
+        before = self._armed_before.get((run, call))
+        if self._wants(call) and (before is None or before[1]):
             tensor = find_input(value, self._site, self._stream, self._is_exact)
             if tensor is not None and autograd.takes_gradient(tensor) and not _is_made_inside(tensor):
                 known = self._armed_before
                 if len(known) > 256:
-                    known = self._armed_before = {at: one for at, one in known.items() if not one.is_dead()}
-                known[run, call] = armed = self._gradients.arm(tensor, self._stream, run, call)
+                    known = self._armed_before = {at: row for at, row in known.items() if not row[0].is_dead()}
+                armed = self._gradients.arm(tensor, self._stream, run, call)
+                known[run, call] = armed, crossing.is_again
                 if isinstance(armed, ArmedLeaf) and (functions := checkpoints.enclosing_functions()):
                     armed.life = weakref.ref(functions[-1])  # the graph of what the checkpoint makes of the leaf
 
