@@ -27,8 +27,8 @@ def is_freed(tensor: Tensor) -> bool:
     """Whether the memory of ``tensor`` was given back while it was held: to read it would end the process."""
     try:
         return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-    except (RuntimeError, NotImplementedError):
-        return False  # sparse and the like have no memory of their own
+    except (RuntimeError, NotImplementedError):  # torch's words for sparse and the like: no memory of their own
+        return False
 
 
 def version_of(tensor: Tensor) -> int:
