@@ -32,6 +32,8 @@ EDITABLE = ("output", "input", "grad_output", "outer_grad", "grad_input", "input
 UNUSABLE = (
     "this checkpoint() is not necessary",  # where an edit cuts the graph inside of it
     "A view was created in no_grad mode and its base",  # of which the formula of an edit makes something
+    "a view of a leaf Variable that requires grad is being used in an in-place",  # which a skipped module handed on
+    "a leaf Variable that requires grad is being used in an in-place",
 )
 
 
@@ -51,9 +53,12 @@ class Checker:
         if one is None or other is None:
             found = one if other is None else other
             return found is None or not (found.abs() > self.atol).any()
-        return one.shape == other.shape and torch.allclose(
-            one.double(), other.double(), rtol=self.rtol, atol=self.atol, equal_nan=True
-        )
+        if one.shape != other.shape:
+            return False
+        one, other, atol = one.double(), other.double(), self.atol
+        if self.rtol > 1e-3 and one.numel():  # in half precision sums are as exact as their largest term
+            atol = max(atol, self.rtol * one.abs().nan_to_num(0, 0, 0).max().item())
+        return torch.allclose(one, other, rtol=self.rtol, atol=atol, equal_nan=True)
 
     def fail(self, kind: str, where: Where, call: int | None, expected: Any, got: Any, edit: str = "") -> None:
         port = where[1] if "/" not in where[0] else f"op {where[1]}"

@@ -16,12 +16,7 @@ def sorts(kinds: str, *ports: str) -> set[tuple[str, str]]:
     return set(product(kinds.split(), ports))
 
 
-KNOWN: dict[str, tuple[set[str], set[tuple[str, str]]]] = {
-    "docs/limits: what leaves a module by a list of the user's own hook is not seen": (
-        {"features"},
-        sorts("none number edit", "grad_input"),
-    ),
-}
+KNOWN: dict[str, tuple[set[str], set[tuple[str, str]]]] = {}
 
 
 def known(program: Program, failure: Failure) -> str | None:

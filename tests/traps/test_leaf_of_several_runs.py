@@ -85,3 +85,47 @@ def test_a_leaf_that_another_run_met_does_not_take_a_pass_from_its_run():
     assert kept.requires_grad
     assert [len(got.run(run).all("layer.weight:grad")) for run in range(2)] == [0, 1]
     assert torch.equal(got.run(0)[":input_grad"], x.grad)  # the total of what came in, by whichever pass
+
+
+class ThrowsAway(nn.Module):
+    """Calls its layer for nothing: the leaf's gradient comes by another use of it in the same run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.layer(x)
+        return x * 3
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_runs_whose_calls_were_thrown_away_are_told_their_own_passes_only(order):
+    model, x = ThrowsAway(), torch.ones(1, 2, requires_grad=True)
+    with gaff.capture(model, "layer:input_grad") as got:
+        kept = [model(x) for _ in range(3)]
+        for run in order:
+            (kept[run] * (run + 1)).sum().backward()
+    assert [len(got.run(run).all("layer:input_grad")) for run in range(2)] == [1, 1]
+    assert [got.run(run)["layer:input_grad"].tolist() for run in range(2)] == [[[3.0, 3.0]], [[6.0, 6.0]]]
+    assert not [one for one in got.run(2).all("layer:input_grad") if one is not None]
+
+
+def test_a_pass_that_no_run_is_known_of_is_refused_where_several_met_the_leaf():
+    model, x, seen = ThrowsAway(), torch.ones(1, 2, requires_grad=True), []
+    with gaff.capture(model, "layer:input_grad") as got:
+        for _ in range(2):
+            model(x)
+            seen.append(x * 3)  # what a user's own hook would have collected
+        seen[0].sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="2 runs used this leaf"):
+        got.run(0)["layer:input_grad"]
+
+
+def test_hooks_on_a_leaf_of_many_runs_stay_few():
+    model, x = ThrowsAway(), torch.ones(1, 2, requires_grad=True)
+    with gaff.capture(model, gaff.maybe("layer:input_grad")):
+        for _ in range(300):
+            model(x)
+        assert len(x._backward_hooks) < 70
+    assert not x._backward_hooks

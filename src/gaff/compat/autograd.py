@@ -5,9 +5,11 @@ None of it waits for a device.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -108,6 +110,33 @@ def grad_edge_node(tensor: Tensor) -> tuple[Node, int]:
     _ = tensor.grad_fn
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def is_due(node: Node) -> bool:
+    """Whether the current backward pass computes what comes to ``node``; one for chosen inputs leaves others out."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf, whose gradient was asked for by name
+        return True
+
+
+def roots_of_passes() -> list[Node]:
+    """The autograd nodes with which the backward passes in progress began, on whatever threads.
+
+    Read from the frames of torch's own calls: a device has a thread of autograd's own, which does not show who called.
+    """
+    found: list[Node | None] = []
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None:
+            if inner.f_code is _RUN_BACKWARD:
+                outputs = inner.f_locals["t_outputs"]
+                found += [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+            inner = inner.f_back
+    return [node for node in found if node is not None]
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

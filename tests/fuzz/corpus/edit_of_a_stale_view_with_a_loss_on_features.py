@@ -1,4 +1,3 @@
-# wrong today: an edit of a view that was written to is not made, and not refused, where the loss is on what a hook collected
 # ask edit m7.m4:grad_output with gaff.edits.zero()
 import torch
 import torch.nn.functional as F

@@ -17,11 +17,14 @@ from gaff.compat import autograd, memory
 from gaff.engine.clock import Run
 from gaff.engine.streams import Stream
 
+STALE = "it is a view that was changed in place later: torch tells a part of its gradient, or nothing"
+
 
 class Passes(Protocol):
     """What a hook asks about the backward passes of its session; ``Gradients`` answers."""
 
     is_open: bool
+    met: MetLeaves
 
     def seen(self, run: Run) -> None:
         """Note that a gradient of ``run`` has come by in the current backward pass."""
@@ -31,9 +34,6 @@ class Passes(Protocol):
 
     def runs_of(self, task: int) -> list[Run]:
         """The runs whose gradients have come by in the backward pass ``task``."""
-
-    def runs_that_met(self, armed: ArmedLeaf) -> list[Run]:
-        """The runs with a living graph that met the leaf of ``armed``."""
 
 
 class Armed:
@@ -75,6 +75,10 @@ class Armed:
         """Whether the autograd graph that the hook sits on is gone."""
         return self.handle is None or self.handle.hooks_dict_ref() is None
 
+    def is_over(self) -> bool:
+        """Whether the autograd graph of its call is gone."""
+        return self.is_dead()
+
     def remove(self) -> None:
         """Take the hook from the tensor, if it is there."""
         if self.handle is not None:
@@ -89,11 +93,12 @@ class ArmedView(Armed):
     """On a view. Once it or its base has been changed in place, torch tells only a part of its gradient, or nothing.
 
     In-place writes give a view a new autograd node, while the hook stays on the old one. They are noticed by the
-    version counter, of which a probe without memory is kept. ``follow_base`` helps where nothing else can see the
-    base: its gradient, in the shape of the view, is the whole.
+    version counter, of which a probe without memory is kept. Whatever goes from the view to what it was made of passes
+    the node of its base (``follow_base``), where a gradient that was not told is noticed. Where nothing else can see
+    the base (``is_whole``) its gradient, in the shape of the view, is the view's.
     """
 
-    __slots__ = ("_base_handle", "_probe", "_shape", "_version")
+    __slots__ = ("_base_handle", "_probe", "_shape", "_version", "is_whole")
     is_plain = False
 
     def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
@@ -102,32 +107,42 @@ class ArmedView(Armed):
         self._version = self._probe._version
         self._shape = tensor.shape
         self._base_handle: Any = None
+        self.is_whole = False
 
     def receive(self, gradients: Passes, gradient: Tensor) -> Any:
         """Deliver the gradient if nobody wrote to the view since; else wait for the base's, or refuse."""
         if not self._is_stale():
             return self.deliver(gradient)
         if self._base_handle is None:
-            self.refuse("it is a view that was changed in place later: torch tells a part of its gradient only")
+            self.refuse(STALE)
         return None
 
-    def follow_base(self, base: Tensor, gradients: Passes) -> None:
-        """Take the gradient from the node of ``base`` where the view is stale; an edit changes it there.
-
-        ``base``: all of it is this view, and whoever made it let nobody else see it.
-        """
+    def follow_base(self, tensor: Tensor, gradients: Passes) -> None:
+        """Hear of what comes to the base of ``tensor``, the view, once that is stale: deliver it, or refuse."""
+        base = tensor._base
+        if base is None or base.grad_fn is None:
+            return
+        position = base.output_nr
 
         def arrived(given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
             """Before the node of the base runs: its gradient, where the view's own hook did not see it."""
-            if gradients.is_open and self._is_stale() and given[0] is not None:
-                gradients.seen(self.run)
-                changed = self.deliver(given[0].reshape(self._shape))
-                if changed is not None:
-                    return changed.reshape(given[0].shape), *given[1:]
-            return None
+            total = given[position]
+            if not gradients.is_open or total is None or not self._is_stale():
+                return None
+            gradients.seen(self.run)
+            if not self.is_whole:
+                self.refuse(STALE)
+                return None
+            changed = self.deliver(total.reshape(self._shape))
+            if changed is None:
+                return None
+            return (*given[:position], changed.reshape(total.shape), *given[position + 1 :])
 
-        if base.grad_fn is not None:
-            self._base_handle = base.grad_fn.register_prehook(arrived)
+        self._base_handle = base.grad_fn.register_prehook(arrived)
+
+    def is_dead(self) -> bool:
+        """Whether the autograd graph is gone, also that of the base: a write takes the view's own node away."""
+        return super().is_dead() and (self._base_handle is None or self._base_handle.hooks_dict_ref() is None)
 
     def remove(self) -> None:
         """Take both hooks away, that of the view and that of its base."""
@@ -137,9 +152,7 @@ class ArmedView(Armed):
 
     def why_refused(self) -> str:
         """Why a missing gradient is not None: torch tells none of a view that was changed in place."""
-        if self._base_handle is None and self._is_stale():
-            return "no gradient arrived, and it is a view that was changed in place later: torch then tells none"
-        return ""
+        return STALE if self._base_handle is None and self._is_stale() else ""
 
     def _is_stale(self) -> bool:
         """Whether the memory of the view was written to in place since the hook was set."""
@@ -153,11 +166,27 @@ class ArmedShare(ArmedView):
     (``follow``).
     """
 
-    __slots__ = ()
+    __slots__ = ("_total",)
+
+    def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
+        super().__init__(stream, run, call, tensor)
+        self._total: Any = None
 
     def follow(self, handle: Any) -> None:
-        """Keep the handle of the node's hook: the module wrote into its input, and its share arrives there."""
+        """Hear of the share at a node, whose hook ``handle`` is of: the module wrote into its input."""
+        if self._base_handle is not None:
+            self._base_handle.remove()
         self._base_handle = handle
+
+    def follow_total(self, handle: Any) -> None:
+        """Keep the handle of a hook that looks whether all of the share passes that node."""
+        self._total = handle
+
+    def remove(self) -> None:
+        """Take the hooks away, that on the total of the input, too."""
+        super().remove()
+        if self._total is not None:
+            self._total.remove()
 
     def receive_share(self, gradients: Passes, gradient: Tensor) -> Any:
         """Deliver a share that arrived at the node; returns what the edit puts in its place, else None."""
@@ -184,13 +213,21 @@ class ArmedLeaf(Armed):
         self.leaf = weakref.ref(leaf)
         self.life: weakref.ref[Any] | None = None
 
-    def is_dead(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the autograd graph of its call is gone; the leaf's own accumulator is there to stay."""
         return self.life is not None and self.life() is None
 
+    def let_go(self, *, is_shared: bool) -> None:
+        """Listen no more; ``is_shared``: the hook is that of a chain of edits, and stays for the others."""
+        if not is_shared:
+            self.remove()
+        self.handle = None
+
     def receive(self, gradients: Passes, gradient: Tensor) -> Any:
         """Deliver the gradient if the pass is one of the run, or no other run may have brought it."""
-        met = gradients.runs_that_met(self)
+        if self.handle is None:
+            return None
+        met = gradients.met.runs_of(self)
         marked = [run for run in gradients.runs_of(autograd.backward_task()) if run in met]
         if self.run in marked or met == [self.run]:
             gradients.heard(self.run)
@@ -198,3 +235,36 @@ class ArmedLeaf(Armed):
         if not marked:
             self.refuse(f"{len(met)} runs used this leaf, and nothing tells whose backward pass brought its gradient")
         return None
+
+
+class MetLeaves:
+    """The calls that have met each leaf, as far as they may still bring it a gradient."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[ArmedLeaf]] = {}  # by identity of the leaf
+
+    def add(self, leaf: Tensor, armed: ArmedLeaf, *, is_shared: bool) -> None:
+        """Note that one more call has met a leaf, and let go of calls of which nothing will come any more.
+
+        A call whose autograd graph is gone and that has heard nothing may still bring the leaf a gradient, by other
+        uses in its run. Of such calls the last ones are kept (64, chosen). ``is_shared`` is for ``ArmedLeaf.let_go``.
+        """
+        known = [one for one in self._known.get(id(leaf), ()) if one.leaf() is leaf]
+        unheard = [one for one in known if one.is_over() and not one.fired]
+        gone = {id(one) for one in known if one.is_over() and one.fired} | set(map(id, unheard[:-64]))
+        for one in known if gone else ():
+            if id(one) in gone:
+                one.let_go(is_shared=is_shared)
+        self._known[id(leaf)] = [*(one for one in known if id(one) not in gone), armed]
+
+    def runs_of(self, armed: ArmedLeaf) -> list[Run]:
+        """The runs that met the leaf of ``armed`` and may bring it a gradient, in their order."""
+        return list(dict.fromkeys(one.run for one in self._known.get(id(armed.leaf()), (armed,))))
+
+    def prune(self) -> None:
+        """Forget leaves that are gone."""
+        self._known = {at: known for at, known in self._known.items() if known[-1].leaf() is not None}
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._known.clear()

@@ -6,15 +6,18 @@ gradient that backward goes on with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from gaff.address.nested import Arguments, iter_tensors, put
 from gaff.compat import autograd, memory
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
-from gaff.engine.gradients.share import find_feeding, roots_of
+from gaff.engine.gradients.share import UNSEEN, find_feeding, roots_of, watch_unseen
 from gaff.engine.value_edits import find
 
 
@@ -58,10 +61,18 @@ class ShareChange(GradientArm):
         tensor, edge, since, version, share = noted
         if memory.version_of(tensor) != version:
             roots = [tensor, *roots_of(output, given, self._node.module)]
-            feeding, _ = find_feeding(roots, edge, since)
+            feeding, _, unseen = find_feeding(roots, edge, since)
             if len(feeding) != 1 or tensor._is_view():
                 share.refuse(
                     "the module writes into its input and uses it in other ways, too: edit :input_grad instead"
                 )
             node, position = feeding[0]
             share.follow(node.register_hook(partial(self._gradients.share_arrived, share, position)))
+            if unseen is not None:
+                told = partial(self._unseen, share)
+                share.follow_total(watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, told))
+
+    def _unseen(self, share: ArmedShare, total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
+        """In a pass: raises ExactnessError, by its stream, where a part of the share does not pass the hooked node."""
+        if self._gradients.is_open and is_fed_unseen():
+            share.refuse(UNSEEN)

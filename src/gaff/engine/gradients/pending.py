@@ -18,7 +18,8 @@ from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
-from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView
+from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView, MetLeaves
+from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import on_gradient, original
 from gaff.engine.streams import Stream
 
@@ -45,12 +46,13 @@ class Gradients:
         self.is_open = True
         self.has_leaves = has_edits  # somebody asks whose backward pass it is
         self.passes = 0  # backward passes that came by what a run returned
+        self.pass_graph = PassGraph()
         self._task = -1  # the last of them
         self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
         self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
         self._armed: list[Armed] = []
-        self._leaves: dict[int, list[ArmedLeaf]] = {}  # by identity of the leaf
+        self.met = MetLeaves()
         self._prune_at = 256
         self._tasks: dict[int, list[Run]] = {}
         self._later: list[tuple[weakref.ref[Tensor], int, str, Stream, Run, int]] = []
@@ -70,14 +72,11 @@ class Gradients:
             tensor = original(tensor)
         if tensor._is_view():
             armed = ArmedView(stream, run, call, tensor)
+            armed.follow_base(tensor, self)
         elif tensor.is_leaf:
             self.has_leaves = True
             armed = ArmedLeaf(stream, run, call, tensor)
-            met = [one for one in self._leaves.get(id(tensor), ()) if one.leaf() is tensor]
-            for one in met if not self.has_edits else ():  # whose chain forgets them by itself
-                if one.fired and one.is_dead():
-                    one.remove()
-            self._leaves[id(tensor)] = [*(one for one in met if not one.is_dead()), armed]
+            self.met.add(tensor, armed, is_shared=self.has_edits)
         else:
             armed = Armed(stream, run, call)
         self._hook(tensor, armed, has_edits=self.has_edits)
@@ -97,6 +96,7 @@ class Gradients:
         Not part of a chain: nobody else holds that view when its hook is set.
         """
         share.handle = on_gradient(alias, partial(_arrived, self, share))
+        share.follow_base(alias, self)
         self.add(share)
 
     def share_arrived(
@@ -161,11 +161,6 @@ class Gradients:
         """Take a backward pass for one of ``run`` when it comes by ``tensor``, which a call of the run has made."""
         self._hook(tensor, Armed(_UNHEARD, run, 0), has_edits=False)
 
-    def runs_that_met(self, armed: ArmedLeaf) -> list[Run]:
-        """The runs with a living graph that met the leaf of ``armed``, in their order."""
-        known = [one for one in self._leaves.get(id(armed.leaf()), ()) if one is armed or not one.is_dead()]
-        return list(dict.fromkeys(one.run for one in known))
-
     def add(self, armed: Armed) -> None:
         """Keep an armed hook until its autograd graph is gone, to remove it at closing."""
         self._armed.append(armed)
@@ -193,6 +188,10 @@ class Gradients:
         """Note that ``run`` has had a gradient. A leaf that it met may get one in a pass of another run."""
         run.has_backward = self.has_backward = True
 
+    def is_recent(self, run: Run) -> bool:
+        """Whether few runs (64, chosen) have set hooks since ``run`` began."""
+        return not self._armed or self._armed[-1].run.index - run.index < 64
+
     def end_run(self, run: Run, output: Any) -> None:
         """Arm what came to require grad, and note when a backward pass comes by what the run returned.
 
@@ -206,17 +205,10 @@ class Gradients:
                     self._hook(tensor, Armed(_Mark(self), run, 0), has_edits=False)
 
     def began(self, run: Run) -> None:
-        """A backward pass comes by what ``run`` returned: an edit that torch will not call must not go unnoticed.
-
-        Edits on views that were changed in place since are refused now, which raises: their hooks may never fire.
-        """
+        """Count a backward pass that comes by what ``run`` returned."""
         task = autograd.backward_task()
         if task != self._task:
             self._task, self.passes = task, self.passes + 1
-        if self.has_edits:
-            for armed in self._armed:
-                if armed.run is run and (refused := armed.why_refused()) and isinstance(armed, ArmedView):
-                    armed.refuse(refused)
 
     def close(self) -> None:
         """Remove every hook; what a backward pass left out is told to the streams as None.
@@ -229,8 +221,9 @@ class Gradients:
             armed.remove()
         self._settle(self._armed)
         self._armed.clear()
-        self._leaves.clear()
+        self.met.clear()
         self._chains.clear()
+        self.pass_graph.let_go()
 
     def settle_later(self) -> None:
         """Set the hooks of tensors that have come to require grad; tell the streams of the others."""
@@ -249,12 +242,13 @@ class Gradients:
 
         Called when their number has doubled since the last time, so that a long session costs the same for each hook.
         """
-        newest = self._armed[-1].run.index
-        dead = [armed for armed in self._armed if armed.is_dead() and not _is_to_come(armed, newest)]
+        dead = [armed for armed in self._armed if armed.is_dead()]
         gone = set(map(id, dead))
+        for armed in dead:
+            armed.remove()  # from what outlives the graph
         self._armed = [armed for armed in self._armed if id(armed) not in gone]
         self._prune_at = 2 * len(self._armed) + 256
-        self._leaves = {at: known for at, known in self._leaves.items() if known[-1].leaf() is not None}
+        self.met.prune()
         self._settle(dead)
 
     def _settle(self, waiting: list[Armed]) -> None:
@@ -299,15 +293,6 @@ class _Mark(Stream):
 
     def add(self, value: Any, run: Run, call: int) -> None:
         self._gradients.began(run)
-
-
-def _is_to_come(armed: Armed, newest: int) -> bool:
-    """Whether a hook that is gone stands for a refusal that backward will bring: a view that was written to since.
-
-    Only of the last runs (64, chosen), so that runs without any backward pass are forgotten.
-    """
-    is_recent = not armed.run.has_backward and newest - armed.run.index < 64
-    return is_recent and bool(armed.why_refused())
 
 
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:

@@ -116,7 +116,7 @@ class OutputGradient(GradientArm):
                 self._remark_on_identity(tensor, stream)
             base = tensor._base
             if isinstance(armed, ArmedView) and type(self._node.module) is nn.Linear and _is_flattened(tensor, base):
-                armed.follow_base(base, self._gradients)  # type: ignore[arg-type]  # which nobody else can see
+                armed.is_whole = True  # nobody else can see the base
 
     def _remark_on_identity(self, tensor: Tensor, stream: Stream) -> None:
         """Remark that the module returned what it was given, unless somebody wrote to it."""
@@ -174,7 +174,7 @@ class InputGradient(GradientArm):
             if tensor is not None and autograd.takes_gradient(tensor) and not _is_made_inside(tensor):
                 known = self._armed_before
                 if len(known) > 256:
-                    known = self._armed_before = {at: row for at, row in known.items() if not row[0].is_dead()}
+                    known = self._armed_before = {at: row for at, row in known.items() if not row[0].is_over()}
                 armed = self._gradients.arm(tensor, self._stream, run, call)
                 known[run, call] = armed, crossing.is_again
                 if isinstance(armed, ArmedLeaf) and (functions := checkpoints.enclosing_functions()):

@@ -1,4 +1,4 @@
-"""Questions to an autograd graph that need no hook."""
+"""Questions to an autograd graph that need no hook: walks over its nodes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from gaff.compat import autograd
 
 
 def used_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
@@ -30,4 +32,42 @@ def used_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
         if isinstance(variable, Tensor):
             found.add(id(variable))
         waiting.extend(onward for onward, _ in node.next_functions if onward is not None)
+    return found
+
+
+class PassGraph:
+    """The graph of the backward pass in progress, walked once when it is first asked for, and let go with the pass."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._known: dict[tuple[Node | None, int], list[Node]] = {}
+
+    def handing_to(self, position: int) -> list[Node]:
+        """The nodes of the pass that hand a gradient to the node that is being executed, as its input at ``position``.
+
+        Where passes are in progress on several threads, nodes of the others may be among them.
+        """
+        task = autograd.backward_task()
+        if task != self._task:
+            self._task, self._known = task, _by_edge(autograd.roots_of_passes())
+            autograd.at_backward_end(self.let_go)
+        return self._known.get((autograd.current_node(), position), [])
+
+    def let_go(self) -> None:
+        """Forget the nodes: they hold the graph."""
+        self._task, self._known = -1, {}
+
+
+def _by_edge(roots: list[Node]) -> dict[tuple[Node | None, int], list[Node]]:
+    """All nodes behind ``roots``, by what they hand a gradient to."""
+    found: dict[tuple[Node | None, int], list[Node]] = {}
+    seen: set[Node] = set()
+    while roots:
+        node = roots.pop()
+        if node not in seen:
+            seen.add(node)
+            for edge in node.next_functions:
+                if edge[0] is not None:
+                    found.setdefault(edge, []).append(node)
+                    roots.append(edge[0])
     return found

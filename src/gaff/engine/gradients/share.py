@@ -6,7 +6,7 @@ then the sum of several parts, of which autograd keeps none. This is about the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
 from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
+from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
 
@@ -28,6 +29,10 @@ Edge = tuple[GraphNode, int]  # the node of a tensor, and which of its outputs t
 OLDER = (
     "what the module returned was made of its input outside of this call, too: by a worker thread, or before the call "
     "and kept; ask for :input_grad, the total gradient"
+)
+UNSEEN = (
+    "somebody kept something that the module made of its input and did not return (a hook that collects, a list), and "
+    "this backward pass came by it; ask for :input_grad, the total gradient"
 )
 
 
@@ -78,15 +83,17 @@ class InputShare(GradientArm):
             roots = [other for other in roots_of(output, given, self._node.module) if other is not tensor]
             if is_changed:
                 roots.append(tensor)
-            feeding, older = find_feeding(roots, edge, since, stops)
+            feeding, older, unseen = find_feeding(roots, edge, since, stops)
             if older and _lead_to(older, edge, stops):
                 self._stream.refuse(run, call, OLDER)
-            elif not feeding:
+            elif not feeding and unseen is None:
                 self._stream.absent(run, call, "what the module returned does not depend on this input")
             else:
                 share = _Share(self._gradients, self._stream, run, call, len(feeding))
                 share.follow(feeding)
                 share.watch_writes(tensor, outputs)
+                if unseen is not None:
+                    share.watch_total(tensor, edge, feeding, unseen)
                 _follow_second(share, roots, edge, since, stops)
                 self._gradients.add(share)
 
@@ -115,10 +122,11 @@ class _Share(Armed):
     a differentiable backward pass has added others, so that only the end of a pass can decide.
 
     Where the output is a view of the input, a later write into that memory gives it another node, and the one that is
-    followed never runs: the version counter tells, and the share is refused.
+    followed never runs: the version counter tells, and the share is refused. Where the call made nodes that nothing
+    known leads to, each pass is looked through for those that hand something to the input (``watch_total``).
     """
 
-    __slots__ = ("_come", "_expected", "_gradients", "_probe", "_sum", "_task", "_version", "handles")
+    __slots__ = ("_come", "_expected", "_gradients", "_probe", "_sum", "_task", "_total", "_version", "handles")
 
     def __init__(self, gradients: Gradients, stream: Stream, run: Run, call: int, expected: int) -> None:
         super().__init__(stream, run, call)
@@ -130,6 +138,7 @@ class _Share(Armed):
         self._task = -1
         self._come = 0
         self._sum: Tensor | None = None
+        self._total: Any = None  # the handle of the hook that hears of the total
 
     def follow(self, feeding: Iterable[tuple[GraphNode, int]]) -> None:
         """Hook nodes that hand a gradient to the input, each at the given position of what it hands on."""
@@ -147,6 +156,20 @@ class _Share(Armed):
             self._probe = memory.version_probe(tensor)
             self._version = self._probe._version
 
+    def watch_total(self, tensor: Tensor, edge: Edge, feeding: list[tuple[GraphNode, int]], unseen: range) -> None:
+        """Compare the share with the total of the input, ``tensor``, in each pass; see ``watch_unseen``."""
+        self._expected = 0
+
+        def arrived(total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
+            if self.is_dead():
+                self._total.remove()  # from what outlives the graph
+            elif self._gradients.is_open and total is not self._sum and is_fed_unseen():
+                self._task = -1
+                self._gradients.seen(self.run)
+                self.refuse(UNSEEN)
+
+        self._total = watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, arrived)
+
     def why_refused(self) -> str:
         """Why a missing or partial share is not the truth; empty if it is."""
         if self._probe is None or self._probe._version == self._version:
@@ -154,11 +177,17 @@ class _Share(Armed):
         return "the module returned a view of its input, which was changed in place later: torch hides its share"
 
     def is_dead(self) -> bool:
-        return all(handle.hooks_dict_ref() is None for handle in self.handles)
+        """Whether the graph of the call is gone. Where somebody may hold on to a part of it, only some time later."""
+        is_gone = all(handle.hooks_dict_ref() is None for handle in self.handles)
+        if self._total is None or self._total.hooks_dict_ref() is None:
+            return is_gone
+        return is_gone and (self.fired or not self._gradients.is_recent(self.run))
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+        if self._total is not None:
+            self._total.remove()
 
     def arrive(self, gradient: Tensor | None) -> None:
         """A node has run and hands ``gradient`` to the input; None is counted, and adds nothing."""
@@ -189,7 +218,8 @@ class _Share(Armed):
 
 def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ...], _given: Any) -> None:
     """The hook of a node that hands a part of the share to the input, as ``handed[position]``."""
-    if not share._gradients.is_open:
+    target = autograd.current_node().next_functions[position][0]  # type: ignore[union-attr]  # it is in a pass
+    if not share._gradients.is_open or target is None or not autograd.is_due(target):
         return
     gradient = handed[position]
     if gradient is not None and is_wrapper(gradient):
@@ -209,7 +239,7 @@ def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
 
 def find_feeding(
     roots: Iterable[Tensor], edge: Edge, since: int, stops: Set[GraphNode] = frozenset(), made: Any = None
-) -> tuple[list[tuple[GraphNode, int]], list[GraphNode]]:
+) -> tuple[list[tuple[GraphNode, int]], list[GraphNode], range | None]:
     """The nodes made since ``since`` that hand a gradient to ``edge``, each with the position at which it does.
 
     ``roots`` are where the walk begins, ``edge`` is the node of the input and its output number, ``since`` the
@@ -217,18 +247,24 @@ def find_feeding(
     made. The older ones are told second: nodes from before the call, or of another thread, which numbers its own.
     ``stops`` are nodes of the call's arguments, at which it ends in any case. Into the set ``made``, if one is given,
     go all nodes of the call.
+
+    The third is None where the walk met every node that this thread has made since; else the numbers of all of them:
+    what was not met has been dropped, or somebody holds on to it.
     """
+    numbers = range(since, autograd.next_sequence())
     waiting = [tensor.grad_fn for tensor in roots if autograd.takes_gradient(tensor) and tensor.grad_fn is not None]
     seen: set[GraphNode] = set() if made is None else made
-    found, older = [], []
+    found, older, met = [], [], 0
     while waiting:
         node = waiting.pop()
         if node in seen or node in stops:
             continue
-        if autograd.sequence_of(node) < since:
+        made_at = autograd.sequence_of(node)
+        if made_at < since:
             older.append(node)
             continue
         seen.add(node)
+        met += made_at < numbers.stop  # the accumulator of a leaf has none of its own
         for position, (onward, number) in enumerate(node.next_functions):
             if onward is None:
                 continue
@@ -236,7 +272,40 @@ def find_feeding(
                 found.append((node, position))
             else:
                 waiting.append(onward)
-    return found, older
+    return found, older, numbers if met < len(numbers) else None
+
+
+def watch_unseen(
+    graph: PassGraph,
+    tensor: Tensor,
+    edge: Edge,
+    feeding: list[tuple[GraphNode, int]],
+    unseen: range,
+    arrived: Callable[[Tensor, Callable[[], bool]], object],
+) -> Any:
+    """Call ``arrived`` in each backward pass that brings the input ``tensor`` its total; returns the handle.
+
+    It is given the total, and a function that looks through the pass for nodes of the call, by their numbers
+    ``unseen``, that hand something to ``edge`` as well and are none of ``feeding``: a user's hook may collect what it
+    sees, a list outside of the model may hold it.
+    """
+    token, position = object(), edge[1]
+    for node, _ in feeding:
+        autograd.metadata_of(node)[token] = None
+
+    def is_fed_unseen() -> bool:
+        return any(
+            autograd.sequence_of(node) in unseen and token not in autograd.metadata_of(node) and autograd.is_due(node)
+            for node in graph.handing_to(position)
+        )
+
+    def total_arrived(total: Tensor | None) -> None:
+        if total is not None:
+            arrived(total, is_fed_unseen)
+
+    if autograd.grad_edge_node(tensor) == edge:
+        return on_gradient(tensor, total_arrived)
+    return edge[0].register_prehook(lambda given: total_arrived(given[position]))
 
 
 def _lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode]) -> bool:
@@ -325,7 +394,7 @@ class _Derivatives:
         """A node has run with grad mode on and made others since ``since``: they belong to the module, too."""
         made: set[GraphNode] = set()
         roots = [tensor for tensor in handed if tensor is not None]
-        feeding, _ = find_feeding(roots, self._edge, since, made=made)
+        feeding, _, _ = find_feeding(roots, self._edge, since, made=made)
         made = {node for node in made if self not in autograd.metadata_of(node) and not hasattr(node, "variable")}
         self._share.follow_more([(node, position) for node, position in feeding if node in made])
         for node in made:
