@@ -34,6 +34,8 @@ UNUSABLE = (
     "A view was created in no_grad mode and its base",  # of which the formula of an edit makes something
     "a view of a leaf Variable that requires grad is being used in an in-place",  # which a skipped module handed on
     "a leaf Variable that requires grad is being used in an in-place",
+    "is a view and is being modified inplace",
+    "needed for gradient computation has been modified by an inplace",  # which the formula of an edit saves
 )
 
 
@@ -44,6 +46,7 @@ class Checker:
         self.program, self.only, self.tally, self.setting = program, only, Tally(), setting
         text = program.source
         self.has_checkpoint, self.is_reentrant = "checkpoint(" in text, "use_reentrant=True" in text
+        self.has_other_parameters = bool(re.search(r"new_weight\(model|^ +cast\(model", text, re.M))
         self.has_threads = "in_thread(" in text  # runs are seen on one thread: a layer on another marks none
         is_double = ".double()" in text and not re.search(r"autocast|\.float\(\)", text)
         self.rtol, self.atol = (1e-9, 1e-10) if is_double else (2e-2, 2e-3)
@@ -191,7 +194,8 @@ class Checker:
         how = self.program.seed % 3
         if how == 2 and len(addresses) > 1 and not self.has_checkpoint:
             return Sessions(model, addresses)
-        return gaff.capture(model, gaff.maybe(*addresses), clone=how == 1)
+        threads = "own" if self.has_threads or how else "all"
+        return gaff.capture(model, gaff.maybe(*addresses), clone=how == 1, threads=threads)
 
     def check_elsewhere(self, wanted: list[tuple[Where, list[Event]]]) -> None:
         """The ports that mean the same in another setting; within rounding."""
@@ -244,6 +248,8 @@ class Checker:
         found = [(where, events) for where, events in found if not any(event.in_thread for event in events)]
         if ".append(out)" in self.program.source:  # what a hook has collected is the output, not the view of it
             found = [(where, events) for where, events in found if where[1] != "outer_grad"]
+        if self.has_other_parameters:
+            found = [(where, events) for where, events in found if where[1] not in ("param", "grad")]
         if self.only is not None:
             address = re.sub(r"@\d+", "", self.only.address)
             exact = [one for one in found if address_of(one[0]) == address]
@@ -371,6 +377,8 @@ class Checker:
         events = {**self.record.events, **self.truth.events}
         if ".append(out)" in self.program.source:
             events = {where: told for where, told in events.items() if where[1] != "outer_grad"}
+        if self.has_other_parameters:
+            events = {where: told for where, told in events.items() if where[1] not in ("param", "grad")}
         places = [where for where, told in events.items() if where[1] in EDITABLE
                   and not any(one.in_thread or (one.value is not None and not one.value.is_floating_point()) for one in told)]  # fmt: skip
         if self.only is not None:
@@ -433,6 +441,12 @@ class Checker:
             and self.truth.model.get_submodule(where[0])._forward_hooks
         ):
             self.tally.unclear["edit of a gradient at an output that a hook replaces"] += 1
+        elif (
+            kind.text == "gaff.edits.stop()"
+            and "/" in where[0]
+            and re.search(r"\w_\(|\] = |[-+*]= ", self.program.source)
+        ):
+            self.tally.unclear["what is written into a view behind which no gradient goes"] += 1
         elif any(event.unclear or event.without_grad for event in self.truth.events.get(where, [])):
             self.tally.unclear["edit"] += 1
         else:

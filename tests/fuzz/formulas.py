@@ -106,6 +106,13 @@ EDITS += [
     ),
 ]
 EDITS += [
+    EditKind(
+        "gaff.edits.patch(torch.full((2, 4), 0.5), rows=[0])",
+        *same(lambda t: torch.cat([torch.full_like(t[:1], 0.5), t[1:]])),
+        4,
+    ),
+]
+EDITS += [
     EditKind("gaff.edits.skip()", *same(lambda t: t), is_skip=True),
     EditKind("gaff.edits.skip(lambda x, *rest, **more: x * 2.0)", *same(lambda t: t * 2.0), is_skip=True),
 ]

@@ -703,6 +703,29 @@ def replaced(body):
 
 
 @driver(0.3)
+def weight_replaced(body):
+    """Another parameter in the place of one, between two runs."""
+    one_backward(body)
+    linear = [name for name in children_of_root(body) if name.endswith("nn.Linear(4, 4)")]
+    if linear:
+        name = body.rng.choice(linear).split(" = ")[0].replace("self.", "model.")
+        body.add(f"{name}.weight = new_weight({name}.weight)")
+        one_backward(body)
+
+
+@driver(0.3)
+def cast_between(body):
+    """The model computes in another type from here on: its parameters are the same, their memory is not."""
+    one_backward(body)
+    body.add("cast(model)")
+    x, y = (f"{letter}{body.number()}" for letter in "xy")
+    body.add(f"{x} = torch.randn(2, 4).requires_grad_()")
+    body.add(f"{y} = model({x})")
+    body.add(f"seen.append({y})")
+    body.add(f"{loss_of(body, y)}.backward()")
+
+
+@driver(0.3)
 def without_backward(body):
     body.add("with torch.no_grad():", Stmt(f"seen.append(model({make_input(body, False)}))", (), body.kind))
 

@@ -19,6 +19,8 @@ PRELUDES = {
 from concurrent.futures import ThreadPoolExecutor
 pool = ThreadPoolExecutor(8)
 def in_thread(function, *args): return pool.submit(function, *args).result()""",
+    "new_weight": "def new_weight(like): return nn.Parameter(like.detach() * 1.25)",
+    "cast": "def cast(model): return model.float()",
     "new_linear": "def new_linear(like): return nn.Linear(4, 4).to(like.weight.dtype)",
     "Pair": """
 @dataclass

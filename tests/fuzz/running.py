@@ -104,8 +104,10 @@ def run_truth(program: Program, is_functional: bool = True, change: Change | Non
     world = World(model, is_functional, change)
     space["deepcopy"] = space["pickled"] = world.copied
     if is_functional:
-        if "new_linear" in space:
-            space["new_linear"] = plain(space["new_linear"])
+        for name in ("new_linear", "new_weight"):
+            if name in space:
+                space[name] = plain(space[name])
+        space["cast"] = world.cast
         space.update(checkpoint=world.checkpoint, in_thread=world.at_once)
         for one in space.values():
             if isinstance(one, type) and issubclass(one, torch.autograd.Function):

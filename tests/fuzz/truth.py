@@ -784,6 +784,12 @@ class World(TorchFunctionMode):
             module.__dict__.pop("forward", None)
         return twin
 
+    @plain
+    def cast(self, model: nn.Module) -> None:
+        """Let the model compute in float32; what its parameters were before is nobody's any more."""
+        for parameter in model.float().parameters():
+            self.refs.pop(id(parameter), None)
+
     def at_once(self, function: Any, *args: Any) -> Any:
         """What the program gives to a worker thread, which has a grad mode of its own."""
         self.threads_deep += 1
