@@ -435,24 +435,23 @@ class Checker:
             return
         if expected is None:
             self.tally.edits -= 1
-        elif (
-            where[1] in ("grad_output", "outer_grad")
-            and "/" not in where[0]
-            and self.truth.model.get_submodule(where[0])._forward_hooks
-        ):
-            self.tally.unclear["edit of a gradient at an output that a hook replaces"] += 1
-        elif (
-            kind.text == "gaff.edits.stop()"
-            and "/" in where[0]
-            and re.search(r"\w_\(|\] = |[-+*]= ", self.program.source)
-        ):
-            self.tally.unclear["what is written into a view behind which no gradient goes"] += 1
-        elif any(event.unclear or event.without_grad for event in self.truth.events.get(where, [])):
-            self.tally.unclear["edit"] += 1
+        elif reason := self.why_no_truth(where, kind):
+            self.tally.unclear[reason] += 1
         else:
             self.compare(expected, got, "edit", False, where, kind.text)
             if expected.surroundings != got.surroundings:
                 self.compare(expected, got, "edit", False, where, kind.text)
+
+    def why_no_truth(self, where: Where, kind: EditKind) -> str:
+        """Why an edit may leave something else than its formula does; empty where it may not."""
+        is_op = "/" in where[0]
+        is_given_back = where[1] in ("grad_output", "outer_grad") and not is_op
+        if is_given_back and self.truth.model.get_submodule(where[0])._forward_hooks:
+            return "edit of a gradient at an output that a hook replaces"
+        if is_op and kind.text == "gaff.edits.stop()" and re.search(r"\w_\(|\] = |[-+*]= ", self.program.source):
+            return "what is written into a view behind which no gradient goes"
+        is_unclear = any(event.unclear or event.without_grad for event in self.truth.events.get(where, []))
+        return "edit" if is_unclear else ""
 
 
 class Sessions:
