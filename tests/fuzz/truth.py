@@ -83,6 +83,7 @@ class Spot:
         self.actions: list[Callable[[Tensor], Tensor | None]] = []
         self.contributors: dict[int, set[int]] = {}  # of a leaf: by backward pass, the runs that used it
         self.met: set[int] = set()  # of a leaf: the runs that it went into
+        self.is_handed_out = False  # of a leaf: a run returned it, and a loss may be on the leaf itself
         self.start(value)
 
     def start(self, value: Tensor) -> None:
@@ -341,6 +342,8 @@ class World(TorchFunctionMode):
             if self.depth == 1:  # a leaf that is handed out: what is made of it later is of this run, too
                 handed = [one.spot for _, one in leaves(output) if isinstance(one, Ref)]
                 ends = [(spot, end) for spot, end in ends if not any(spot is one for one in handed)]
+                for one in handed:
+                    one.is_handed_out = True
             call = self._count(path, "out")
             given = [one for _, one in leaves((args, kwargs))]
             for key, tensor in leaves(output):
@@ -501,7 +504,7 @@ class World(TorchFunctionMode):
         def arrives(gradient: Tensor) -> None:
             passes, spot = event.passes, event.spot
             if event.is_leaf and event.run >= 0:
-                if self.passes not in spot.contributors and len(spot.met) > 1:
+                if (self.passes not in spot.contributors or spot.is_handed_out) and len(spot.met) > 1:
                     event.unclear, event.is_open = "a loss of a leaf that several runs met", True
                 elif event.run not in spot.runs_of(self.passes):
                     return

@@ -57,8 +57,8 @@ def launch(
     child = subprocess.Popen(command, executable=program, env=environment)
     processes = Processes(child.pid)
     code = _wait(child, processes)
-    if processes.gone is not None:
-        _note(folder, {"gone": processes.gone})
+    gone = {} if processes.gone is None else {"gone": processes.gone}
+    _note(folder, {"code": code, **gone})
     _tell(folder, quiet=quiet, plain=plain)
     if code < 0:
         with suppress(OSError, ValueError):  # SIGKILL has no handler to be taken back

@@ -112,6 +112,7 @@ def to_json(record: Record) -> dict[str, Any]:
     return {
         "run": str(record.path),
         "verdict": run_text.verdict(record),
+        **record.verdict.to_dict(),
         "steps": record.steps,
         "ranks": record.ranks,
         "complete": record.is_complete,

@@ -15,6 +15,8 @@ from typing import Any
 
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
+from gaff.record.causes import RunCase, by_severity
+from gaff.record.curve import Curve
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring
@@ -22,6 +24,7 @@ from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
 from gaff.record.statistics import DERIVED, value_of
+from gaff.record.verdict import Verdict, judge
 
 VERSION = 1
 HEAD = "run.json"
@@ -106,6 +109,35 @@ class Record:
             told = part.latest("findings") or {}
             found += [replace(Finding.from_dict(one), rank=part.rank) for one in told.get("findings", ())]
         return sorted(found, key=lambda one: (one.is_over, SEVERITIES.index(one.severity)))
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the run comes to, as far as it has come: its state, the cause, what shows it, since when.
+
+        Computed anew each time, from the findings of all processes and the losses of the first one at every step.
+        """
+        part = self._parts[0]
+        looks = [one for _, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
+        optimizers = [one["optimizers"] for one in looks if isinstance(one.get("optimizers"), int)]
+        losses = {name.removeprefix("loss:"): Curve.of(self.scalar(name)) for name in self.scalars
+                  if name.startswith("loss:") and name in part.series}  # fmt: skip
+        guess = {str(one["guess_of"]): float(one["guess"]) for one in looks if isinstance(one.get("guess"), float)}
+        lr = Curve.of(self.scalar("lr")) if "lr" in part.series else None
+        case = RunCase(
+            by_severity(self.findings), self.steps, len(self.looks), losses, lr, guess, max(optimizers, default=1)
+        )
+        return judge(case, self._failure())
+
+    def _failure(self) -> str | None:
+        """How the command ended, where it did not end well; None where it did, or goes on."""
+        told = [one.get("error") for part in self._parts if (one := part.latest("end"))]
+        error = next((one for one in told if isinstance(one, str) and one), None)
+        if error is not None:
+            return f"the run ended with {error.splitlines()[0]}"
+        code = self.head.get("code")
+        if not isinstance(code, int) or not code:
+            return None
+        return f"the command was ended by signal {-code}" if code < 0 else f"the command ended with exit code {code}"
 
     @property
     def steps(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from gaff.record.finding import Finding
 from gaff.record.run import Record, Series
+from gaff.record.verdict import Verdict
 from gaff.views.text import table
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -85,14 +86,9 @@ def box(title: str, lines: Iterable[str], *, plain: bool = False) -> str:
 
 
 def verdict(record: Record) -> str:
-    """One sentence about a run: its worst finding that is not over and not a mere fact, or that nothing was found."""
-    lasting = [one for one in record.findings if not one.is_over and one.severity != "info"]
-    size = f"{record.steps} steps" + (f", {len(record.ranks)} processes" if len(record.ranks) > 1 else "")
-    if not lasting:
-        return f"nothing wrong was found in {size}"
-    worst = lasting[0]
-    more = f", and {len(lasting) - 1} more" if len(lasting) > 1 else ""
-    return f"{worst.severity}: {worst.rule} at {worst.address} since step {worst.since}{more}, in {size}"
+    """One sentence about a run: its state, and the cause, with the first step that the evidence reaches back to."""
+    several = f" ({len(record.ranks)} processes)" if len(record.ranks) > 1 else ""
+    return f"{record.verdict}{several}"
 
 
 def report(
@@ -104,7 +100,7 @@ def report(
     table of sites; ``most``: rows of it (None: 24). Curves and the table are of the process of rank 0, findings of all.
     The last lines say what was looked at and how much of the run's time that took.
     """
-    parts = [f"{record.path}: {verdict(record)}"]
+    parts = [f"{record.path}: {verdict(record)}", *_reasons(record.verdict)]
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
             series = record.scalar(name)
@@ -132,6 +128,17 @@ def report(
     free = "; the first half second of a run is free" if record.overhead > 0.015 else ""
     parts.append(f"watching took {record.overhead:.2%} of the time{free}{state}")
     return "\n".join(parts)
+
+
+def _reasons(verdict: Verdict) -> list[str]:
+    """What shows a verdict, what to do, and what else it may be, as lines below it."""
+    lines = [f"  because {one}" for one in verdict.evidence]
+    if verdict.remedy:
+        lines.append(f"  do: {verdict.remedy}")
+    if verdict.experiments:
+        lines.append(f"  to be sure, run it again with one thing changed: {', '.join(verdict.experiments)}")
+    more = ", ".join(one.name for one in verdict.alternatives)
+    return [*lines, f"  also possible: {more}"] if more else lines
 
 
 def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, width: int, most: int = _SITES) -> str:

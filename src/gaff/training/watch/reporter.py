@@ -299,5 +299,10 @@ def _share(pace: Pace) -> dict[str, float]:
 
 
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a step's facts goes into the record as JSON; tensors and dicts are left out."""
-    return {name: value for name, value in told.items() if isinstance(value, (str, int, float, bool, type(None), list))}
+    """What of a step's facts goes into the record as JSON; tensors and dicts are left out.
+
+    Of a loss over classes it is what guessing gives.
+    """
+    plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
+    classes = told.get("classes")
+    return {**plain, "guess_of": classes["loss"], "guess": math.log(classes["count"])} if classes else plain

@@ -1,0 +1,235 @@
+"""Causes: what is behind the symptoms that rules find, each a small function over a whole run. Needs no torch.
+
+``@cause`` makes a function a cause. It is asked about a ``RunCase``, a run with findings and curves, and answers
+with a ``Claim`` or with None. Of several claims the most certain one is told first; of equally certain ones that which
+began first, since what comes later may follow from it. docs/verdict.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gaff.record.curve import Curve
+from gaff.record.finding import SEVERITIES, Finding
+
+CERTAINTIES = ("certain", "likely", "possible")
+_EARLY = 50  # steps in which a learning rate is warmed up, where it is
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one cause says of a run: that it may be so, and why.
+
+    ``certainty``: "certain" for what the process has done or left out (read, not inferred), "likely" where what was
+    seen, in its order in time, points to this cause alone, "possible" where other causes show the same. ``evidence``:
+    sentences with numbers; ``since``: the first step that they reach back to; ``remedy``: what to do, with this run's
+    numbers; ``explains``: rules whose findings follow from this; ``experiments``: what to change that would tell.
+    """
+
+    name: str
+    certainty: str
+    text: str
+    evidence: tuple[str, ...]
+    since: int | None
+    remedy: str
+    explains: tuple[str, ...] = ()
+    experiments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunCase:
+    """A run as causes see it.
+
+    ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
+    many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
+    ``guess``: for a loss that is a mean cross entropy the value that guessing among its classes gives, by its name;
+    ``optimizers``: how many train.
+    """
+
+    findings: tuple[Finding, ...]
+    steps: int
+    looks: int
+    losses: dict[str, Curve] = field(default_factory=dict)
+    lr: Curve | None = None
+    guess: dict[str, float] = field(default_factory=dict)
+    optimizers: int = 1
+
+    def found(self, *rules: str) -> Finding | None:
+        """The first finding of one of these rules, in the order of the rules; None where there is none."""
+        return next((one for rule in rules for one in self.findings if one.rule == rule), None)
+
+    @property
+    def loss(self) -> tuple[str, Curve] | None:
+        """The name and the curve of the loss that was found first, if it has any value."""
+        return next(((name, curve) for name, curve in self.losses.items() if curve.values), None)
+
+    @property
+    def rise(self) -> tuple[str, int, float, float] | None:
+        """Of the one loss of a run with one optimizer: its name, the step from which it rises, its lowest, its last.
+
+        None where it does not rise, and in runs with several losses or optimizers, where one may rise as another falls.
+        """
+        if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None:
+            return None
+        name, curve = self.loss
+        rise = curve.rise()
+        return None if rise is None else (name, rise[0], curve.lowest[1], curve.last)
+
+
+Ask = Callable[[RunCase], "Claim | None"]
+_CAUSES: list[Ask] = []
+
+
+def cause(ask: Ask) -> Ask:
+    """Register a cause; its function is asked about every run."""
+    _CAUSES.append(ask)
+    return ask
+
+
+def claims(case: RunCase) -> list[Claim]:
+    """What every cause says, the most certain first; findings that none explains follow, each as its own claim."""
+    found = [claim for ask in _CAUSES if (claim := ask(case)) is not None]
+    found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), one.since if one.since is not None else case.steps))
+    explained = {rule for one in found[:1] if one.certainty != "possible" for rule in one.explains}
+    found = [one for at, one in enumerate(found) if not at or one.name not in explained]
+    named = {rule for one in found for rule in (one.name, *one.explains)}
+    return found + [_symptom(one) for one in case.findings if one.rule not in named]
+
+
+def _symptom(finding: Finding) -> Claim:
+    """A finding that no cause explains: what it usually comes from is no more than possible."""
+    text = f"{_told(finding)}. Often the cause is: {finding.cause}"
+    return Claim(finding.rule, "possible", text, (_evidence(finding),), finding.since, finding.remedy,
+                 experiments=_EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
+
+
+# What the process has done or left out: the finding is the cause itself.
+_READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "lr_zero", "train_mode_in_eval",
+         "scaler_stuck", "never_updated")  # fmt: skip
+
+# Which experiment tells more of a symptom.
+_EXPERIMENTS = {
+    "vanishing": ("lr x 10", "one batch again and again"),
+    "exploding": ("clipped to 1", "lr x 0.1"),
+    "dead_units": ("lr x 0.1", "one batch again and again"),
+    "saturated": ("lr x 0.1", "one batch again and again"),
+    "update_small": ("lr x 10",),
+    "update_large": ("lr x 0.1", "100 steps of warm-up", "clipped to 1"),
+    "loss_spike": ("clipped to 1", "lr x 0.1"),
+    "input_scale": ("one batch again and again", "inputs of zeros"),
+    "output_constant": ("one batch again and again", "inputs of zeros"),
+    "attention_collapse": ("lr x 0.1", "100 steps of warm-up"),
+    "half_range": ("without autocast",),
+}
+
+
+@cause
+def read_from_the_process(case: RunCase) -> Claim | None:
+    """An error that was read from what the process does, such as gradients that are never cleared. Certain."""
+    finding = case.found(*_READ)
+    if finding is None:
+        return None
+    told = [_evidence(finding)]
+    rise = case.rise
+    if rise is not None:
+        told.append(_risen(*rise))
+    after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
+    explains = after if finding.rule in ("not_cleared", "nll_of_scores", "lr_zero") else ()
+    return Claim(finding.rule, "certain", _told(finding), tuple(told), finding.since, finding.remedy, explains)
+
+
+@cause
+def steps_too_large(case: RunCase) -> Claim | None:
+    """A learning rate that is too high: the loss rises from its lowest, or a NaN comes, after updates that are large.
+
+    Likely where both were seen, and the updates no later than the rise; possible where the loss rises alone. Without a
+    warm-up where the learning rate of the first steps is the highest.
+    """
+    rise, large = case.rise, case.found("update_large")
+    broken = case.found("nonfinite")
+    if rise is None and large is None:
+        return None
+    if large is not None and rise is None and broken is None and not case.found("diverging", "exploding", "dead_units"):
+        return None  # large steps alone do no harm
+    began = min([one for one in (rise[1] if rise else None, large.since if large else None) if one is not None])
+    told = [_risen(*rise)] if rise is not None else []
+    if large is not None:
+        told.append(_evidence(large))
+    rate, warmed = _rate(case)
+    early = rise is not None and rise[1] < _EARLY and not warmed and rate is not None
+    told += [f"the learning rate was {rate:.3g} from the first step on"] if early else []
+    text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"
+    remedy = "lower the learning rate by ten" if rate is None else f"begin with {rate / 10:.2g}"
+    remedy += ", or warm it up over the first hundred steps" if early else ", or clip gradients"
+    return Claim("learning_rate_too_high", "likely" if rise is not None and large is not None else "possible",
+                 f"{text}{', and not warmed up' if early else ''}", tuple(told), began, remedy,
+                 ("update_large", "diverging", "exploding", "loss_spike", "dead_units", "sparse_gradient", "saturated",
+                  "attention_collapse", "nonfinite", "vanishing", "zero_gradient"),
+                 ("lr x 0.1", "100 steps of warm-up", "clipped to 1"))  # fmt: skip
+
+
+@cause
+def not_finite(case: RunCase) -> Claim | None:
+    """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, only what it came from
+    is told by another cause."""
+    finding = case.found("nonfinite")
+    if finding is None or case.rise is not None:
+        return None
+    return Claim("nonfinite", "certain", finding.message or _told(finding), (_evidence(finding),), finding.since,
+                 finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
+
+
+@cause
+def nothing_learned(case: RunCase) -> Claim | None:
+    """A classifier whose loss is that of guessing after a hundred steps or more, in which nothing else was found.
+
+    Of several causes the numbers look alike: labels that do not belong to the inputs, an input that does not arrive, a
+    learning rate that is far too low or too high.
+    """
+    if case.loss is None or case.steps < 100 or case.findings:
+        return None
+    name, curve = case.loss
+    guess = case.guess.get(name)
+    if guess is None or curve.fell() or abs(curve.last - guess) > 0.05 * guess:
+        return None
+    told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
+           f"gives {guess:.4g}"  # fmt: skip
+    return Claim("nothing_learned", "possible", "the model has learned nothing beyond guessing", (told,), 0,
+                 "run it again with one thing changed, to tell the labels, the inputs and the learning rate apart", (),
+                 ("inputs permuted against labels", "inputs of zeros", "one batch again and again", "lr x 0.1",
+                  "lr x 10"))  # fmt: skip
+
+
+def _rate(case: RunCase) -> tuple[float | None, bool]:
+    """The learning rate of the beginning, and whether it was warmed up: its highest is well above its first."""
+    if case.lr is None or not case.lr.values:
+        return None, False
+    return case.lr.first, max(case.lr.values) > 1.5 * case.lr.first
+
+
+def _risen(name: str, since: int, lowest: float, last: float) -> str:
+    return f"the loss {name!r} rose from {lowest:.4g}, where it was at step {since}, to {last:.4g}"
+
+
+def _told(finding: Finding) -> str:
+    """What a finding means, with its place where that is not part of its message."""
+    if not finding.site or finding.site in finding.message:
+        return finding.message
+    more = f" and {len(finding.also)} more" if finding.also else ""
+    return f"{finding.message} ({finding.address}{more})"
+
+
+def _evidence(finding: Finding) -> str:
+    """A finding as a line of evidence: its rule, place, first step and numbers."""
+    numbers = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in finding.evidence.items()
+    )
+    return f"{finding.rule} at {finding.address} since step {finding.since}{': ' if numbers else ''}{numbers}"
+
+
+def by_severity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings that hold and are no mere facts, worst first, then in the order in which they began."""
+    lasting = [one for one in findings if not one.is_over and one.severity != "info"]
+    return tuple(sorted(lasting, key=lambda one: (SEVERITIES.index(one.severity), one.since)))

@@ -1,0 +1,75 @@
+"""What a number does over the steps of a run: where it began and ended, where it was lowest, whether it rose again.
+
+Single steps are noisy, so all of this is told of medians of neighbouring steps. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_POINTS = 24  # medians of a whole curve
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A number at every step, as medians over up to 24 stretches of equal length, oldest first.
+
+    ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the mean distance of a single step
+    from the median of its stretch. What is not finite is left out, and
+    ``nonfinite_since`` tells the first such step.
+    """
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+    spread: float
+    nonfinite_since: int | None = None
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> Curve:
+        """The curve of pairs of step and value, in the order of steps."""
+        told = list(pairs)
+        known = [(step, value) for step, value in told if math.isfinite(value)]
+        bad = next((step for step, value in told if not math.isfinite(value)), None)
+        size = max(1, math.ceil(len(known) / _POINTS))
+        stretches = [known[at : at + size] for at in range(0, len(known), size)]
+        middles = [statistics.median(value for _, value in one) for one in stretches]
+        distances = [abs(value - middle) for one, middle in zip(stretches, middles, strict=True) for _, value in one]
+        spread = statistics.fmean(distances) if distances else 0.0
+        return cls(tuple(one[0][0] for one in stretches), tuple(middles), spread, bad)
+
+    @property
+    def first(self) -> float:
+        """The median of the first stretch. There must be one."""
+        return self.values[0]
+
+    @property
+    def last(self) -> float:
+        """The median of the last stretch. There must be one."""
+        return self.values[-1]
+
+    @property
+    def lowest(self) -> tuple[int, float]:
+        """The step at which the lowest stretch begins, and its median."""
+        at = min(range(len(self.values)), key=self.values.__getitem__)
+        return self.steps[at], self.values[at]
+
+    def rise(self) -> tuple[int, float] | None:
+        """Where the curve left its lowest stretch for good: the step of that, and how far it has risen since.
+
+        None where it ends no higher than its first stretch, or within ten times the spread of its lowest one: then it
+        has not come back up, or nothing tells that from noise.
+        """
+        if len(self.values) < 3:
+            return None
+        step, least = self.lowest
+        grown = self.last - least
+        if self.last <= self.first or grown <= 10 * self.spread or grown <= 0.05:
+            return None
+        return step, grown
+
+    def fell(self) -> bool:
+        """Whether the last stretch is below the first by more than twice the spread, and by a fiftieth at least."""
+        return len(self.values) > 1 and self.first - self.last > max(2 * self.spread, 0.02 * abs(self.first))

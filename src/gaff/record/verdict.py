@@ -1,0 +1,95 @@
+"""What a run comes to: one state, its cause, what shows it, since when, and what else it may be. Needs no torch.
+
+The findings of rules are symptoms. The causes (``gaff.record.causes``) say what follows from what, and what a whole run
+shows that no single look does. Nothing of this is stored: it is computed from a record when it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gaff.record.causes import Claim, RunCase, claims
+
+STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
+_LEAST_STEPS = 20
+_LEAST_LOOKS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another cause that what was seen would fit: its name, a sentence, and the experiments that would tell."""
+
+    name: str
+    text: str
+    experiments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run comes to. ``state`` is one of ``STATES``:
+
+    *failed*: the command ended with an exception, a signal or an exit code; *wrong*: the cause is known; *suspicious*:
+    something is not as it should be, and what was seen fits several causes; *not enough*: too little was seen to judge;
+    *healthy*: what was judged is as it should be. ``cause`` is a sentence, ``name`` the cause's name as docs/verdict.md
+    lists it. ``since`` is the first step that the evidence reaches back to, None where there is none.
+    """
+
+    state: str
+    cause: str
+    name: str = ""
+    evidence: tuple[str, ...] = ()
+    since: int | None = None
+    remedy: str = ""
+    alternatives: tuple[Alternative, ...] = ()
+    experiments: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        since = f", since step {self.since}" if self.since is not None else ""
+        return f"{self.state}: {self.cause}{since}"
+
+
+def judge(case: RunCase, failure: str | None = None) -> Verdict:
+    """The verdict of a run. ``failure``: how its command ended, where that was not well."""
+    found = claims(case)
+    if failure is not None:
+        before = tuple(f"what was seen before: {one.text}" for one in found[:1])
+        return Verdict("failed", failure, "failed", before, alternatives=_others(found),
+                       remedy="read what the command itself has printed")  # fmt: skip
+    if found:
+        first = found[0]
+        state = "suspicious" if first.certainty == "possible" else "wrong"
+        return Verdict(state, first.text, first.name, first.evidence, first.since, first.remedy, _others(found[1:]),
+                       first.experiments)  # fmt: skip
+    missing = _missing(case)
+    return Verdict("not enough", missing) if missing else Verdict("healthy", _judged(case))
+
+
+def _others(found: list[Claim]) -> tuple[Alternative, ...]:
+    return tuple(Alternative(one.name, one.text, one.experiments) for one in found)
+
+
+def _missing(case: RunCase) -> str:
+    """What keeps a run in which nothing was found from being judged; empty where enough was seen."""
+    seen = f"nothing wrong was found in {case.steps} steps"
+    if not case.steps:
+        return "no step of a torch.optim.Optimizer was seen: whether anything is learned cannot be told"
+    if case.steps < _LEAST_STEPS:
+        return f"{seen}, which are too few to judge: expected {_LEAST_STEPS} or more"
+    if case.looks < _LEAST_LOOKS:
+        more = "let it run for longer, or look more often (every=, --every)"
+        return f"{seen}, of which only {case.looks} were looked at: expected {_LEAST_LOOKS} or more; {more}"
+    return ""
+
+
+def _judged(case: RunCase) -> str:
+    """What a run was judged by in which nothing is wrong."""
+    seen = f"nothing wrong was found in {case.steps} steps, of which {case.looks} were looked at"
+    if case.loss is None:
+        return f"{seen}; no loss was seen"
+    name, curve = case.loss
+    return f"{seen}; the loss {name!r} went from {curve.first:.4g} to {curve.last:.4g}"

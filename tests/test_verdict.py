@@ -1,0 +1,137 @@
+"""The verdict of a run: its state, and the cause behind the symptoms."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+from gaff.record.causes import RunCase, claims
+from gaff.record.curve import Curve
+from gaff.record.finding import Finding
+from gaff.record.verdict import STATES, judge
+
+
+def finding(rule, since=3, severity="warning", **more):
+    return Finding(rule, "0.weight:grad", "model", since, severity, f"{rule} is", "a cause", "a remedy", **more)
+
+
+def curve(values):
+    return Curve.of(enumerate(values))
+
+
+def falling(steps=200):
+    return [3.0 * 0.98**step + 0.01 * (step % 3) for step in range(steps)]
+
+
+def test_a_curve_is_told_by_medians():
+    told = curve([5.0, 1.0, 1.0, float("nan"), 1.0, 2.0])
+    assert told.values == (5.0, 1.0, 1.0, 1.0, 2.0)
+    assert told.nonfinite_since == 3
+    assert curve(falling()).fell()
+    assert curve(falling()).rise() is None
+    assert curve([1.0, 1.0, 1.0]).rise() is None
+    assert not curve([1.0] * 60).fell()
+
+
+def test_a_rise_is_told_from_the_step_at_which_the_loss_was_lowest():
+    rise = curve([2.0 - 0.01 * step for step in range(100)] + [1.0 + 0.05 * step for step in range(140)]).rise()
+    assert rise is not None
+    assert 90 <= rise[0] <= 110
+    assert rise[1] > 6
+    noisy = [1.0 + (step % 2) for step in range(200)]
+    assert curve(noisy).rise() is None
+
+
+@pytest.mark.parametrize(
+    ("case", "state", "words"),
+    [
+        (RunCase((), 0, 0), "not enough", "no step of a torch.optim.Optimizer was seen"),
+        (RunCase((), 7, 7), "not enough", "7 steps, which are too few"),
+        (RunCase((), 500, 2), "not enough", "only 2 were looked at"),
+        (RunCase((), 500, 50), "healthy", "no loss was seen"),
+        (RunCase((), 200, 50, {"loss": curve(falling())}), "healthy", "the loss 'loss' went from"),
+        (RunCase((finding("not_cleared", severity="error"),), 200, 50), "wrong", "not_cleared is"),
+        (RunCase((finding("dead_units"),), 200, 50), "suspicious", "Often the cause is: a cause"),
+    ],
+)
+def test_states(case, state, words):
+    verdict = judge(case)
+    assert verdict.state == state
+    assert verdict.state in STATES
+    assert words in verdict.cause
+
+
+def test_a_failure_comes_first_whatever_the_numbers_say():
+    verdict = judge(RunCase((finding("not_cleared", severity="error"),), 200, 50), "the command ended with exit code 3")
+    assert str(verdict) == "failed: the command ended with exit code 3"
+    assert verdict.evidence == ("what was seen before: not_cleared is (model.0.weight:grad)",)
+    assert [one.name for one in verdict.alternatives] == ["not_cleared"]
+
+
+def test_large_steps_before_a_rise_are_the_cause_of_what_follows():
+    loss = curve([3.0 - 0.02 * step for step in range(30)] + [2.4 + 0.5 * step for step in range(200)])
+    found = (finding("nonfinite", 220, "error"), finding("dead_units", 60), finding("update_large", 5))
+    told = claims(RunCase(found, 230, 40, {"loss": loss}, curve([0.1] * 230)))
+    assert told[0].name == "learning_rate_too_high"
+    assert told[0].certainty == "likely"
+    assert told[0].since == 5
+    assert "0.01" in told[0].remedy
+    assert "warm it up" in told[0].remedy
+    assert [one.name for one in told[1:]] == []
+    alone = claims(RunCase((finding("update_large", 5),), 230, 40, {"loss": curve(falling())}))
+    assert [one.name for one in alone] == ["update_large"]  # large steps alone are no harm
+
+
+def test_a_rising_loss_of_several_optimizers_is_no_sign():
+    loss = curve([1.0 + 0.1 * step for step in range(200)])
+    assert claims(RunCase((), 200, 50, {"loss": loss}, optimizers=2)) == []
+    assert claims(RunCase((), 200, 50, {"a": loss, "b": curve(falling())})) == []
+
+
+def test_a_classifier_at_the_level_of_guessing():
+    loss = curve([2.3 + 0.01 * (step % 5) for step in range(150)])
+    verdict = judge(RunCase((), 150, 40, {"loss": loss}, guess={"loss": 2.3026}))
+    assert (verdict.state, verdict.name) == ("suspicious", "nothing_learned")
+    assert "guessing gives 2.303" in verdict.evidence[0]
+    assert judge(RunCase((), 60, 40, {"loss": loss}, guess={"loss": 2.3026})).state == "healthy"
+
+
+def test_a_watched_run_has_a_verdict(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(out=tmp_path / "a", every=1):
+        for _ in range(40):
+            F.cross_entropy(model(torch.randn(16, 8)), torch.randint(0, 3, (16,))).backward()
+            optimizer.step()
+    verdict = gaff.load(tmp_path / "a").verdict
+    assert (verdict.state, verdict.name) == ("wrong", "not_cleared")
+    assert json.loads(json.dumps(verdict.to_dict()))["state"] == "wrong"
+
+
+SCRIPT = """
+import torch
+model, optimizer = torch.nn.Linear(2, 2), None
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(25):
+    optimizer.zero_grad(); model(torch.randn(4, 2)).pow(2).mean().backward(); optimizer.step()
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "state"), [("raise SystemExit(3)", "failed"), ("", "healthy")])
+def test_gaff_watch_and_gaff_report_agree(tmp_path, end, state):
+    (tmp_path / "train.py").write_text(SCRIPT.format(end=end))
+    words = [sys.executable, "-m", "gaff", "watch", "--every", "1", "--out", "a", "--", sys.executable, "train.py"]
+    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert told.returncode == (3 if end else 0)
+    assert f"a: {state}: " in told.stderr
+    words = [sys.executable, "-m", "gaff", "report", "a", "--json"]
+    report = json.loads(subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
+    assert set(report) >= {"state", "cause", "evidence", "since", "alternatives"}
+    assert report["state"] == state
