@@ -116,7 +116,8 @@ def test_a_watched_run_has_a_verdict(tmp_path):
 
 SCRIPT = """
 import torch
-model, optimizer = torch.nn.Linear(2, 2), None
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for step in range(25):
     optimizer.zero_grad(); model(torch.randn(4, 2)).pow(2).mean().backward(); optimizer.step()

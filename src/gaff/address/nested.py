@@ -136,6 +136,16 @@ def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Itera
         yield from iter_deep(child, depth - 1, seen)
 
 
+def holds_code(value: Any, depth: int = 6) -> bool:
+    """Whether ``value``, or a container in it, holds something that computes later: a function, a generator."""
+    if isinstance(value, (Tensor, *_PLAIN_LEAVES, type, torch.nn.Module)) or depth == 0:
+        return False
+    inside = children(value)
+    if inside is None:
+        return callable(value) or isinstance(value, Iterator)
+    return any(holds_code(child, depth - 1) for _, child in inside)
+
+
 def dig(value: Any, key: Key) -> Any:
     """What ``key`` leads to, itself and not a copy. Raises KeyError with the keys that were there.
 

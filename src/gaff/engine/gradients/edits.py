@@ -70,7 +70,9 @@ class ShareChange(GradientArm):
             share.follow(node.register_hook(partial(self._gradients.share_arrived, share, position)))
             if unseen is not None:
                 told = partial(self._unseen, share)
-                share.follow_total(watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, told))
+                share.follow_total(
+                    watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, told, object())
+                )
 
     def _unseen(self, share: ArmedShare, total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
         """In a pass: raises ExactnessError, by its stream, where a part of the share does not pass the hooked node."""

@@ -31,6 +31,7 @@ VIEW_INSIDE = (
     "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer that "
     "makes it, or open the session under torch.compiler.set_stance('force_eager')"
 )
+_MOST_PASSES = 4096  # that may be inside one another: each reentrant checkpoint has one of its own
 BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
 
 
@@ -178,9 +179,10 @@ class Gradients:
         """
         self.heard(run)
         if self.has_leaves:
-            if len(self._tasks) > 64:
-                self._tasks.clear()
-            runs = self._tasks.setdefault(autograd.backward_task(), [])
+            task = autograd.backward_task()
+            if len(self._tasks) > _MOST_PASSES and task not in self._tasks:
+                del self._tasks[min(self._tasks)]  # the oldest, which has long ended
+            runs = self._tasks.setdefault(task, [])
             if run not in runs:
                 runs.append(run)
 

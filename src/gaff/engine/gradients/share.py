@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
-from gaff.address.nested import Arguments, iter_deep, iter_tensors
+from gaff.address.nested import Arguments, holds_code, iter_deep, iter_tensors
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
@@ -31,9 +32,19 @@ OLDER = (
     "and kept; ask for :input_grad, the total gradient"
 )
 UNSEEN = (
-    "somebody kept something that the module made of its input and did not return (a hook that collects, a list), and "
-    "this backward pass came by it; ask for :input_grad, the total gradient"
+    "somebody kept something that the module made of its input and did not return (a hook that collects, a list), or "
+    "the module kept the input, and this backward pass came by it; ask for :input_grad, the total gradient"
 )
+HELD = (
+    "the module holds this tensor as an attribute, too: what it makes of it by way of the argument cannot be told "
+    "apart; ask for :input_grad, the total gradient"
+)
+CACHED = (
+    "autocast keeps the copy of a leaf in the lower precision for everybody who uses the leaf: shares cannot be told "
+    "apart; ask for :input_grad, the total gradient"
+)
+_NEVER = 1 << 62  # no node has such a number but the accumulator of a leaf
+_NESTED = 16  # backward passes inside one another
 
 
 class InputShare(GradientArm):
@@ -53,11 +64,13 @@ class InputShare(GradientArm):
         tensor = find_input(value, self._site, self._stream, self._is_exact)
         if tensor is None:
             return
-        twins = sum(other is tensor for _, other in iter_tensors(value))
+        twins = max(sum(other is tensor for other in found) for found in (iter_deep(value), _tensors_of(value)))
         if not autograd.takes_gradient(tensor):
             self._arm_late(tensor, _ShareOfLate(self._stream), crossing)
         elif twins > 1:
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
+        elif any(other is tensor for other in _kept_by(self._node.module)):
+            self._stream.refuse(run, call, HELD)
         else:
             # a stale view gets its node when it is asked for: before the call, not inside it
             stops = {other.grad_fn for other in iter_deep(value) if autograd.takes_gradient(other)} - {None}
@@ -80,12 +93,17 @@ class InputShare(GradientArm):
         elif tensor._is_view() and is_changed:
             self._stream.refuse(run, call, "the input is a view that the module changed in place")
         else:
-            roots = [other for other in roots_of(output, given, self._node.module) if other is not tensor]
+            kept = list(_kept_by(self._node.module))
+            roots = [other for other in (*iter_deep(given), *iter_deep(output), *kept) if other is not tensor]
             if is_changed:
                 roots.append(tensor)
             feeding, older, unseen = find_feeding(roots, edge, since, stops)
+            if holds_code(output) or any(other is tensor for other in kept):
+                unseen = range(since, _NEVER)  # whatever is made of it from now on may be the module's, too
             if older and _lead_to(older, edge, stops):
                 self._stream.refuse(run, call, OLDER)
+            elif tensor.is_leaf and _is_cached(feeding, tensor):
+                self._stream.refuse(run, call, CACHED)
             elif not feeding and unseen is None:
                 self._stream.absent(run, call, "what the module returned does not depend on this input")
             else:
@@ -118,15 +136,16 @@ class _Share(Armed):
     """Sums the shares of one backward pass; hands over the sum when all have come, or the pass has ended.
 
     A pass may reach only some of the nodes, when a loss depends on a part of the output: then its end decides. A pass
-    that comes by again begins a new sum. ``expected`` is the number of nodes that hand something to the input; 0 where
-    a differentiable backward pass has added others, so that only the end of a pass can decide.
+    that comes by again begins a new sum; one inside another has a sum of its own. ``expected`` is the number of nodes
+    that hand something to the input; 0 where a differentiable backward pass has added others, so that only the end of a
+    pass can decide.
 
     Where the output is a view of the input, a later write into that memory gives it another node, and the one that is
     followed never runs: the version counter tells, and the share is refused. Where the call made nodes that nothing
     known leads to, each pass is looked through for those that hand something to the input (``watch_total``).
     """
 
-    __slots__ = ("_come", "_expected", "_gradients", "_probe", "_sum", "_task", "_total", "_version", "handles")
+    __slots__ = ("_expected", "_gradients", "_probe", "_sums", "_token", "_total", "_version", "handles")
 
     def __init__(self, gradients: Gradients, stream: Stream, run: Run, call: int, expected: int) -> None:
         super().__init__(stream, run, call)
@@ -135,15 +154,16 @@ class _Share(Armed):
         self._probe: Tensor | None = None
         self._version = -1
         self._gradients = gradients
-        self._task = -1
-        self._come = 0
-        self._sum: Tensor | None = None
+        self._sums: dict[int, tuple[int, Tensor | None]] = {}  # by backward pass: how many have come, and their sum
         self._total: Any = None  # the handle of the hook that hears of the total
+        self._token: object = None  # in the metadata of the nodes that are known, where that is asked
 
     def follow(self, feeding: Iterable[tuple[GraphNode, int]]) -> None:
         """Hook nodes that hand a gradient to the input, each at the given position of what it hands on."""
         for graph_node, position in feeding:
             self.handles.append(graph_node.register_hook(partial(_share_arrived, self, position)))
+            if self._token is not None:
+                autograd.metadata_of(graph_node)[self._token] = None
 
     def follow_more(self, feeding: list[tuple[GraphNode, int]]) -> None:
         """Hook the nodes of a second derivative, too; from now on only the end of a pass tells that all have come."""
@@ -161,14 +181,17 @@ class _Share(Armed):
         self._expected = 0
 
         def arrived(total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
+            task = autograd.backward_task()
+            is_all = total is self._sums.get(task, (0, None))[1]
             if self.is_dead():
                 self._total.remove()  # from what outlives the graph
-            elif self._gradients.is_open and total is not self._sum and is_fed_unseen():
-                self._task = -1
+            elif self._gradients.is_open and not is_all and is_fed_unseen():
+                self._sums.pop(task, None)
                 self._gradients.seen(self.run)
                 self.refuse(UNSEEN)
 
-        self._total = watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, arrived)
+        self._token = object()
+        self._total = watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, arrived, self._token)
 
     def why_refused(self) -> str:
         """Why a missing or partial share is not the truth; empty if it is."""
@@ -192,22 +215,23 @@ class _Share(Armed):
     def arrive(self, gradient: Tensor | None) -> None:
         """A node has run and hands ``gradient`` to the input; None is counted, and adds nothing."""
         task = autograd.backward_task()
-        if task != self._task:
-            self._task, self._come, self._sum = task, 0, None
+        if task not in self._sums:
+            while len(self._sums) > _NESTED:  # of passes that raised
+                del self._sums[min(self._sums)]
             if self._expected != 1:
                 autograd.at_backward_end(partial(self.finish, task))
-        self._come += 1
+        come, total = self._sums.get(task, (0, None))
         if gradient is not None:
-            self._sum = gradient if self._sum is None else self._sum + gradient
-        if self._come == self._expected:
+            total = gradient if total is None else total + gradient
+        self._sums[task] = come + 1, total
+        if come + 1 == self._expected:
             self.finish(task)
 
     def finish(self, task: int) -> None:
         """Deliver the sum of the backward pass ``task``, once: when all have come, else at the end of the pass."""
-        if task != self._task or not self._gradients.is_open:
+        _, total = self._sums.pop(task, (0, None))
+        if total is None or not self._gradients.is_open:
             return
-        self._task = -1
-        total, self._sum = self._sum, None
         self._gradients.seen(self.run)
         refused = self.why_refused()
         if refused:
@@ -227,6 +251,16 @@ def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ..
         share.refuse(BATCHED)
     else:
         share.arrive(gradient)
+
+
+def _tensors_of(value: Any) -> Iterable[Tensor]:
+    return (tensor for _, tensor in iter_tensors(value))
+
+
+def _is_cached(feeding: list[tuple[GraphNode, int]], leaf: Tensor) -> bool:
+    """Whether one of the nodes at a leaf is the copy that autocast keeps, and goes on giving to others."""
+    is_on = torch.is_autocast_enabled(leaf.device.type) and torch.is_autocast_cache_enabled()
+    return is_on and any(node.name().startswith("ToCopyBackward") for node, _ in feeding)
 
 
 def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
@@ -254,17 +288,20 @@ def find_feeding(
     numbers = range(since, autograd.next_sequence())
     waiting = [tensor.grad_fn for tensor in roots if autograd.takes_gradient(tensor) and tensor.grad_fn is not None]
     seen: set[GraphNode] = set() if made is None else made
-    found, older, met = [], [], 0
+    known: dict[int, GraphNode] = {}  # by number
+    found, older = [], []
     while waiting:
         node = waiting.pop()
         if node in seen or node in stops:
             continue
         made_at = autograd.sequence_of(node)
-        if made_at < since:
+        if made_at < since or numbers.stop <= made_at < _NEVER:  # or of a thread that has made more
             older.append(node)
             continue
         seen.add(node)
-        met += made_at < numbers.stop  # the accumulator of a leaf has none of its own
+        if made_at < _NEVER and known.setdefault(made_at, node) is not node:  # one of the two is of another thread
+            older += [node, known[made_at]]
+            continue
         for position, (onward, number) in enumerate(node.next_functions):
             if onward is None:
                 continue
@@ -272,7 +309,7 @@ def find_feeding(
                 found.append((node, position))
             else:
                 waiting.append(onward)
-    return found, older, numbers if met < len(numbers) else None
+    return found, older, numbers if len(known) < len(numbers) else None
 
 
 def watch_unseen(
@@ -282,14 +319,15 @@ def watch_unseen(
     feeding: list[tuple[GraphNode, int]],
     unseen: range,
     arrived: Callable[[Tensor, Callable[[], bool]], object],
+    token: object,
 ) -> Any:
     """Call ``arrived`` in each backward pass that brings the input ``tensor`` its total; returns the handle.
 
     It is given the total, and a function that looks through the pass for nodes of the call, by their numbers
     ``unseen``, that hand something to ``edge`` as well and are none of ``feeding``: a user's hook may collect what it
-    sees, a list outside of the model may hold it.
+    sees, a list outside of the model may hold it. ``token`` marks in the metadata of nodes that they are known.
     """
-    token, position = object(), edge[1]
+    position = edge[1]
     for node, _ in feeding:
         autograd.metadata_of(node)[token] = None
 
@@ -340,7 +378,8 @@ def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int, s
 
     Such a pass (``create_graph=True``) is told by grad mode at the first gradient that arrives at what the module
     returned; only then are the call's own nodes hooked, each before and after it runs. What it made while it ran
-    belongs to the module as well, and so on for further derivatives.
+    belongs to the module as well, and so on for further derivatives. A view that is written to loses its node, so the
+    one of its base is asked, too.
     """
 
     def begin(gradient: Tensor | None) -> None:
@@ -350,7 +389,10 @@ def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int, s
     derivatives = _Derivatives(share, edge, since)
     for tensor in roots:
         if autograd.takes_gradient(tensor) and not tensor.is_leaf and tensor.grad_fn not in stops:
-            share.handles.append(on_gradient(tensor, begin))
+            for other in (tensor, tensor._base):
+                node = other.grad_fn if other is not None else None
+                if other is not None and node is not None and since <= autograd.sequence_of(node) < _NEVER:
+                    share.handles.append(on_gradient(other, begin))  # on older graphs it would be a circle
 
 
 class _Derivatives:
