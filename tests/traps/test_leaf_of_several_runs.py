@@ -129,3 +129,38 @@ def test_hooks_on_a_leaf_of_many_runs_stay_few():
             model(x)
         assert len(x._backward_hooks) < 70
     assert not x._backward_hooks
+
+
+@pytest.mark.parametrize("passes", [3, 70])
+def test_passes_beyond_the_first_sixty_are_still_known(passes):
+    model, kept = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh()), []
+    nn.init.eye_(model[0].weight)
+    model[0].register_forward_hook(lambda module, given, output: kept.append(output))
+    x, found = torch.ones(1, 2, requires_grad=True), []
+    with gaff.edit(model, {"0:input_grad": gaff.edits.scale(2.0)}):
+        for _ in range(passes):
+            kept.clear()
+            x.grad = None
+            model(x)
+            model(x)
+            (kept[0].sum() + kept[1].sum()).backward()
+            found.append(x.grad[0, 0].item())
+    assert set(found) == {8.0}
+
+
+def test_a_run_whose_feature_was_collected_is_not_told_none_for_another_one():
+    kept = []
+
+    class Collects(nn.Module):
+        def forward(self, x):
+            kept.append(x * 7)
+            return x * 2.0
+
+    model, x = nn.Sequential(Collects()), torch.ones(1, 2, requires_grad=True)
+    with gaff.capture(model, "0:input_grad") as got:
+        first, second = model(x), model(x)
+        (kept[0].sum() + second.sum()).backward()
+    assert first.requires_grad
+    assert got.run(1)["0:input_grad"].tolist() == [[9.0, 9.0]]
+    with pytest.raises(gaff.ExactnessError, match="2 runs used this leaf"):
+        got.run(0)["0:input_grad"]

@@ -82,3 +82,26 @@ def test_what_a_module_returns():
         model(torch.randn(2, 3))["y"].sum().backward()
     assert got["part:grad_output"] is None
     assert got["lin.weight:grad"] is not None
+
+
+def test_grad_mode_on_inside_and_off_outside():
+    class On(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2, 2, bias=False)
+            nn.init.eye_(self.lin.weight)
+
+        @torch.enable_grad()
+        def forward(self, x):
+            return self.lin(x) * 2
+
+    model, found = nn.Sequential(On()), []
+    with gaff.edit(model, {"0:grad_output": gaff.edits.scale(10.0)}), gaff.capture(model, "0:grad_output") as got:
+        for is_on in (True, False):
+            model.zero_grad()
+            with torch.set_grad_enabled(is_on):
+                y = model(torch.ones(1, 2))
+            y.sum().backward()
+            found.append(model[0].lin.weight.grad[0, 0].item())
+    assert found == [20.0, 20.0]
+    assert [one.tolist() for one in got.all("0:grad_output")] == [[[10.0, 10.0]]] * 2  # what the edit has made of it

@@ -32,8 +32,7 @@ class Frame:
     """One call in progress of a module that is hooked on entry; made when it is entered, dropped when it leaves.
 
     ``owner`` is the ``Node`` of the module or of the op. ``notes`` holds what a tap puts down at the entry and takes
-    back at the exit, by the tap that did. ``at_leave`` are functions to call when a call that is recomputed leaves, in
-    order.
+    back at the exit, by the tap that did. ``at_leave`` are functions to call when the call is over, in order.
     """
 
     __slots__ = ("at_leave", "notes", "owner")
@@ -41,7 +40,7 @@ class Frame:
     def __init__(self, owner: object) -> None:
         self.owner = owner
         self.notes: dict[object, Any] = {}
-        self.at_leave: list[Callable[[], object]] = []  # of a recomputed call
+        self.at_leave: list[Callable[[], object]] = []
 
 
 class Run:
@@ -69,6 +68,7 @@ class Run:
         "has_backward",
         "index",
         "is_waiting",
+        "last_node",
         "left",
         "model",
         "once",
@@ -91,12 +91,17 @@ class Run:
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
-        self.first_node = 0  # sequence number of autograd nodes when it began
+        self.first_node = self.last_node = 0  # sequence numbers of autograd nodes when it began, and after its end
         self.functions: list[Any] | None = None  # custom Functions around it; None: it began with grad mode
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
 
     def __repr__(self) -> str:
         return f"Run({self.index})"
+
+    @property
+    def made(self) -> range:
+        """The sequence numbers of the autograd nodes that its thread has made in it; while it is open, of all since."""
+        return range(self.first_node, self.last_node or 1 << 62)
 
 
 class Clock:
@@ -165,7 +170,8 @@ class Clock:
         """
         for callback in self.at_end:
             callback(run, output)
-        self._spans.append((run.thread, run.first_node, autograd.next_sequence()))
+        run.last_node = autograd.next_sequence()
+        self._spans.append((run.thread, run.first_node, run.last_node))
         run.once.clear()
         run.functions = run.functions and []
         run.arguments = {}
@@ -234,8 +240,12 @@ class Clock:
         run = self.open.get(get_ident())
         if run is None or not any(frame.owner is owner for frame in run.frames):
             return
-        while run.frames.pop().owner is not owner:
-            pass
+        is_found = False
+        while not is_found:
+            frame = run.frames.pop()
+            is_found = frame.owner is owner
+            for callback in frame.at_leave:
+                callback()
         if not run.frames:
             del self.open[run.thread]
             run.outermost = None

@@ -115,7 +115,7 @@ def entered(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     if backward_task() != -1:
         if side.is_edited or not node.clock.closed:
             node.clock.replay_frames().append(Frame(node))
-            return _passed(side.again, args, kwargs) if side.acts else None
+            return _passed(side.again, node.clock.replay_frames()[-1], args, kwargs) if side.acts else None
         return None
     if node.clock.closed:
         return None
@@ -128,12 +128,15 @@ def entered(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         return None
     if not side.acts:
         return None
-    return _passed(side.cross, args, kwargs, run, run.entered[node.index] - 1)
+    return _passed(side.cross, run.frames[-1], args, kwargs, run, run.entered[node.index] - 1)
 
 
-def _passed(cross: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
-    """What a module is called with once its arguments have passed its entry by ``cross``; None for the same."""
-    given = Arguments(args, kwargs)
+def _passed(cross: Callable[..., Any], frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+    """What a module is called with once its arguments have passed its entry by ``cross``; None for the same.
+
+    The caller's containers that were written to on the way are as they were when the call's ``frame`` is over.
+    """
+    given = Arguments(args, kwargs, frame.at_leave)
     new = cross(given, given, *rest)
     return None if new is given else (new.args, new.kwargs)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.nested import Arguments
+from gaff.address.nested import Arguments, iter_tensors
 from gaff.compat import autograd, checkpoints
-from gaff.compat.autograd import is_grad_enabled, is_outside_functions
+from gaff.compat.autograd import is_grad_enabled, is_outside_functions, takes_gradient
 from gaff.compat.checkpoints import may_repeat
 from gaff.engine.clock import Clock, Run
 from gaff.engine.crossing import Crossing
@@ -54,7 +54,8 @@ class Side:
 
         ``given`` are the arguments of the call, at the entry the value itself. The taps are the backend's affair.
         """
-        return self.act(value, given, self.meet(run, call, is_grad_enabled()))
+        has_graph = is_grad_enabled() or (value is not given and is_outside_functions() and _has_graph(value))
+        return self.act(value, given, self.meet(run, call, has_graph))
 
     def again(self, value: Any, given: Arguments) -> Any:
         """A value passes in a recomputation; returns what passes on, as it did in the first pass."""
@@ -147,3 +148,8 @@ class Side:
             return True
         current = autograd.current_node()
         return current is not None and autograd.is_python_node(current) and not self._clock.made(current)
+
+
+def _has_graph(output: Any) -> bool:
+    """Whether something in ``output`` has an autograd graph, whatever grad mode says: code may turn it on inside."""
+    return any(takes_gradient(tensor) and tensor.grad_fn is not None for _, tensor in iter_tensors(output))

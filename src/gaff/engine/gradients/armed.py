@@ -8,13 +8,14 @@ find its share (``ArmedShare``), a leaf, which serves many runs (``ArmedLeaf``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from gaff.compat import autograd, memory
 from gaff.engine.clock import Run
+from gaff.engine.gradients.reach import PassGraph
+from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
 
 STALE = "it is a view that was changed in place later: torch tells a part of its gradient, or nothing"
@@ -25,6 +26,7 @@ class Passes(Protocol):
 
     is_open: bool
     met: MetLeaves
+    pass_graph: PassGraph
 
     def seen(self, run: Run) -> None:
         """Note that a gradient of ``run`` has come by in the current backward pass."""
@@ -34,6 +36,9 @@ class Passes(Protocol):
 
     def runs_of(self, task: int) -> list[Run]:
         """The runs whose gradients have come by in the backward pass ``task``."""
+
+    def is_recent(self, run: Run) -> bool:
+        """Whether few runs have set hooks since ``run`` began."""
 
 
 class Armed:
@@ -98,7 +103,7 @@ class ArmedView(Armed):
     the base (``is_whole``) its gradient, in the shape of the view, is the view's.
     """
 
-    __slots__ = ("_base_handle", "_probe", "_shape", "_version", "is_whole")
+    __slots__ = ("_base_handle", "_passes", "_probe", "_shape", "_version", "is_whole")
     is_plain = False
 
     def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
@@ -107,6 +112,7 @@ class ArmedView(Armed):
         self._version = self._probe._version
         self._shape = tensor.shape
         self._base_handle: Any = None
+        self._passes: Passes | None = None
         self.is_whole = False
 
     def receive(self, gradients: Passes, gradient: Tensor) -> Any:
@@ -122,11 +128,9 @@ class ArmedView(Armed):
         base = tensor._base
         if base is None or base.grad_fn is None:
             return
-        position = base.output_nr
 
-        def arrived(given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-            """Before the node of the base runs: its gradient, where the view's own hook did not see it."""
-            total = given[position]
+        def arrived(total: Tensor | None) -> Tensor | None:
+            """The tensor hook of the base: its gradient, where the view's own hook did not see it."""
             if not gradients.is_open or total is None or not self._is_stale():
                 return None
             gradients.seen(self.run)
@@ -134,15 +138,20 @@ class ArmedView(Armed):
                 self.refuse(STALE)
                 return None
             changed = self.deliver(total.reshape(self._shape))
-            if changed is None:
-                return None
-            return (*given[:position], changed.reshape(total.shape), *given[position + 1 :])
+            return None if changed is None else changed.reshape(total.shape)
 
-        self._base_handle = base.grad_fn.register_prehook(arrived)
+        self._base_handle = on_gradient(base, arrived)
+        self._passes = gradients
 
     def is_dead(self) -> bool:
-        """Whether the autograd graph is gone, also that of the base: a write takes the view's own node away."""
-        return super().is_dead() and (self._base_handle is None or self._base_handle.hooks_dict_ref() is None)
+        """Whether the autograd graph is gone: a write takes the view's own node away, but not that of the base.
+
+        A base may outlive the graphs of many views: of a view whose own node is gone some time ago no more is heard.
+        """
+        is_gone = super().is_dead()
+        if self._base_handle is None or self._base_handle.hooks_dict_ref() is None or self._passes is None:
+            return is_gone
+        return is_gone and not self._passes.is_recent(self.run)
 
     def remove(self) -> None:
         """Take both hooks away, that of the view and that of its base."""
@@ -232,9 +241,14 @@ class ArmedLeaf(Armed):
         if self.run in marked or met == [self.run]:
             gradients.heard(self.run)
             return self.deliver(gradient)
-        if not marked:
+        if not marked or self._is_used(gradients):
             self.refuse(f"{len(met)} runs used this leaf, and nothing tells whose backward pass brought its gradient")
         return None
+
+    def _is_used(self, gradients: Passes) -> bool:
+        """Whether the pass comes from a node that may be one of the run's, though by nothing that the run returned."""
+        nodes, made = gradients.pass_graph.handing_to(0), self.run.made
+        return nodes is None or any(autograd.sequence_of(node) in made and autograd.is_due(node) for node in nodes)
 
 
 class MetLeaves:

@@ -18,6 +18,7 @@ from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.share import UNSEEN, find_feeding, roots_of, watch_unseen
+from gaff.engine.gradients.tensor_hooks import alias_of
 from gaff.engine.value_edits import find
 
 
@@ -40,7 +41,7 @@ class ShareChange(GradientArm):
             self._stream.absent(crossing.run, crossing.call, "the input does not require grad")
             return None
         edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
-        alias = tensor.view_as(tensor)
+        alias = alias_of(tensor)
         share = ArmedShare(self._stream, crossing.run, crossing.call, alias)
         self._frame(crossing.run).notes[self] = (tensor, edge, since, memory.version_of(tensor), share)
         self._gradients.arm_share(alias, share)

@@ -43,11 +43,11 @@ class OuterGradient(GradientArm):
             if not autograd.takes_gradient(tensor):
                 self._arm_late(tensor, stream, crossing)
                 continue
-            alias = tensor.view_as(tensor)
+            alias = tensor_hooks.alias_of(tensor)
             stream.remark(ASIDE)
             self._gradients.arm(alias, stream, run, call)
             tensor_hooks.ORIGINALS[alias] = tensor
             for place, other in list(iter_tensors(output)):
                 if other is tensor:
-                    output = put(output, place, alias)
+                    output = put(output, place, alias, [])
         return output

@@ -40,22 +40,24 @@ class PassGraph:
 
     def __init__(self) -> None:
         self._task = -1
-        self._known: dict[tuple[Node | None, int], list[Node]] = {}
+        self._known: dict[tuple[Node | None, int], list[Node]] | None = None
 
-    def handing_to(self, position: int) -> list[Node]:
+    def handing_to(self, position: int) -> list[Node] | None:
         """The nodes of the pass that hand a gradient to the node that is being executed, as its input at ``position``.
 
-        Where passes are in progress on several threads, nodes of the others may be among them.
+        Where passes are in progress on several threads, nodes of the others may be among them. None where nothing tells
+        with what the pass began: it was not called for through ``torch.autograd``.
         """
         task = autograd.backward_task()
         if task != self._task:
-            self._task, self._known = task, _by_edge(autograd.roots_of_passes())
+            roots = autograd.roots_of_passes()
+            self._task, self._known = task, _by_edge(roots) if roots else None
             autograd.at_backward_end(self.let_go)
-        return self._known.get((autograd.current_node(), position), [])
+        return None if self._known is None else self._known.get((autograd.current_node(), position), [])
 
     def let_go(self) -> None:
         """Forget the nodes: they hold the graph."""
-        self._task, self._known = -1, {}
+        self._task, self._known = -1, None
 
 
 def _by_edge(roots: list[Node]) -> dict[tuple[Node | None, int], list[Node]]:

@@ -190,8 +190,8 @@ class _Share(Armed):
                 self._gradients.seen(self.run)
                 self.refuse(UNSEEN)
 
-        self._token = object()
-        self._total = watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, arrived, self._token)
+        self._token = mark(feeding)
+        self._total = watch_unseen(self._gradients.pass_graph, tensor, edge, unseen, self._token, arrived)
 
     def why_refused(self) -> str:
         """Why a missing or partial share is not the truth; empty if it is."""
@@ -312,29 +312,35 @@ def find_feeding(
     return found, older, numbers if len(known) < len(numbers) else None
 
 
+def mark(feeding: list[tuple[GraphNode, int]]) -> object:
+    """A new token in the metadata of nodes, which says that they are known."""
+    token = object()
+    for node, _ in feeding:
+        autograd.metadata_of(node)[token] = None
+    return token
+
+
 def watch_unseen(
     graph: PassGraph,
     tensor: Tensor,
     edge: Edge,
-    feeding: list[tuple[GraphNode, int]],
     unseen: range,
-    arrived: Callable[[Tensor, Callable[[], bool]], object],
     token: object,
+    arrived: Callable[[Tensor, Callable[[], bool]], object],
 ) -> Any:
     """Call ``arrived`` in each backward pass that brings the input ``tensor`` its total; returns the handle.
 
     It is given the total, and a function that looks through the pass for nodes of the call, by their numbers
-    ``unseen``, that hand something to ``edge`` as well and are none of ``feeding``: a user's hook may collect what it
-    sees, a list outside of the model may hold it. ``token`` marks in the metadata of nodes that they are known.
+    ``unseen``, that hand something to ``edge`` as well and do not have the ``token`` of known ones (``mark``): a user's
+    hook may collect what it sees, a list outside of the model may hold it.
     """
     position = edge[1]
-    for node, _ in feeding:
-        autograd.metadata_of(node)[token] = None
 
     def is_fed_unseen() -> bool:
-        return any(
+        nodes = graph.handing_to(position)
+        return nodes is None or any(
             autograd.sequence_of(node) in unseen and token not in autograd.metadata_of(node) and autograd.is_due(node)
-            for node in graph.handing_to(position)
+            for node in nodes
         )
 
     def total_arrived(total: Tensor | None) -> None:

@@ -23,6 +23,13 @@ def on_gradient(tensor: Tensor, callback: Callable[[Any], Any]) -> Any:
     return tensor.register_hook(callback)
 
 
+def alias_of(tensor: Tensor) -> Tensor:
+    """A view of all of ``tensor``, with the attributes that somebody has put on it."""
+    alias = tensor.view_as(tensor)
+    alias.__dict__.update(tensor.__dict__)
+    return alias
+
+
 def original(tensor: Tensor) -> Tensor:
     """The tensor that a module returned, where its caller was given a view of it; else ``tensor`` itself."""
     while ORIGINALS and tensor in ORIGINALS:
