@@ -17,7 +17,7 @@ from gaff.compat import autograd, memory
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
-from gaff.engine.gradients.share import UNSEEN, find_feeding, roots_of, watch_unseen
+from gaff.engine.gradients.share import UNSEEN, find_feeding, mark, roots_of, watch_unseen
 from gaff.engine.gradients.tensor_hooks import alias_of
 from gaff.engine.value_edits import find
 
@@ -70,10 +70,8 @@ class ShareChange(GradientArm):
             node, position = feeding[0]
             share.follow(node.register_hook(partial(self._gradients.share_arrived, share, position)))
             if unseen is not None:
-                told = partial(self._unseen, share)
-                share.follow_total(
-                    watch_unseen(self._gradients.pass_graph, tensor, edge, feeding, unseen, told, object())
-                )
+                graph, told = self._gradients.pass_graph, partial(self._unseen, share)
+                share.follow_total(watch_unseen(graph, tensor, edge, unseen, mark(feeding), told))
 
     def _unseen(self, share: ArmedShare, total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
         """In a pass: raises ExactnessError, by its stream, where a part of the share does not pass the hooked node."""
