@@ -18,12 +18,16 @@ IN_GRAPH = (
 REFUSED = "an edit in compiled code under a checkpoint around it is refused at closing while its backward has not run"
 VIEWS = "compiled code refuses the gradient of a view in words of its own"
 
+ANEW = "compiled code gives the module a container of its own"
 COMPILED = {
     "test_a_closed_session_leaves_no_hook_and_no_attribute": "compiling leaves an attribute of torch's own",
     "test_reading_a_changed_argument_is_refused_and_clone_helps": "what graphs tell is copied at once",
     "test_a_bare_forward_after_the_session_stays_bare_while_the_first_loss_is_alive": IN_GRAPH,
     "test_nothing_stays_once_the_graph_is_freed": IN_GRAPH,
     "test_released_edits_raise_in_backward": IN_GRAPH,
+    "test_a_module_writes_into_the_dict_of_its_caller_also_where_it_is_edited": ANEW,
+    "test_the_dict_of_the_caller_is_as_it_was_after_an_exception": ANEW,
+    "test_grad_mode_on_inside_and_off_outside": "a graph is compiled in the grad mode that it is called in",
     "test_released_edits_raise_also_for_a_loss_that_was_put_aside": IN_GRAPH,
     "test_gradients_in_parts_are_refused": "compiled code brings a parameter's gradient in one part",
     "test_a_module_called_inside_a_backward_pass_is_refused": "compiled code runs its edits wherever it is called",

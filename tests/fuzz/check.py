@@ -249,7 +249,7 @@ class Checker:
         if ".append(out)" in self.program.source:  # what a hook has collected is the output, not the view of it
             found = [(where, events) for where, events in found if where[1] != "outer_grad"]
         if self.has_other_parameters:
-            found = [(where, events) for where, events in found if where[1] not in ("param", "grad")]
+            found = [(where, events) for where, events in found if not is_of_parameter(where)]
         if self.only is not None:
             address = re.sub(r"@\d+", "", self.only.address)
             exact = [one for one in found if address_of(one[0]) == address]
@@ -378,7 +378,7 @@ class Checker:
         if ".append(out)" in self.program.source:
             events = {where: told for where, told in events.items() if where[1] != "outer_grad"}
         if self.has_other_parameters:
-            events = {where: told for where, told in events.items() if where[1] not in ("param", "grad")}
+            events = {where: told for where, told in events.items() if not is_of_parameter(where)}
         places = [where for where, told in events.items() if where[1] in EDITABLE
                   and not any(one.in_thread or (one.value is not None and not one.value.is_floating_point()) for one in told)]  # fmt: skip
         if self.only is not None:
@@ -452,6 +452,11 @@ class Checker:
             return "what is written into a view behind which no gradient goes"
         is_unclear = any(event.unclear or event.without_grad for event in self.truth.events.get(where, []))
         return "edit" if is_unclear else ""
+
+
+def is_of_parameter(where: Where) -> bool:
+    """Whether a site is about a parameter, also as the input of a parametrisation."""
+    return where[1] in ("param", "grad") or "parametrizations" in where[0]
 
 
 class Sessions:

@@ -214,3 +214,23 @@ def test_asking_for_it_changes_no_total_and_no_edit_elsewhere(sessions):
         return x.grad
 
     torch.testing.assert_close(edited([]), edited([["0.both:outer_grad[0]"]]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_that_returns_its_input_under_no_grad_cuts_no_graph():
+    class Passes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same = nn.Identity()
+
+        def forward(self, x):
+            h = x * 1.0
+            with torch.no_grad():
+                h = self.same(h)
+            return h * 2
+
+    model, x = Passes(), torch.ones(2, requires_grad=True)
+    with gaff.capture(model, "same:outer_grad", "same:grad_output") as got:
+        model(x).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]
+    assert got["same:outer_grad"].tolist() == [2.0, 2.0]
+    assert got["same:grad_output"].tolist() == [2.0, 2.0]

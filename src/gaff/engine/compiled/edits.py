@@ -45,7 +45,8 @@ class TracedEdit(Receiver):
         key, tensor = find(value, self.site)
         if tensor is None:
             return value
-        return put(value, key, self._changed(tensor, "" if value is given else _remark(value, tensor, given.args)))
+        new = self._changed(tensor, "" if value is given else _remark(value, tensor, given.args))
+        return put(value, key, new, None if value is given else [])
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The compiled graph has made the edit: tell the stream what passed and what went on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -24,8 +25,9 @@ def on_gradient(tensor: Tensor, callback: Callable[[Any], Any]) -> Any:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """A view of all of ``tensor``, with the attributes that somebody has put on it."""
-    alias = tensor.view_as(tensor)
+    """A view of all of ``tensor``, in its autograd graph whatever grad mode says, with its attributes."""
+    with torch.enable_grad():  # a module without grad mode may return what it was given
+        alias = tensor.view_as(tensor)
     alias.__dict__.update(tensor.__dict__)
     return alias
 
