@@ -119,6 +119,33 @@ def test_second_derivatives_behind_a_view_that_is_written_to():
     assert torch.allclose(got[0], seen[0])
 
 
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_second_derivatives_of_a_pass_that_begins_inside_the_module(is_returned):
+    collected = []
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            h = self.a(x).tanh()
+            collected.append(h)
+            return self.b(h if is_returned else x)
+
+    def program(model):
+        collected.clear()
+        out = model(ONE)
+        (grad,) = torch.autograd.grad(collected[0].pow(2).sum(), model.inner.a.weight, create_graph=True)
+        (out.sum() + grad.pow(2).sum()).backward()
+
+    seen, got = told(Inner, program)
+    if is_returned:
+        assert torch.allclose(got[0], seen[0])
+    else:
+        assert "somebody kept something" in got
+
+
 def test_a_pass_inside_another_one_has_a_sum_of_its_own():
     class Both(nn.Module):
         def forward(self, x):

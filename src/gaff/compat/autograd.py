@@ -125,15 +125,20 @@ def roots_of_passes() -> list[Node]:
 
     Read from the frames of torch's own calls: a device has a thread of autograd's own, which does not show who called.
     """
-    found: list[Node | None] = []
+    found: list[Node] = []
     for frame in sys._current_frames().values():
         inner: FrameType | None = frame
         while inner is not None:
             if inner.f_code is _RUN_BACKWARD:
-                outputs = inner.f_locals["t_outputs"]
-                found += [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+                found += nodes_of(inner.f_locals["t_outputs"])
             inner = inner.f_back
-    return [node for node in found if node is not None]
+    return found
+
+
+def nodes_of(outputs: Iterable[Any]) -> list[Node]:
+    """The autograd nodes of what a backward pass begins with, tensors or gradient edges; leaves have none."""
+    nodes = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+    return [node for node in nodes if node is not None]
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

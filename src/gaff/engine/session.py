@@ -19,6 +19,7 @@ from gaff.engine import surroundings
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import WHY_EAGER, run_as, trees_of
 from gaff.engine.force_eager import keep_eager
+from gaff.engine.gradients.derivatives import derivative_watch
 from gaff.engine.leftovers import Lingering, Release, remove_all
 from gaff.engine.modules import install
 from gaff.engine.node import Node
@@ -26,7 +27,7 @@ from gaff.engine.ops.mode import forget
 from gaff.engine.ops.workers import worker_watch
 from gaff.engine.process.optimizer import StepCount
 from gaff.engine.raised import tell_where
-from gaff.engine.taps import EditTap, TensorTap
+from gaff.engine.taps import EditTap, Tap, TensorTap
 from gaff.engine.wiring import AnyTap, Wiring
 from gaff.errors import PlanError
 
@@ -137,6 +138,8 @@ class Session:
             wiring.follow_leaves(opening)
             if wiring.scopes:
                 opening.enter_context(worker_watch)
+            if any(isinstance(tap, Tap) and tap.found.site.port == "grad_input" for tap in wiring.taps):
+                opening.enter_context(derivative_watch)
             parameters = self._model.parameters if self._model is not None else tuple
             opening.enter_context(StepCount(parameters, self.clock.count_step))
             self._handles = opening.pop_all()

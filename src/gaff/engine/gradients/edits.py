@@ -17,7 +17,8 @@ from gaff.compat import autograd, memory
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
-from gaff.engine.gradients.share import UNSEEN, find_feeding, mark, roots_of, watch_unseen
+from gaff.engine.gradients.reach import find_feeding
+from gaff.engine.gradients.share import UNSEEN, mark, roots_of, watch_unseen
 from gaff.engine.gradients.tensor_hooks import alias_of
 from gaff.engine.value_edits import find
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gaff.compat import autograd
+
+Edge = tuple[Node, int]  # the node of a tensor, and which of its outputs the tensor is
+Feeding = list[tuple[Node, int]]  # nodes that hand a gradient to an edge, each with the position at which it does
+NEVER = 1 << 62  # no node has such a number but the accumulator of a leaf
 
 
 def used_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
@@ -33,6 +38,47 @@ def used_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
             found.add(id(variable))
         waiting.extend(onward for onward, _ in node.next_functions if onward is not None)
     return found
+
+
+def find_feeding(
+    roots: Iterable[Tensor], edge: Edge, since: int, stops: Set[Node] = frozenset(), made: Any = None
+) -> tuple[Feeding, list[Node], range | None]:
+    """The nodes made since ``since`` that hand a gradient to ``edge``, each with the position at which it does.
+
+    ``roots`` are where the walk begins, ``edge`` is the node of the input and its output number, ``since`` the
+    sequence number of the first node of the call. The walk stops at older nodes, so it costs what the call itself
+    made. The older ones are told second: nodes from before the call, or of another thread, which numbers its own.
+    ``stops`` are nodes of the call's arguments, at which it ends in any case. Into the set ``made``, if one is given,
+    go all nodes of the call.
+
+    The third is None where the walk met every node that this thread has made since; else the numbers of all of them:
+    what was not met has been dropped, or somebody holds on to it.
+    """
+    numbers = range(since, autograd.next_sequence())
+    waiting = [tensor.grad_fn for tensor in roots if autograd.takes_gradient(tensor) and tensor.grad_fn is not None]
+    seen: set[Node] = set() if made is None else made
+    known: dict[int, Node] = {}  # by number
+    found, older = [], []
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node in stops:
+            continue
+        made_at = autograd.sequence_of(node)
+        if made_at < since or numbers.stop <= made_at < NEVER:  # or of a thread that has made more
+            older.append(node)
+            continue
+        seen.add(node)
+        if made_at < NEVER and known.setdefault(made_at, node) is not node:  # one of the two is of another thread
+            older += [node, known[made_at]]
+            continue
+        for position, (onward, number) in enumerate(node.next_functions):
+            if onward is None:
+                continue
+            if onward is edge[0] and number == edge[1]:
+                found.append((node, position))
+            else:
+                waiting.append(onward)
+    return found, older, numbers if len(known) < len(numbers) else None
 
 
 class PassGraph:

@@ -20,13 +20,13 @@ from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
+from gaff.engine.gradients.derivatives import follow_derivatives, passes_begun
 from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
-from gaff.engine.gradients.reach import PassGraph
+from gaff.engine.gradients.reach import NEVER, Edge, Feeding, PassGraph, find_feeding
 from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
 
-Edge = tuple[GraphNode, int]  # the node of a tensor, and which of its outputs the tensor is
 OLDER = (
     "what the module returned was made of its input outside of this call, too: by a worker thread, or before the call "
     "and kept; ask for :input_grad, the total gradient"
@@ -43,7 +43,6 @@ CACHED = (
     "autocast keeps the copy of a leaf in the lower precision for everybody who uses the leaf: shares cannot be told "
     "apart; ask for :input_grad, the total gradient"
 )
-_NEVER = 1 << 62  # no node has such a number but the accumulator of a leaf
 _NESTED = 16  # backward passes inside one another
 
 
@@ -99,7 +98,7 @@ class InputShare(GradientArm):
                 roots.append(tensor)
             feeding, older, unseen = find_feeding(roots, edge, since, stops)
             if holds_code(output) or any(other is tensor for other in kept):
-                unseen = range(since, _NEVER)  # whatever is made of it from now on may be the module's, too
+                unseen = range(since, NEVER)  # whatever is made of it from now on may be the module's, too
             if older and _lead_to(older, edge, stops):
                 self._stream.refuse(run, call, OLDER)
             elif tensor.is_leaf and _is_cached(feeding, tensor):
@@ -112,7 +111,7 @@ class InputShare(GradientArm):
                 share.watch_writes(tensor, outputs)
                 if unseen is not None:
                     share.watch_total(tensor, edge, feeding, unseen)
-                _follow_second(share, roots, edge, since, stops)
+                follow_derivatives(share, feeding, edge, since)
                 self._gradients.add(share)
 
 
@@ -158,14 +157,14 @@ class _Share(Armed):
         self._total: Any = None  # the handle of the hook that hears of the total
         self._token: object = None  # in the metadata of the nodes that are known, where that is asked
 
-    def follow(self, feeding: Iterable[tuple[GraphNode, int]]) -> None:
+    def follow(self, feeding: Feeding) -> None:
         """Hook nodes that hand a gradient to the input, each at the given position of what it hands on."""
         for graph_node, position in feeding:
             self.handles.append(graph_node.register_hook(partial(_share_arrived, self, position)))
             if self._token is not None:
                 autograd.metadata_of(graph_node)[self._token] = None
 
-    def follow_more(self, feeding: list[tuple[GraphNode, int]]) -> None:
+    def follow_more(self, feeding: Feeding) -> None:
         """Hook the nodes of a second derivative, too; from now on only the end of a pass tells that all have come."""
         self._expected = 0
         self.follow(feeding)
@@ -176,7 +175,7 @@ class _Share(Armed):
             self._probe = memory.version_probe(tensor)
             self._version = self._probe._version
 
-    def watch_total(self, tensor: Tensor, edge: Edge, feeding: list[tuple[GraphNode, int]], unseen: range) -> None:
+    def watch_total(self, tensor: Tensor, edge: Edge, feeding: Feeding, unseen: range) -> None:
         """Compare the share with the total of the input, ``tensor``, in each pass; see ``watch_unseen``."""
         self._expected = 0
 
@@ -198,6 +197,11 @@ class _Share(Armed):
         if self._probe is None or self._probe._version == self._version:
             return ""
         return "the module returned a view of its input, which was changed in place later: torch hides its share"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its session is still open."""
+        return self._gradients.is_open
 
     def is_dead(self) -> bool:
         """Whether the graph of the call is gone. Where somebody may hold on to a part of it, only some time later."""
@@ -257,7 +261,7 @@ def _tensors_of(value: Any) -> Iterable[Tensor]:
     return (tensor for _, tensor in iter_tensors(value))
 
 
-def _is_cached(feeding: list[tuple[GraphNode, int]], leaf: Tensor) -> bool:
+def _is_cached(feeding: Feeding, leaf: Tensor) -> bool:
     """Whether one of the nodes at a leaf is the copy that autocast keeps, and goes on giving to others."""
     is_on = torch.is_autocast_enabled(leaf.device.type) and torch.is_autocast_cache_enabled()
     return is_on and any(node.name().startswith("ToCopyBackward") for node, _ in feeding)
@@ -271,48 +275,7 @@ def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
     return [*iter_deep(given), *iter_deep(output), *_kept_by(module)]
 
 
-def find_feeding(
-    roots: Iterable[Tensor], edge: Edge, since: int, stops: Set[GraphNode] = frozenset(), made: Any = None
-) -> tuple[list[tuple[GraphNode, int]], list[GraphNode], range | None]:
-    """The nodes made since ``since`` that hand a gradient to ``edge``, each with the position at which it does.
-
-    ``roots`` are where the walk begins, ``edge`` is the node of the input and its output number, ``since`` the
-    sequence number of the first node of the call. The walk stops at older nodes, so it costs what the call itself
-    made. The older ones are told second: nodes from before the call, or of another thread, which numbers its own.
-    ``stops`` are nodes of the call's arguments, at which it ends in any case. Into the set ``made``, if one is given,
-    go all nodes of the call.
-
-    The third is None where the walk met every node that this thread has made since; else the numbers of all of them:
-    what was not met has been dropped, or somebody holds on to it.
-    """
-    numbers = range(since, autograd.next_sequence())
-    waiting = [tensor.grad_fn for tensor in roots if autograd.takes_gradient(tensor) and tensor.grad_fn is not None]
-    seen: set[GraphNode] = set() if made is None else made
-    known: dict[int, GraphNode] = {}  # by number
-    found, older = [], []
-    while waiting:
-        node = waiting.pop()
-        if node in seen or node in stops:
-            continue
-        made_at = autograd.sequence_of(node)
-        if made_at < since or numbers.stop <= made_at < _NEVER:  # or of a thread that has made more
-            older.append(node)
-            continue
-        seen.add(node)
-        if made_at < _NEVER and known.setdefault(made_at, node) is not node:  # one of the two is of another thread
-            older += [node, known[made_at]]
-            continue
-        for position, (onward, number) in enumerate(node.next_functions):
-            if onward is None:
-                continue
-            if onward is edge[0] and number == edge[1]:
-                found.append((node, position))
-            else:
-                waiting.append(onward)
-    return found, older, numbers if len(known) < len(numbers) else None
-
-
-def mark(feeding: list[tuple[GraphNode, int]]) -> object:
+def mark(feeding: Feeding) -> object:
     """A new token in the metadata of nodes, which says that they are known."""
     token = object()
     for node, _ in feeding:
@@ -334,12 +297,14 @@ def watch_unseen(
     ``unseen``, that hand something to ``edge`` as well and do not have the ``token`` of known ones (``mark``): a user's
     hook may collect what it sees, a list outside of the model may hold it.
     """
-    position = edge[1]
+    position, begun = edge[1], passes_begun()
 
     def is_fed_unseen() -> bool:
         nodes = graph.handing_to(position)
+        # what a differentiable pass has made of nodes that were not found is numbered later
+        numbers = unseen if passes_begun() == begun else range(unseen.start, NEVER)
         return nodes is None or any(
-            autograd.sequence_of(node) in unseen and token not in autograd.metadata_of(node) and autograd.is_due(node)
+            autograd.sequence_of(node) in numbers and token not in autograd.metadata_of(node) and autograd.is_due(node)
             for node in nodes
         )
 
@@ -377,76 +342,6 @@ def _is_of_same_memory(found: Tensor, tensor: Tensor) -> bool:
     """Whether one of the two is a view of the other, or both are views of a third."""
     base, other = found._base, tensor._base
     return (base is not None and (base is tensor or base is other)) or (other is not None and other is found)
-
-
-def _follow_second(share: _Share, roots: list[Tensor], edge: Edge, since: int, stops: Set[GraphNode]) -> None:
-    """Let the share hear of second derivatives: of nodes that a differentiable backward pass makes of the call's nodes.
-
-    Such a pass (``create_graph=True``) is told by grad mode at the first gradient that arrives at what the module
-    returned; only then are the call's own nodes hooked, each before and after it runs. What it made while it ran
-    belongs to the module as well, and so on for further derivatives. A view that is written to loses its node, so the
-    one of its base is asked, too.
-    """
-
-    def begin(gradient: Tensor | None) -> None:
-        if autograd.is_grad_enabled() and share._gradients.is_open:
-            derivatives.follow_roots(autograd.current_node())
-
-    derivatives = _Derivatives(share, edge, since)
-    for tensor in roots:
-        if autograd.takes_gradient(tensor) and not tensor.is_leaf and tensor.grad_fn not in stops:
-            for other in (tensor, tensor._base):
-                node = other.grad_fn if other is not None else None
-                if other is not None and node is not None and since <= autograd.sequence_of(node) < _NEVER:
-                    share.handles.append(on_gradient(other, begin))  # on older graphs it would be a circle
-
-
-class _Derivatives:
-    """The nodes whose backward makes nodes that hand a gradient to the input, too: those of the call, and theirs.
-
-    Held by hooks on the autograd graph alone, so that it lives and dies with that. A node that is hooked says so in its
-    metadata: torch makes the Python object of a node anew when nobody holds it, and to hold it here would be a circle.
-    """
-
-    def __init__(self, share: _Share, edge: Edge, since: int) -> None:
-        self._share = share
-        self._edge = edge
-        self._since = since
-
-    def follow_roots(self, node: GraphNode | None) -> None:
-        """Hook the nodes of the call that lie behind ``node``, the one of a tensor that the module returned."""
-        waiting = [node]
-        while waiting:
-            one = waiting.pop()
-            if one is None or one is self._edge[0] or self in autograd.metadata_of(one):
-                continue
-            if autograd.sequence_of(one) >= self._since and not hasattr(one, "variable"):
-                self._follow(one)
-                waiting += [onward for onward, _ in one.next_functions]
-
-    def _follow(self, node: GraphNode) -> None:
-        """Hook one node before and after it runs, and remember the number that autograd had reached before."""
-        autograd.metadata_of(node)[self] = None
-        first: list[int] = []
-
-        def before(gradients: Any) -> None:
-            first[:] = [autograd.next_sequence()]
-
-        def after(handed: tuple[Tensor | None, ...], _given: Any) -> None:
-            if autograd.is_grad_enabled() and self._share._gradients.is_open and first:
-                self._made(handed, first[0])
-
-        self._share.handles += [node.register_prehook(before), node.register_hook(after)]
-
-    def _made(self, handed: tuple[Tensor | None, ...], since: int) -> None:
-        """A node has run with grad mode on and made others since ``since``: they belong to the module, too."""
-        made: set[GraphNode] = set()
-        roots = [tensor for tensor in handed if tensor is not None]
-        feeding, _, _ = find_feeding(roots, self._edge, since, made=made)
-        made = {node for node in made if self not in autograd.metadata_of(node) and not hasattr(node, "variable")}
-        self._share.follow_more([(node, position) for node, position in feeding if node in made])
-        for node in made:
-            self._follow(node)
 
 
 def _kept_by(module: nn.Module) -> Iterable[Tensor]:

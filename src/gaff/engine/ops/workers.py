@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from multiprocessing.pool import ThreadPool
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
@@ -22,6 +22,7 @@ from gaff.compat.modes import call_frames
 from gaff.engine.ops.mode import scopes_of
 from gaff.engine.ops.names import NAMES, name_of
 from gaff.engine.ops.scope import Scope
+from gaff.engine.replacements import Replacements
 from gaff.errors import PlanError
 
 UNSEEN = "a forward runs ops on another thread, where they are no sites"
@@ -100,45 +101,7 @@ def _submit(submit: Callable[..., Any]) -> Callable[..., Any]:
     return submitted
 
 
-class WorkerWatch:
-    """While open: what is given to threads is looked at. One for all sessions of the process, counted.
-
-    Stands as ``start`` of ``threading.Thread``, ``submit`` of a thread pool and ``apply_async`` of
-    ``multiprocessing.pool.ThreadPool``, and puts back what was there.
-    """
-
-    _PLACES: ClassVar[tuple[tuple[type, str, Any], ...]] = (
-        (threading.Thread, "start", _start),
-        (ThreadPoolExecutor, "submit", _submit),
-        (ThreadPool, "apply_async", _submit),
-    )
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._before: list[tuple[type, str, Any, Any]] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._holders += 1
-            if self._holders == 1:
-                for owner, name, make in self._PLACES:
-                    own = vars(owner).get(name)
-                    ours = make(getattr(owner, name))
-                    self._before.append((owner, name, own, ours))
-                    setattr(owner, name, ours)
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._holders -= 1
-            while not self._holders and self._before:
-                owner, name, own, ours = self._before.pop()
-                if vars(owner).get(name) is not ours:
-                    continue  # somebody has put another over it
-                if own is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, own)
-
-
-worker_watch = WorkerWatch()
+# While open: what is given to threads is looked at.
+worker_watch = Replacements(
+    (threading.Thread, "start", _start), (ThreadPoolExecutor, "submit", _submit), (ThreadPool, "apply_async", _submit)
+)

@@ -1,0 +1,123 @@
+"""Second derivatives: what a differentiable backward pass makes of a call's nodes belongs to the call, too.
+
+Such a pass (``create_graph=True``) makes nodes while it runs those of the forward, and a later pass goes through them.
+Before one begins, the nodes of the calls whose shares are asked for are found in its graph and hooked, each before and
+after it runs. Passes that are not differentiable pay nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
+
+from gaff.compat import autograd
+from gaff.engine.gradients.reach import Edge, Feeding, find_feeding
+from gaff.engine.replacements import Replacements
+
+
+class Follower(Protocol):
+    """The share of one call, as far as it hears of further nodes."""
+
+    handles: list[Any]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its session is still open."""
+
+    def follow_more(self, feeding: Feeding) -> None:
+        """Hook nodes of a derivative that hand something to the input, too."""
+
+
+class Derivatives:
+    """The nodes whose backward makes nodes that hand a gradient to the input, too: those of one call, and theirs.
+
+    Held by hooks and metadata of the autograd graph alone, so that it lives and dies with that: it lies in the metadata
+    of the nodes that hand to the input, and says there of every node whether that is hooked. torch makes the Python
+    object of a node anew when nobody holds it, and to hold it here would be a circle.
+    """
+
+    def __init__(self, share: Follower, edge: Edge, numbers: range) -> None:
+        self.share = share
+        self.numbers = numbers
+        self._edge = edge
+
+    def follow(self, node: GraphNode) -> None:
+        """Hook one node before and after it runs, and remember the number that autograd had reached before."""
+        metadata = autograd.metadata_of(node)
+        if metadata.get(self) or node is self._edge[0] or hasattr(node, "variable"):
+            return
+        metadata[self] = True
+        first: list[int] = []
+
+        def before(gradients: Any) -> None:
+            first[:] = [autograd.next_sequence()]
+
+        def after(handed: tuple[Tensor | None, ...], _given: Any) -> None:
+            if autograd.is_grad_enabled() and self.share.is_open and first:
+                self._made(handed, first[0])
+
+        self.share.handles += [node.register_prehook(before), node.register_hook(after)]
+
+    def _made(self, handed: tuple[Tensor | None, ...], since: int) -> None:
+        """A node has run with grad mode on and made others since ``since``: they belong to the call, too."""
+        made: set[GraphNode] = set()
+        roots = [tensor for tensor in handed if tensor is not None]
+        feeding, _, _ = find_feeding(roots, self._edge, since, made=made)
+        made = {node for node in made if not autograd.metadata_of(node).get(self)}
+        self.share.follow_more([(node, position) for node, position in feeding if node in made])
+        for node in made:
+            self.follow(node)
+
+
+def follow_derivatives(share: Follower, feeding: Feeding, edge: Edge, since: int) -> None:
+    """Let the share of a call, whose nodes ``feeding`` hand to ``edge``, hear of derivatives; the call is over now."""
+    derivatives = Derivatives(share, edge, range(since, autograd.next_sequence()))
+    for node, _ in feeding:
+        autograd.metadata_of(node).setdefault(derivatives, False)
+
+
+_BEGUN = [0]
+
+
+def passes_begun() -> int:
+    """How many differentiable passes have begun while somebody wanted to know."""
+    return _BEGUN[0]
+
+
+def _begins(outputs: Any) -> None:
+    """A differentiable pass begins from ``outputs``: hook the nodes behind them of every call that is followed."""
+    _BEGUN[0] += 1
+    waiting = autograd.nodes_of(outputs)
+    seen: set[GraphNode] = set()
+    owners: set[Derivatives] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            owners.update(one for one in autograd.metadata_of(node) if isinstance(one, Derivatives))
+            waiting += [onward for onward, _ in node.next_functions if onward is not None]
+    for owner in owners:
+        for node in seen if owner.share.is_open else ():
+            if autograd.sequence_of(node) in owner.numbers:
+                owner.follow(node)
+
+
+def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own call of its engine, which tells of differentiable passes before they begin."""
+
+    @wraps(run)
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[2] if len(args) > 2 else kwargs.get("create_graph"):
+            _begins(outputs)
+        return run(outputs, *args, **kwargs)
+
+    return run_backward
+
+
+# While open: differentiable backward passes are noticed.
+derivative_watch = Replacements((torch.autograd, "_engine_run_backward", _run_backward))
