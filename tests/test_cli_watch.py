@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 
 from gaff.cli import main, parser_of
+from gaff.cli.launch import _folder
 from gaff.errors import RecordError
 from gaff.training.watch.settings import VARIABLE, Settings
 from gaff.views.run_text import box, sparkline, to_ascii
@@ -79,7 +80,25 @@ def test_a_folder_that_holds_a_run_is_not_written_to(capsys, tmp_path):
     (tmp_path / "rank0.gaff").write_bytes(b"GAFFLOG1")
     code, text = refused(capsys, "watch", "--out", str(tmp_path), "--", sys.executable, "-c", "print()")
     assert code == 1
-    assert "holds a run already: expected a new folder; name another, or remove it" in text
+    assert f"holds a run already (0 steps): expected a new folder, such as --out {tmp_path}-2, or --force" in text
+    assert (tmp_path / "rank0.gaff").exists()
+
+
+def test_force_removes_the_run_that_is_there_and_nothing_else(tmp_path):
+    folder = tmp_path / "a"
+    (folder / "batches").mkdir(parents=True)
+    for name in ("rank0.gaff", "rank0.ring", "run.json", "notes.txt", "batches/00000003-nonfinite.safetensors"):
+        (folder / name).write_text("{}")
+    _folder(str(folder), ["python", "train.py"], force=True)
+    assert sorted(one.name for one in folder.rglob("*") if one.is_file()) == ["notes.txt", "run.json"]
+    assert "train.py" in (folder / "run.json").read_text()
+
+
+def test_the_next_free_name_is_told(tmp_path):
+    for name in ("a", "a-2"):
+        _folder(str(tmp_path / name), ["python", "train.py"])
+    with pytest.raises(RecordError, match=r"a' holds a run already \(.*\): expected .*a-3"):
+        _folder(str(tmp_path / "a"), ["python", "train.py"])
 
 
 def test_a_command_without_torch_runs_and_that_is_told(capfd, tmp_path):

@@ -7,6 +7,7 @@ Python process of the command that imports torch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 
 from gaff.cli.processes import Processes
 from gaff.errors import GaffError, RecordError
+from gaff.record.flight import ENDING as RING
 from gaff.record.run import ENDING, HEAD, VERSION, Record
 from gaff.training.watch.settings import VARIABLE, Settings, to_stderr
 from gaff.version import __version__
@@ -39,16 +41,18 @@ def launch(
     settings: Settings,
     *,
     out: str | None,
+    force: bool,
     live: bool,
     quiet: bool,
     plain: bool,
 ) -> int:
     """Run ``command``, whose first word is found at ``program``, and tell on standard error what watching it has shown.
 
-    ``out``: a new folder for the record, by default one of its own under ``gaff-runs``; ``live``: serve a page of it.
+    ``out``: a new folder for the record, by default one of its own under ``gaff-runs``; ``force``: a run that is there
+    is removed; ``live``: serve a page of it.
     Returns the exit code of the command; where a signal ended it, the same signal ends this process.
     """
-    folder = _folder(out, command)
+    folder = _folder(out, command, force=force)
     _build_kernel(is_told=not quiet)
     told = replace(settings, out=folder.resolve()).to_json()
     environment = _environment({**told, "quiet": quiet, "plain": plain})
@@ -67,19 +71,44 @@ def launch(
     return code
 
 
-def _folder(out: str | None, command: list[str]) -> Path:
-    """A new folder with what the run is; raises RecordError where there is one already."""
+def _folder(out: str | None, command: list[str], *, force: bool = False) -> Path:
+    """A new folder with what the run is; raises RecordError where there is one already, unless ``force`` removes it."""
     name = next((Path(word).stem for word in command[1:] if word.endswith(".py")), Path(command[0]).name)
     folder = Path(out) if out else Path("gaff-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    if folder.exists() and (not folder.is_dir() or (folder / HEAD).exists() or list(folder.glob(f"*{ENDING}"))):
-        raise RecordError(f"{str(folder)!r} holds a run already: expected a new folder; name another, or remove it")
+    there = [
+        *folder.glob(HEAD),
+        *folder.glob(f"*{ENDING}"),
+        *folder.glob(f"*{RING}"),
+        *folder.glob("batches/*.safetensors"),
+    ]
+    if folder.exists() and not folder.is_dir():
+        raise RecordError(f"{str(folder)!r} is no folder: expected a new one for the record")
+    if there and not force:
+        free = next(name for number in itertools.count(2) if not (name := Path(f"{folder}-{number}")).exists())
+        raise RecordError(
+            f"{str(folder)!r} holds a run already ({_what(folder)}): expected a new folder, such as --out {free}, or "
+            "--force to remove that run"
+        )
     try:
+        for file in there:
+            file.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         head = {"version": VERSION, "gaff": __version__, "command": command, "began": time.time()}
         (folder / HEAD).write_text(json.dumps(head, indent=1))
     except OSError as error:
         raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
     return folder
+
+
+def _what(folder: Path) -> str:
+    """The run in a folder in a few words, for a message: its command or its steps."""
+    try:
+        record = Record(folder)
+    except RecordError as error:
+        return str(error)
+    command = record.head.get("command")
+    words = f"{' '.join(map(str, command))}, " if isinstance(command, list) else ""
+    return f"{words}{record.steps} steps"
 
 
 def _build_kernel(*, is_told: bool) -> None:

@@ -37,6 +37,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         f"{SUMMARY}. The command runs as itself; its exit code is returned; all of gaff goes to stderr."
     )
     parser.add_argument("--out", metavar="FOLDER", help="where the record goes; a new folder (default: gaff-runs/...)")
+    parser.add_argument("--force", action="store_true", help="remove a run that is in that folder")
     for one in fields(Settings):
         if "help" in one.metadata:
             is_many = isinstance(one.default, tuple)
@@ -73,7 +74,14 @@ def run(options: argparse.Namespace) -> int:
     from gaff.cli.launch import launch
 
     return launch(
-        command, program, settings, out=options.out, live=options.live, quiet=options.quiet, plain=options.plain
+        command,
+        program,
+        settings,
+        out=options.out,
+        force=options.force,
+        live=options.live,
+        quiet=options.quiet,
+        plain=options.plain,
     )
 
 
