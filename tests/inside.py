@@ -148,6 +148,8 @@ SHARDED = {
 
 REENTRANT = "DistributedDataParallel takes no reentrant checkpoints of shared modules"
 FROZEN = "DistributedDataParallel takes no model without a parameter that is trained"
+UNUSED = "DistributedDataParallel refuses parameters that get no gradient"
+
 REPLICATED = {
     **SPREAD,
     "test_a_trainable_edit_trains_through_a_checkpoint": FROZEN,
@@ -157,6 +159,8 @@ REPLICATED = {
     "test_reverse_and_stop_at_values_and_at_gradients": "DistributedDataParallel misses the gradients that an edit stops",
     "test_all_threads_on_request_and_runs_kept_apart": THREADS,
     "test_no_cross_talk": THREADS,
+    "test_what_was_made_for_nothing_costs_no_share": UNUSED,
+    "test_hooks_for_it_leave_a_leaf_and_hold_no_graph": UNUSED,
 }
 
 

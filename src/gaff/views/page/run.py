@@ -131,10 +131,13 @@ def _within(value: float, least: int, most: int) -> int:
     return max(least, min(most, int(value)))
 
 
+_LEVELS = {"failed": "error", "wrong": "error", "suspicious": "warning", "not enough": "info", "healthy": "fine"}
+
+
 def _facts(record: Record, rank: int) -> dict[str, Any]:
     """What the head tells of a run apart from numbers over time: verdict, findings, notes, progress."""
     findings = record.findings
-    lasting = [one for one in findings if not one.is_over and one.severity != "info"]
+    verdict = record.verdict
     begin, progress = record.describe("begin", rank), record.describe("progress", rank)
     looks = [step for step, one in record.events("look", rank) if one.get("phase") == "train"]
     notes = list(record.notes)
@@ -144,7 +147,7 @@ def _facts(record: Record, rank: int) -> dict[str, Any]:
         "name": record.path.resolve().name,
         "path": str(record.path),
         "verdict": run_text.verdict(record),
-        "level": lasting[0].severity if lasting else "fine",
+        "level": _LEVELS[verdict.state],
         "steps": record.steps,
         "complete": record.is_complete,
         "error": _text(record.describe("end", rank).get("error")),
