@@ -43,6 +43,9 @@ def test_a_rise_is_told_from_the_step_at_which_the_loss_was_lowest():
     assert rise is not None
     assert 90 <= rise[0] <= 110
     assert rise[1] > 6
+    jumped = curve([2.3, *([900.0] * 20), *([11.0 + step % 3 for step in range(200)])])
+    assert jumped.rise() is not None
+    assert jumped.rise()[0] == 0
     noisy = [1.0 + (step % 2) for step in range(200)]
     assert curve(noisy).rise() is None
 

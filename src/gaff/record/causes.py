@@ -74,7 +74,7 @@ class RunCase:
             return None
         name, curve = self.loss
         rise = curve.rise()
-        return None if rise is None else (name, rise[0], curve.lowest[1], curve.last)
+        return None if rise is None else (name, rise[0], min(curve.start, curve.lowest[1]), curve.last)
 
 
 Ask = Callable[[RunCase], "Claim | None"]

@@ -19,12 +19,13 @@ class Curve:
 
     ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the mean distance of a single step
     from the median of its stretch. What is not finite is left out, and
-    ``nonfinite_since`` tells the first such step.
+    ``start``: its very first value; ``nonfinite_since`` tells the first such step.
     """
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
     spread: float
+    start: float = math.inf
     nonfinite_since: int | None = None
 
     @classmethod
@@ -38,7 +39,9 @@ class Curve:
         middles = [statistics.median(value for _, value in one) for one in stretches]
         distances = [abs(value - middle) for one, middle in zip(stretches, middles, strict=True) for _, value in one]
         spread = statistics.fmean(distances) if distances else 0.0
-        return cls(tuple(one[0][0] for one in stretches), tuple(middles), spread, bad)
+        return cls(
+            tuple(one[0][0] for one in stretches), tuple(middles), spread, known[0][1] if known else math.inf, bad
+        )
 
     @property
     def first(self) -> float:
@@ -60,8 +63,11 @@ class Curve:
         """Where the curve left its lowest stretch for good: the step of that, and how far it has risen since.
 
         None where it ends no higher than its first stretch, or within ten times the spread of its lowest one: then it
-        has not come back up, or nothing tells that from noise.
+        has not come back up, or nothing tells that from noise. A curve that jumped at once and stayed above one and a
+        half times its very first value has risen from there.
         """
+        if self.values and self.start > 0 and min(self.values) > 1.5 * self.start + 0.05:
+            return self.steps[0], self.last - self.start
         if len(self.values) < 3:
             return None
         step, least = self.lowest
