@@ -105,3 +105,32 @@ def test_grad_mode_on_inside_and_off_outside():
             found.append(model[0].lin.weight.grad[0, 0].item())
     assert found == [20.0, 20.0]
     assert [one.tolist() for one in got.all("0:grad_output")] == [[[10.0, 10.0]]] * 2  # what the edit has made of it
+
+
+@pytest.mark.parametrize("port", ["input_grad", "grad_input", "grad_output"])
+def test_gradients_at_calls_under_no_grad_that_turn_grad_mode_on(port):
+    class On(nn.Module):
+        def forward(self, x):
+            with torch.enable_grad():
+                return x * 2
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = On()
+
+        def forward(self, x):
+            h = x * 3
+            g = self.a(x * 1)
+            with torch.no_grad():
+                y = self.a(h)
+            return (y * 5 + g).sum()
+
+    model, x = Both(), torch.ones(1, requires_grad=True)
+    with gaff.capture(model, f"a:{port}") as got:
+        model(x).backward()
+    assert [one.item() for one in got.all(f"a:{port}")] == ([1.0, 5.0] if port == "grad_output" else [2.0, 10.0])
+    x.grad = None
+    with gaff.edit(model, {f"a:{port}": gaff.edits.scale(10.0)}):
+        model(x).backward()
+    assert x.grad.item() == 320.0

@@ -4,16 +4,15 @@ Containers are tuples, lists, dicts, named tuples, dataclasses and Hugging Face'
 dataclass at once). Everything else is a leaf. The root of a value has the key ``()``.
 
 ``children`` decides what is a container, and in which order its parts come; ``dig`` follows each key that
-``iter_tensors`` tells, and attributes besides. Containers that change are made anew, unless ``put`` is told
-that somebody may hold them; tensors are passed on, not copied.
+``iter_tensors`` tells, and attributes besides. Nothing here writes into a value that it is given: containers
+that change are made anew, and tensors are passed on, not copied.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -55,18 +54,19 @@ class Opaque:
 class Arguments:
     """What a call is given, as one value: ``[1]`` is a position, ``[mask]`` a keyword, tensors come in that order.
 
-    A keyword is found only where it was given as one: positions are not translated into names. ``undo``: where it is a
-    list, lists and dicts of the caller may be written to during the call, and it takes what puts them back after it.
+    A keyword is found only where it was given as one: positions are not translated into names. ``after``: where it is a
+    list, it takes what is to be called when the call is over, for lists and dicts that were made anew: it brings to the
+    caller's own what was written into them (``put``).
     """
 
-    __slots__ = ("args", "kwargs", "undo")
+    __slots__ = ("after", "args", "kwargs")
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: list[Callable[[], object]] | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], after: list[Callable[[], object]] | None = None
     ) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.undo = undo
+        self.after = after
 
 
 NO_ARGUMENTS = Arguments((), {})
@@ -199,16 +199,16 @@ def first_tensor(value: Any) -> tuple[Key, Tensor] | None:
     return next(iter_tensors(value), None)
 
 
-def put(value: Any, key: Key, new: Tensor, undo: list[Callable[[], object]] | None = None) -> Any:
-    """``value`` with ``new`` at ``key``; only the containers on the way are made anew.
+def put(value: Any, key: Key, new: Tensor, after: list[Callable[[], object]] | None = None) -> Any:
+    """A copy of ``value`` with ``new`` at ``key``; only the containers on the way are made anew.
 
-    With ``undo``, a list, a list or dict on the way is written to instead: somebody may hold it, and look for what is
-    written there. What puts back the old tensor, wherever the container holds the new one then, is added to ``undo``.
-    Raises PlanError where a container cannot be made anew, such as an object whose attribute the tensor is.
+    Of each list and dict among them a function is added to ``after``, if one is given: it brings to the old one what
+    has been written into the new one since. Raises PlanError where a container cannot be made anew, such as an object
+    whose attribute the tensor is.
     """
     if not key:
         return new
-    undo = value.undo if type(value) is Arguments else undo
+    after = value.after if type(value) is Arguments else after
     inside = children(value)
     if inside is not None:
         names = [name for name, _ in inside]
@@ -223,29 +223,39 @@ def put(value: Any, key: Key, new: Tensor, undo: list[Callable[[], object]] | No
         if head in names:
             at = names.index(head)
             parts = [child for _, child in inside]
-            before = parts[at]
-            parts[at] = put(before, key[1:], new, undo)
-            if parts[at] is before and type(value) is not Arguments:
-                return value
-            if undo is not None and type(value) in _WRITTEN_TO:
-                value[list(value)[at] if isinstance(value, dict) else at] = parts[at]
-                undo.append(partial(_take_back, value, before, parts[at]))
-                return value
+            parts[at] = put(parts[at], key[1:], new, after)
             try:
-                return _rebuild(value, parts)
+                made = _rebuild(value, parts)
             except TypeError:
                 pass  # a container that cannot be made anew
+            else:
+                if after is not None and isinstance(value, (list, MutableMapping)):
+                    after.append(partial(_bring_back, value, made, _items(made)))
+                return made
     raise PlanError(f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it elsewhere")
 
 
-_WRITTEN_TO = (list, dict, OrderedDict, defaultdict)
+def _items(container: Any) -> dict[Any, Any]:
+    """What a list or dict holds, by key or position."""
+    return dict(container.items() if isinstance(container, Mapping) else enumerate(container))
 
 
-def _take_back(container: Any, before: Any, new: Any) -> None:
-    """Put ``before`` wherever a list or dict holds ``new``."""
-    for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
-        if item is new:
-            container[key] = before
+def _bring_back(old: Any, made: Any, before: dict[Any, Any]) -> None:
+    """Write into a list or dict ``old`` what was changed in ``made`` since that held ``before``.
+
+    What stands at its place there as it did stays in ``old`` as it is.
+    """
+    now, missing = _items(made), object()
+    changed = {key: item for key, item in now.items() if before.get(key, missing) is not item}
+    if isinstance(old, list) and len(now) < len(old):
+        del old[len(now) :]
+    for key in [key for key in before if key not in now] if not isinstance(old, list) else ():
+        old.pop(key, None)
+    for key, item in changed.items():
+        if isinstance(old, list) and key >= len(old):
+            old.append(item)
+        else:
+            old[key] = item
 
 
 def size_bytes(tensor: Tensor) -> int:
@@ -314,7 +324,7 @@ def _rebuild(value: Any, parts: list[Any]) -> Any:
     if type(value) is not Arguments:
         return _container(value, parts)
     count = len(value.args)
-    return Arguments(tuple(parts[:count]), dict(zip(value.kwargs, parts[count:], strict=True)), value.undo)
+    return Arguments(tuple(parts[:count]), dict(zip(value.kwargs, parts[count:], strict=True)), value.after)
 
 
 def _container(value: Any, parts: list[Any]) -> Any:

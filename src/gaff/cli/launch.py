@@ -84,7 +84,7 @@ def _folder(out: str | None, command: list[str], *, force: bool = False) -> Path
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"{str(folder)!r} is no folder: expected a new one for the record")
     if there and not force:
-        free = next(name for number in itertools.count(2) if not (name := Path(f"{folder}-{number}")).exists())
+        free = next(one for number in itertools.count(2) if not (one := Path(f"{folder}-{number}")).exists())
         raise RecordError(
             f"{str(folder)!r} holds a run already ({_what(folder)}): expected a new folder, such as --out {free}, or "
             "--force to remove that run"

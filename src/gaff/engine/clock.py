@@ -302,6 +302,9 @@ class Clock:
     def close(self) -> None:
         """Begin no run any more, and drop those in progress without calling ``at_end``."""
         self.closed = True
+        for frame in [frame for run in self.open.values() for frame in run.frames]:
+            for callback in frame.at_leave:
+                callback()
         self.open.clear()
         self.at_begin.clear()
         self.at_end.clear()

@@ -134,7 +134,7 @@ def entered(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 def _passed(cross: Callable[..., Any], frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
     """What a module is called with once its arguments have passed its entry by ``cross``; None for the same.
 
-    The caller's containers that were written to on the way are as they were when the call's ``frame`` is over.
+    What the module writes into containers that were made anew is brought to the caller's when ``frame`` is over.
     """
     given = Arguments(args, kwargs, frame.at_leave)
     new = cross(given, given, *rest)

@@ -54,7 +54,7 @@ class Side:
 
         ``given`` are the arguments of the call, at the entry the value itself. The taps are the backend's affair.
         """
-        has_graph = is_grad_enabled() or (value is not given and is_outside_functions() and _has_graph(value))
+        has_graph = is_grad_enabled() or (is_outside_functions() and _has_graph(value))
         return self.act(value, given, self.meet(run, call, has_graph))
 
     def again(self, value: Any, given: Arguments) -> Any:
@@ -150,6 +150,6 @@ class Side:
         return current is not None and autograd.is_python_node(current) and not self._clock.made(current)
 
 
-def _has_graph(output: Any) -> bool:
-    """Whether something in ``output`` has an autograd graph, whatever grad mode says: code may turn it on inside."""
-    return any(takes_gradient(tensor) and tensor.grad_fn is not None for _, tensor in iter_tensors(output))
+def _has_graph(value: Any) -> bool:
+    """Whether something in ``value`` takes a gradient, whatever grad mode says: code may turn it on inside."""
+    return any(takes_gradient(tensor) for _, tensor in iter_tensors(value))

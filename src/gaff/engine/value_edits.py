@@ -1,8 +1,8 @@
 """Where edits of values take hold: at the exit and at the entry of a module. Those of gradients: ``gradients.edits``.
 
 What an edit does to a tensor is its stream's affair; here the tensor is found in what passes, and the new one is put
-in its place. A list or dict on the way to it is written to, since module or caller may hold it: at the entry until the
-call is over, at the exit for good. Other containers are made anew.
+in its place. Containers on the way to it are made anew, and the caller's own are left as they are; what a module writes
+into a list or dict that it is given reaches the caller's when the call is over.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ValueChange(Act):
             return None
         new = self._stream.change(tensor, crossing)
         try:
-            return put(value, key, new, [])
+            return put(value, key, new)
         except PlanError as error:
             raise PlanError(f"{site}: {error}") from None
 

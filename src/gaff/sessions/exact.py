@@ -263,6 +263,8 @@ def hold(
     if lazy is not None and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
             if not is_foreign(tensor):
+                if not tensor.untyped_storage().resizable():  # a NumPy array points at this memory
+                    return tensor.clone() if has_graph else tensor.detach().clone()
                 return lazy(tensor if has_graph else tensor.detach())
         except RuntimeError:
             pass  # sparse, nested or borrowed memory: torch refuses to share it

@@ -227,6 +227,8 @@ class KeptSite:
         try:
             address = memory_of(value)
             if address not in run.model and address not in run.arguments and value.is_cpu and not value.is_quantized:
+                if not value.untyped_storage().resizable():  # a NumPy array points at this memory
+                    return value.clone()
                 return self._lazy(value)  # type: ignore[misc]
         except RuntimeError:
             pass  # sparse, nested or borrowed memory

@@ -46,7 +46,7 @@ class TracedEdit(Receiver):
         if tensor is None:
             return value
         new = self._changed(tensor, "" if value is given else _remark(value, tensor, given.args))
-        return put(value, key, new, None if value is given else [])
+        return put(value, key, new)
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The compiled graph has made the edit: tell the stream what passed and what went on.

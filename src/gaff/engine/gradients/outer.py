@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from gaff.address.nested import Arguments, dig, iter_tensors, put
+import torch
+from torch import Tensor, nn
+
+from gaff.address.grammar import Key
+from gaff.address.nested import Arguments, children, dig, iter_tensors, put
 from gaff.compat import autograd
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients import tensor_hooks
@@ -43,11 +48,41 @@ class OuterGradient(GradientArm):
             if not autograd.takes_gradient(tensor):
                 self._arm_late(tensor, stream, crossing)
                 continue
+            if refused := _why_no_view(output, (*site.key, *key), tensor, given, self._node.module):
+                stream.refuse(run, call, refused)
+                continue
             alias = tensor_hooks.alias_of(tensor)
             stream.remark(ASIDE)
             self._gradients.arm(alias, stream, run, call)
             tensor_hooks.ORIGINALS[alias] = tensor
             for place, other in list(iter_tensors(output)):
                 if other is tensor:
-                    output = put(output, place, alias, [])
+                    output = put(output, place, alias)
         return output
+
+
+def _why_no_view(output: Any, key: Key, tensor: Tensor, given: Arguments, module: nn.Module) -> str:
+    """Why the caller cannot be given a view of ``tensor`` at ``key`` of ``output``; empty where it can."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return "torch makes no view of a sparse or nested tensor: ask for :grad_output, the total gradient"
+    on_the_way = [dig(output, key[:depth]) for depth in range(len(key))]
+    written = {id(one) for one in on_the_way if isinstance(one, (list, MutableMapping))}
+    if written and any(id(one) in written for one in _containers_of(given, module)):
+        return (
+            "the module keeps, or was given, the list or dict that it returns: its caller would get another; ask for "
+            ":grad_output, the total gradient"
+        )
+    return ""
+
+
+def _containers_of(given: Arguments, module: nn.Module) -> Iterator[Any]:
+    """The containers among the arguments of a call and the attributes of its module, at any depth up to 6."""
+    own = ("_parameters", "_buffers", "_modules")
+    kept = [value for one in module.modules() for name, value in vars(one).items() if name not in own]
+    waiting = [(value, 6) for value in (*given.args, *given.kwargs.values(), *kept)]
+    while waiting:
+        value, depth = waiting.pop()
+        inside = children(value) if depth else None
+        if inside is not None:
+            yield value
+            waiting += [(child, depth - 1) for _, child in inside]
