@@ -138,3 +138,15 @@ def test_an_opening_in_which_nothing_ran_says_so(model):
         model(torch.ones(1, 3))
     with pytest.raises(gaff.NeverFiredError), got:
         pass
+
+
+def test_a_module_that_was_added_since_is_found_by_a_pattern():
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
+    got = gaff.capture(model, "**<Tanh>")
+    with got:
+        model(torch.ones(1, 2))
+    assert len(got.all("**<Tanh>")) == 1
+    model[1].append(nn.Tanh())
+    with got:
+        model(torch.ones(1, 2))
+    assert len(got.all("**<Tanh>")) == 2

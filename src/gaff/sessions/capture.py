@@ -66,6 +66,7 @@ class Capture(Captured):
         self._keepers: list[Keeper] = []
         self._places: list[Any] = []  # where the modules hung at opening
         self._around: list[Found] = []  # a site for each chain of modules that leads to some
+        self._inside: list[tuple[Any, list[int]]] = []  # what was in every module of the model at opening
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
         is_traceable = not (options.graph or options.reference)
@@ -93,17 +94,20 @@ class Capture(Captured):
         if not self._places:
             self._places = [(*place_of(tap.found), stream) for tap, stream in streams if tap.found.chain]
             self._around = list({tuple(map(id, tap.found.chain)): tap.found for tap in self._taps}.values())
+            tables = [one._modules for one in self._model.modules()] if self._model is not None else []
+            self._inside = [(table, list(map(id, table.values()))) for table in tables if table]
         self._session.clock.at_begin.append(self._look_for_replaced)
         return self
 
     def _begin_anew(self) -> None:
-        """Let go of what was kept; the plan is looked up again unless every module still hangs where it was found.
+        """Let go of what was kept; the plan is looked up again unless every module still hangs where it was.
 
         Raises PlanError while the capture is open, and for one of plain tensors: it holds none of them any more.
         """
         if self._session.is_open or self._by_name:
             raise PlanError(f"this capture is {'open already' if self._session.is_open else PLAIN}: expected a new one")
-        if not (self._session.lasting and self._is_all_there()):
+        is_same = all(list(map(id, table.values())) == known for table, known in self._inside)
+        if not (self._session.lasting and is_same and self._is_all_there()):
             return self._set_up(self._model, {})
         for stream in self._by_object.values():
             stream.restart()
