@@ -35,6 +35,7 @@ UNUSABLE = (
     "a view of a leaf Variable that requires grad is being used in an in-place",  # which a skipped module handed on
     "a leaf Variable that requires grad is being used in an in-place",
     "is a view and is being modified inplace",
+    "multiply sequence by non-int",  # a function in the place of a module that is given a container
     "needed for gradient computation has been modified by an inplace",  # which the formula of an edit saves
 )
 

@@ -268,3 +268,21 @@ def test_hooks_on_a_base_that_outlives_many_views_stay_few():
             got._model(base).sum().backward(retain_graph=True)
         assert len(base._backward_hooks) < 700
     assert not base._backward_hooks
+
+
+def test_a_differentiable_pass_of_one_run_gives_the_next_run_no_wrong_label():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 2))
+
+        def forward(self, x):
+            x * 1.0  # made for nothing
+            return x @ self.weight
+
+    model, x = Drops(), torch.ones(1, 2, requires_grad=True)
+    with gaff.capture(model, "weight:grad", ":grad_input") as got:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        model(x).sum().backward()
+    assert [len(got.run(run).all("weight:grad")) for run in (0, 1)] == [0, 1]
+    assert [torch.equal(got.run(run)[":grad_input"], model.weight.sum(1)[None]) for run in (0, 1)] == [True, True]

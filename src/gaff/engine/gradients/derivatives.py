@@ -7,6 +7,7 @@ after it runs. Passes that are not differentiable pay nothing for it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
@@ -81,17 +82,23 @@ def follow_derivatives(share: Follower, feeding: Feeding, edge: Edge, since: int
         autograd.metadata_of(node).setdefault(derivatives, False)
 
 
-_BEGUN = [0]
+_MADE: deque[range] = deque(maxlen=256)  # the numbers of nodes that each of the last differentiable passes has made
+_COUNT = [0]  # of all such passes
 
 
-def passes_begun() -> int:
-    """How many differentiable passes have begun while somebody wanted to know."""
-    return _BEGUN[0]
+def passes_made() -> int:
+    """How many differentiable passes there have been while somebody wanted to know."""
+    return _COUNT[0]
+
+
+def made_since(count: int) -> list[range]:
+    """The numbers of nodes that differentiable passes have made since there had been ``count`` of them."""
+    new = _COUNT[0] - count
+    return list(_MADE)[-new:] if new else []
 
 
 def _begins(outputs: Any) -> None:
     """A differentiable pass begins from ``outputs``: hook the nodes behind them of every call that is followed."""
-    _BEGUN[0] += 1
     waiting = autograd.nodes_of(outputs)
     seen: set[GraphNode] = set()
     owners: set[Derivatives] = set()
@@ -112,9 +119,15 @@ def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if args[2] if len(args) > 2 else kwargs.get("create_graph"):
-            _begins(outputs)
-        return run(outputs, *args, **kwargs)
+        if not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
+            return run(outputs, *args, **kwargs)
+        _begins(outputs)
+        first = autograd.next_sequence()
+        try:
+            return run(outputs, *args, **kwargs)
+        finally:
+            _MADE.append(range(first, autograd.next_sequence()))
+            _COUNT[0] += 1
 
     return run_backward
 

@@ -20,7 +20,7 @@ from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
-from gaff.engine.gradients.derivatives import follow_derivatives, passes_begun
+from gaff.engine.gradients.derivatives import follow_derivatives, made_since, passes_made
 from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, PassGraph, find_feeding
@@ -186,7 +186,7 @@ class _Share(Armed):
                 self._total.remove()  # from what outlives the graph
             elif self._gradients.is_open and not is_all and is_fed_unseen():
                 self._sums.pop(task, None)
-                self._gradients.seen(self.run)
+                self._gradients.heard(self.run)
                 self.refuse(UNSEEN)
 
         self._token = mark(feeding)
@@ -297,14 +297,15 @@ def watch_unseen(
     ``unseen``, that hand something to ``edge`` as well and do not have the ``token`` of known ones (``mark``): a user's
     hook may collect what it sees, a list outside of the model may hold it.
     """
-    position, begun = edge[1], passes_begun()
+    position, count = edge[1], passes_made()
 
     def is_fed_unseen() -> bool:
         nodes = graph.handing_to(position)
-        # what a differentiable pass has made of nodes that were not found is numbered later
-        numbers = unseen if passes_begun() == begun else range(unseen.start, NEVER)
+        numbers = [unseen, *made_since(count)]  # also what differentiable passes have made of nodes that were not found
         return nodes is None or any(
-            autograd.sequence_of(node) in numbers and token not in autograd.metadata_of(node) and autograd.is_due(node)
+            any(autograd.sequence_of(node) in one for one in numbers)
+            and token not in autograd.metadata_of(node)
+            and autograd.is_due(node)
             for node in nodes
         )
 
