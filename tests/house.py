@@ -33,7 +33,7 @@ FLOORS = (
     ("errors", "version"),
 )
 MOST_LINES = 24_750  # of code, without the page's script
-MOST_OF_CORE = 10_850  # of them in what sees, keeps and changes
+MOST_OF_CORE = 10_900  # of them in what sees, keeps and changes
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

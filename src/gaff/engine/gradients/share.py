@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
-from gaff.address.nested import Arguments, holds_code, iter_deep, iter_tensors
+from gaff.address.nested import Arguments, holds_code, iter_deep
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.engine.clock import Run
@@ -63,7 +63,7 @@ class InputShare(GradientArm):
         tensor = find_input(value, self._site, self._stream, self._is_exact)
         if tensor is None:
             return
-        twins = max(sum(other is tensor for other in found) for found in (iter_deep(value), _tensors_of(value)))
+        twins = sum(other is tensor for other in iter_deep(value))
         if not autograd.takes_gradient(tensor):
             self._arm_late(tensor, _ShareOfLate(self._stream), crossing)
         elif twins > 1:
@@ -255,10 +255,6 @@ def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ..
         share.refuse(BATCHED)
     else:
         share.arrive(gradient)
-
-
-def _tensors_of(value: Any) -> Iterable[Tensor]:
-    return (tensor for _, tensor in iter_tensors(value))
 
 
 def _is_cached(feeding: Feeding, leaf: Tensor) -> bool:
