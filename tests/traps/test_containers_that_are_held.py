@@ -1,5 +1,9 @@
 """Lists and dicts that somebody else holds: what is put into them, and what they hold after the call."""
 
+from collections import OrderedDict
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -164,3 +168,81 @@ def test_attributes_on_tensors_go_with_the_view_that_takes_their_place():
     with gaff.capture(model, "0:outer_grad"):
         model(x).sum().backward()
     assert seen == [3]
+
+
+class Box(MutableMapping):
+    """A mapping that keeps its items in a dict of its own, as anybody may write one."""
+
+    def __init__(self, **items):
+        self._items = items
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, item):
+        self._items[key] = item
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+def test_a_mapping_of_somebody_elses_class_is_left_as_it_is():
+    class Boxes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return Box(y=self.lin(x))
+
+    class Reads(nn.Module):
+        def forward(self, box):
+            return box["x"] * 1
+
+    with gaff.capture(Boxes(), ":output") as got:
+        out = got._model(torch.ones(1, 2))
+    assert out["y"].requires_grad
+    model, box = Reads(), Box(x=torch.ones(1))
+    before = box["x"]
+    with gaff.edit(model, {":input[0][x]": gaff.edits.scale(2.0)}):
+        assert [model(box).item() for _ in range(2)] == [2.0, 2.0]
+    assert box["x"] is before
+
+
+def test_a_dataclass_that_the_module_writes_into():
+    @dataclass
+    class State:
+        x: torch.Tensor
+        h: torch.Tensor | None = None
+
+    class Writes(nn.Module):
+        def forward(self, state):
+            state.h = state.x * 3
+            return state.h
+
+    state = State(torch.ones(1))
+    with gaff.edit(Writes(), {":input[0][x]": gaff.edits.scale(2.0)}) as edited:
+        edited._model(state)
+    assert (state.x.item(), state.h.item()) == (1.0, 6.0)
+
+
+def test_what_moves_in_a_list_or_a_dict_is_the_callers_own():
+    class Moves(nn.Module):
+        def forward(self, rows, cache):
+            cache.move_to_end("a")
+            return rows.pop(0)
+
+    rows, cache = [torch.ones(1), torch.ones(1) * 10], OrderedDict(a=torch.ones(1), b=torch.ones(1))
+    ten = rows[1]
+    edit = {":input[0][1]": gaff.edits.scale(2.0), ":input[1][b]": gaff.edits.scale(2.0)}
+    with gaff.edit(Moves(), edit) as edited:
+        edited._model(rows, cache)
+    assert len(rows) == 1
+    assert rows[0] is ten
+    assert list(cache) == ["b", "a"]

@@ -164,3 +164,27 @@ def test_a_run_whose_feature_was_collected_is_not_told_none_for_another_one():
     assert got.run(1)["0:input_grad"].tolist() == [[9.0, 9.0]]
     with pytest.raises(gaff.ExactnessError, match="2 runs used this leaf"):
         got.run(0)["0:input_grad"]
+
+
+def test_calls_without_grad_mode_leave_no_hook_and_edit_nothing():
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2, requires_grad=True)
+    for given in (x, x * 1.0):
+        x.grad = None
+        with gaff.edit(model, {"0:input_grad": gaff.edits.scale(2.0)}):
+            with torch.no_grad():
+                for _ in range(5):
+                    model(given)
+            assert not given._backward_hooks
+            model(given).sum().backward()
+        assert torch.allclose(x.grad, 2 * model[0].weight.sum(0))
+
+
+def test_a_run_before_any_autograd_node_claims_none():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with gaff.capture(model, "0:output") as got:
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        run = got._session.clock.latest
+        first = torch._C._autograd._get_sequence_nr()
+        model(torch.ones(1, 2))
+    assert run.made == range(first, first)

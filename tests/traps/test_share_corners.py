@@ -286,3 +286,60 @@ def test_a_differentiable_pass_of_one_run_gives_the_next_run_no_wrong_label():
         model(x).sum().backward()
     assert [len(got.run(run).all("weight:grad")) for run in (0, 1)] == [0, 1]
     assert [torch.equal(got.run(run)[":grad_input"], model.weight.sum(1)[None]) for run in (0, 1)] == [True, True]
+
+
+def test_second_derivatives_of_another_thread_with_the_same_numbers_are_none_of_the_call():
+    class Cube(nn.Module):
+        def forward(self, x):
+            return x**3
+
+    model, x, made = Cube(), torch.full((1,), 2.0, requires_grad=True), []
+    with gaff.capture(model, ":grad_input") as got:
+        t = x * 1.0
+        number = torch._C._autograd._get_sequence_nr()
+
+        def work():
+            while torch._C._autograd._get_sequence_nr() < number:
+                t * 1.0
+            made.append(t**3)
+
+        y = model(t)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        (grad,) = torch.autograd.grad((y + 5 * made[0]).sum(), t, create_graph=True)
+        grad.sum().backward()
+    assert [one.item() for one in got.all(":grad_input")] == [12.0, 12.0]
+
+
+def test_a_function_whose_backward_hands_on_its_saved_input_is_refused_in_second_derivatives():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x / 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return ctx.saved_tensors[0] if bool((g == 1).all()) else g * ctx.saved_tensors[0]
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            return Square.apply(x)
+
+    def program(model):
+        out = model(ONE)
+        (grad,) = torch.autograd.grad(out.sum(), model.pre.weight, create_graph=True)
+        (out.sum() + grad.sum()).backward()
+
+    assert "hands on its input itself" in told(Calls, program)[1]
+
+
+def test_an_input_that_is_kept_in_an_object_and_used_later_is_refused():
+    class Holds(nn.Module):
+        def forward(self, x):
+            self.state = SimpleNamespace(x=x)
+            return x * 2
+
+    got = told(Holds, lambda m: (m(ONE).sum() + (m.inner.state.x * 3).sum()).backward())[1]
+    assert "or the module kept the input" in got

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import enum
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -135,7 +136,7 @@ def iter_deep(value: Any, depth: int = 6, seen: set[int] | None = None) -> Itera
     if depth == 0 or id(value) in seen or isinstance(value, (*_PLAIN_LEAVES, type, torch.nn.Module)):
         return
     seen.add(id(value))
-    inside = list(enumerate(value)) if isinstance(value, (set, frozenset)) else children(value)
+    inside = list(enumerate(value)) if isinstance(value, (set, frozenset, deque)) else children(value)
     if inside is None:
         inside = list(getattr(value, "__dict__", {}).items())
     for _, child in inside:
@@ -229,33 +230,54 @@ def put(value: Any, key: Key, new: Tensor, after: list[Callable[[], object]] | N
             except TypeError:
                 pass  # a container that cannot be made anew
             else:
-                if after is not None and isinstance(value, (list, MutableMapping)):
+                if after is not None and (isinstance(value, (list, MutableMapping)) or _is_written(value)):
                     after.append(partial(_bring_back, value, made, _items(made)))
                 return made
     raise PlanError(f"a {type(value).__name__} cannot be given another tensor at {print_key(key)}: edit it elsewhere")
 
 
+def _is_written(value: Any) -> bool:
+    """Whether ``value`` is a dataclass whose fields may be set."""
+    return is_dataclass(value) and not getattr(value, "__dataclass_params__").frozen  # noqa: B009  # typeshed lacks it
+
+
 def _items(container: Any) -> dict[Any, Any]:
-    """What a list or dict holds, by key or position."""
-    return dict(container.items() if isinstance(container, Mapping) else enumerate(container))
+    """What a list, dict or dataclass holds, by position, key or field."""
+    if isinstance(container, Mapping):
+        return dict(container.items())
+    return dict(enumerate(container)) if isinstance(container, list) else dict(children(container) or ())
 
 
 def _bring_back(old: Any, made: Any, before: dict[Any, Any]) -> None:
-    """Write into a list or dict ``old`` what was changed in ``made`` since that held ``before``.
+    """Write into a list, dict or dataclass ``old`` what was changed in ``made`` since that held ``before``.
 
-    What stands at its place there as it did stays in ``old`` as it is.
+    What stands in ``made`` as it did stays in ``old`` as it is; an item of a list that has moved is the one of ``old``,
+    at its first place, and what a dict holds under another key, too, is that of ``made`` there.
     """
     now, missing = _items(made), object()
     changed = {key: item for key, item in now.items() if before.get(key, missing) is not item}
-    if isinstance(old, list) and len(now) < len(old):
-        del old[len(now) :]
-    for key in [key for key in before if key not in now] if not isinstance(old, list) else ():
-        old.pop(key, None)
+    if isinstance(old, list):
+        if changed or len(now) != len(before):
+            known = list(zip(before.values(), old, strict=False))
+            old[:] = [_own(item, known) for item in now.values()]
+        return
     for key, item in changed.items():
-        if isinstance(old, list) and key >= len(old):
-            old.append(item)
-        else:
+        if isinstance(old, MutableMapping):
             old[key] = item
+        else:
+            setattr(old, key, item)
+    if isinstance(old, MutableMapping):
+        for key in [key for key in before if key not in now]:
+            old.pop(key, None)
+        if list(old) != list(now) and set(old) == set(now):
+            for key in now:
+                old[key] = old.pop(key)
+
+
+def _own(item: Any, known: list[tuple[Any, Any]]) -> Any:
+    """What a list held in the place of ``item``, by pairs of which each serves once; else ``item`` itself."""
+    at = next((at for at, (one, _) in enumerate(known) if one is item), None)
+    return item if at is None else known.pop(at)[1]
 
 
 def size_bytes(tensor: Tensor) -> int:
@@ -350,7 +372,7 @@ def _container(value: Any, parts: list[Any]) -> Any:
     if isinstance(value, list):
         new = _refilled(copy.copy(value), parts)
     elif isinstance(value, Mapping):
-        new = copy.copy(value)
+        new = _copied(value)
         for key, part in zip(value, parts, strict=True):
             new[key] = part
     else:  # a dataclass, frozen or with slots as it may be
@@ -358,6 +380,20 @@ def _container(value: Any, parts: list[Any]) -> Any:
         getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
         for field, part in zip(fields(value), parts, strict=True):
             object.__setattr__(new, field.name, part)
+    return new
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a mapping that shares nothing with it in which it may keep its items: a dict or list of its own.
+
+    Raises TypeError for one of a class of somebody else of which nothing tells where it keeps them.
+    """
+    if not isinstance(value, dict) and not hasattr(value, "__dict__"):
+        raise TypeError(f"a {type(value).__name__} cannot be copied")
+    new = copy.copy(value)
+    for name, inner in list(getattr(new, "__dict__", {}).items()):
+        if isinstance(inner, (dict, list, set)) and inner is vars(value).get(name):
+            vars(new)[name] = copy.copy(inner)
     return new
 
 

@@ -91,7 +91,8 @@ class Run:
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
-        self.first_node = self.last_node = 0  # sequence numbers of autograd nodes when it began, and after its end
+        self.first_node = 0  # sequence number of autograd nodes when it began
+        self.last_node: int | None = None  # and when it had ended
         self.functions: list[Any] | None = None  # custom Functions around it; None: it began with grad mode
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
 
@@ -101,7 +102,7 @@ class Run:
     @property
     def made(self) -> range:
         """The sequence numbers of the autograd nodes that its thread has made in it; while it is open, of all since."""
-        return range(self.first_node, self.last_node or 1 << 62)
+        return range(self.first_node, 1 << 62 if self.last_node is None else self.last_node)
 
 
 class Clock:

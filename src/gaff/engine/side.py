@@ -54,12 +54,11 @@ class Side:
 
         ``given`` are the arguments of the call, at the entry the value itself. The taps are the backend's affair.
         """
-        has_graph = is_grad_enabled() or (is_outside_functions() and _has_graph(value))
-        return self.act(value, given, self.meet(run, call, has_graph))
+        return self.act(value, given, self.meet(run, call, _makes_graph(value)))
 
     def again(self, value: Any, given: Arguments) -> Any:
         """A value passes in a recomputation; returns what passes on, as it did in the first pass."""
-        crossing = self.met_again(is_grad_enabled())
+        crossing = self.met_again(_makes_graph(value))
         return value if crossing is None else self.act(value, given, crossing)
 
     def meet(self, run: Run, call: int, has_graph: bool) -> Crossing:
@@ -150,6 +149,8 @@ class Side:
         return current is not None and autograd.is_python_node(current) and not self._clock.made(current)
 
 
-def _has_graph(value: Any) -> bool:
-    """Whether something in ``value`` takes a gradient, whatever grad mode says: code may turn it on inside."""
-    return any(takes_gradient(tensor) for _, tensor in iter_tensors(value))
+def _makes_graph(value: Any) -> bool:
+    """Whether an autograd graph is made of what passes: also where grad mode is off, and may be on inside the call."""
+    if is_grad_enabled():
+        return True
+    return is_outside_functions() and any(takes_gradient(tensor) for _, tensor in iter_tensors(value))

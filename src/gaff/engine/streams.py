@@ -7,7 +7,6 @@ what passes in an ordinary forward, an ``Act`` changes it, or asks for its gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -129,13 +128,26 @@ class Act:
         return
 
 
+class FirstHalf(Protocol):
+    """An act at the entry that notes something, and acts on it at the exit."""
+
+    def leave(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
+        """The module returns ``output``; what passes on, or None for itself."""
+
+    def left_without_graph(self, run: Run, call: int) -> None:
+        """The module has returned something without an autograd graph, though there may have been one at the entry."""
+
+
 class SecondHalf(Act):
     """Acts at the exit on what its other half, at the entry, has noted; what never came is told by that half."""
 
-    def __init__(self, act: Callable[[Any, Arguments, Crossing], Any]) -> None:
-        self._act = act
+    def __init__(self, first: FirstHalf) -> None:
+        self._first = first
 
     needs_graph = True
 
     def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
-        return self._act(value, given, crossing)
+        return self._first.leave(value, given, crossing)
+
+    def give_up(self, run: Run, call: int) -> None:
+        self._first.left_without_graph(run, call)

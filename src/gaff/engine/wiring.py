@@ -327,7 +327,7 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
         kind = InputGradient if site.port == "input_grad" else InputShare
         asked = kind(gradients, node, stream, site, is_exact)
         _hang(node.entry, asked)
-        _hang(node.exit, SecondHalf(asked.leave), before=_gives_a_view)
+        _hang(node.exit, SecondHalf(asked), before=_gives_a_view)
 
 
 def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
@@ -350,11 +350,11 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
     elif site.port == "input_grad":
         total = InputGradient(gradients, node, stream, site, True)
         _edit(node.entry, total, before=lambda act: isinstance(act, (ValueChange, ShareChange)))
-        _edit(node.exit, SecondHalf(total.leave), before=_gives_a_view)
+        _edit(node.exit, SecondHalf(total), before=_gives_a_view)
     else:
         share = ShareChange(gradients, node, stream, site, True)
         _edit(node.entry, share)
-        _edit(node.exit, SecondHalf(share.leave), before=_gives_a_view)
+        _edit(node.exit, SecondHalf(share), before=_gives_a_view)
 
 
 def _gives_a_view(act: Act) -> bool:

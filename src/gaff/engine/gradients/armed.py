@@ -8,6 +8,7 @@ find its share (``ArmedShare``), a leaf, which serves many runs (``ArmedLeaf``).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -220,7 +221,7 @@ class ArmedLeaf(Armed):
     def __init__(self, stream: Stream, run: Run, call: int, leaf: Tensor) -> None:
         super().__init__(stream, run, call)
         self.leaf = weakref.ref(leaf)
-        self.life: weakref.ref[Any] | None = None
+        self.life: Callable[[], Any] | None = None
 
     def is_over(self) -> bool:
         """Whether the autograd graph of its call is gone; the leaf's own accumulator is there to stay."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gaff.compat import autograd
-from gaff.engine.gradients.reach import Edge, Feeding, find_feeding
+from gaff.engine.gradients.reach import NEVER, Edge, Feeding, find_feeding
 from gaff.engine.replacements import Replacements
 
 
@@ -33,18 +33,20 @@ class Follower(Protocol):
     def follow_more(self, feeding: Feeding) -> None:
         """Hook nodes of a derivative that hand something to the input, too."""
 
+    def refuse(self, reason: str) -> None:
+        """Tell that the share cannot be told exactly."""
+
 
 class Derivatives:
     """The nodes whose backward makes nodes that hand a gradient to the input, too: those of one call, and theirs.
 
     Held by hooks and metadata of the autograd graph alone, so that it lives and dies with that: it lies in the metadata
-    of the nodes that hand to the input, and says there of every node whether that is hooked. torch makes the Python
+    of the nodes of the call, and says there whether that is hooked. torch makes the Python
     object of a node anew when nobody holds it, and to hold it here would be a circle.
     """
 
-    def __init__(self, share: Follower, edge: Edge, numbers: range) -> None:
+    def __init__(self, share: Follower, edge: Edge) -> None:
         self.share = share
-        self.numbers = numbers
         self._edge = edge
 
     def follow(self, node: GraphNode) -> None:
@@ -68,6 +70,8 @@ class Derivatives:
         """A node has run with grad mode on and made others since ``since``: they belong to the call, too."""
         made: set[GraphNode] = set()
         roots = [tensor for tensor in handed if tensor is not None]
+        if any(autograd.takes_gradient(one) and autograd.grad_edge_node(one) == self._edge for one in roots):
+            self.share.refuse("a custom Function hands on its input itself: a part of its share has no node of its own")
         feeding, _, _ = find_feeding(roots, self._edge, since, made=made)
         made = {node for node in made if not autograd.metadata_of(node).get(self)}
         self.share.follow_more([(node, position) for node, position in feeding if node in made])
@@ -75,11 +79,12 @@ class Derivatives:
             self.follow(node)
 
 
-def follow_derivatives(share: Follower, feeding: Feeding, edge: Edge, since: int) -> None:
-    """Let the share of a call, whose nodes ``feeding`` hand to ``edge``, hear of derivatives; the call is over now."""
-    derivatives = Derivatives(share, edge, range(since, autograd.next_sequence()))
-    for node, _ in feeding:
-        autograd.metadata_of(node).setdefault(derivatives, False)
+def follow_derivatives(share: Follower, made: set[GraphNode], edge: Edge) -> None:
+    """Let the share of a call, which has made the nodes ``made``, hear of derivatives."""
+    derivatives = Derivatives(share, edge)
+    for node in made:
+        if autograd.sequence_of(node) < NEVER:  # no accumulator of a leaf, which everybody uses
+            autograd.metadata_of(node).setdefault(derivatives, False)
 
 
 _MADE: deque[range] = deque(maxlen=256)  # the numbers of nodes that each of the last differentiable passes has made
@@ -101,17 +106,14 @@ def _begins(outputs: Any) -> None:
     """A differentiable pass begins from ``outputs``: hook the nodes behind them of every call that is followed."""
     waiting = autograd.nodes_of(outputs)
     seen: set[GraphNode] = set()
-    owners: set[Derivatives] = set()
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen.add(node)
-            owners.update(one for one in autograd.metadata_of(node) if isinstance(one, Derivatives))
+            for one in [one for one in autograd.metadata_of(node) if isinstance(one, Derivatives)]:
+                if one.share.is_open:
+                    one.follow(node)
             waiting += [onward for onward, _ in node.next_functions if onward is not None]
-    for owner in owners:
-        for node in seen if owner.share.is_open else ():
-            if autograd.sequence_of(node) in owner.numbers:
-                owner.follow(node)
 
 
 def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:

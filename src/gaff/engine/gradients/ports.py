@@ -48,6 +48,12 @@ class GradientArm(Act):
         if self._wants(call):
             self._stream.absent(run, call, NO_GRAD_MODE)
 
+    def left_without_graph(self, run: Run, call: int) -> None:
+        """Tell the stream that what was noted at the entry comes to nothing, unless its hook is set already."""
+        noted = self._frame(run).notes.pop(self, None)
+        if noted is not None and not isinstance(noted, Armed):
+            self.give_up(run, call)
+
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
 
@@ -155,10 +161,12 @@ class InputGradient(GradientArm):
                 return
             if not autograd.takes_gradient(tensor):
                 self._arm_late(tensor, self._stream, crossing)
-                return
-            armed = self._gradients.arm(tensor, self._stream, run, call)
-            if isinstance(armed, ArmedLeaf):
-                self._frame(run).notes[self] = armed
+            elif autograd.is_grad_enabled():
+                armed = self._gradients.arm(tensor, self._stream, run, call)
+                if isinstance(armed, ArmedLeaf):
+                    self._frame(run).notes[self] = armed
+            else:  # unless the call turns grad mode on, there is nothing in it to bring a gradient
+                self._frame(run).notes[self] = tensor, call
 
     def before_graph(self, value: Arguments, crossing: Crossing) -> None:
         """Hook, in a reentrant checkpoint's first pass, what comes in from outside of it.
@@ -189,13 +197,24 @@ class InputGradient(GradientArm):
         """Let what the module made of a leaf tell whose backward pass it is that will bring the leaf its gradient."""
         run = crossing.run
         armed = self._frame(run).notes.pop(self, None)
-        if armed is not None:
-            roots = [tensor for _, tensor in iter_tensors(output) if autograd.takes_gradient(tensor)]
-            made = [tensor for tensor in roots if not tensor.is_leaf]
-            if made:
-                armed.life = autograd.graph_life(made)
+        if armed is None:
+            return
+        roots = [tensor for _, tensor in iter_tensors(output) if autograd.takes_gradient(tensor)]
+        made = [tensor for tensor in roots if not tensor.is_leaf]
+        if isinstance(armed, tuple):
+            given_one, call = armed
+            if not made or all(tensor is given_one for tensor in made):
+                self._stream.absent(run, call, NO_GRAD_MODE)
+                return
+            armed = self._gradients.arm(given_one, self._stream, run, call)
+        if isinstance(armed, ArmedLeaf):
+            armed.life = autograd.graph_life(made) if made else _gone
             for tensor in made:
                 self._gradients.mark(tensor, run)
+
+
+def _gone() -> None:
+    """The life of a graph that there never was."""
 
 
 def _is_made_inside(tensor: Tensor) -> bool:

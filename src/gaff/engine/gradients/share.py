@@ -6,8 +6,10 @@ then the sum of several parts, of which autograd keeps none. This is about the p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Set
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,7 +98,8 @@ class InputShare(GradientArm):
             roots = [other for other in (*iter_deep(given), *iter_deep(output), *kept) if other is not tensor]
             if is_changed:
                 roots.append(tensor)
-            feeding, older, unseen = find_feeding(roots, edge, since, stops)
+            made: set[GraphNode] = set()
+            feeding, older, unseen = find_feeding(roots, edge, since, stops, made)
             if holds_code(output) or any(other is tensor for other in kept):
                 unseen = range(since, NEVER)  # whatever is made of it from now on may be the module's, too
             if older and _lead_to(older, edge, stops):
@@ -111,7 +114,7 @@ class InputShare(GradientArm):
                 share.watch_writes(tensor, outputs)
                 if unseen is not None:
                     share.watch_total(tensor, edge, feeding, unseen)
-                follow_derivatives(share, feeding, edge, since)
+                follow_derivatives(share, made, edge)
                 self._gradients.add(share)
 
 
@@ -345,5 +348,8 @@ def _kept_by(module: nn.Module) -> Iterable[Tensor]:
     """The tensors that a module keeps as attributes: a loss put aside during the call carries a share, too."""
     for inner in module.modules():
         for name, value in vars(inner).items():
-            if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, (Tensor, list, tuple, dict)):
+            if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, _HOLDERS):
                 yield from (tensor for tensor in iter_deep(value) if autograd.takes_gradient(tensor))
+
+
+_HOLDERS = (Tensor, list, tuple, dict, deque, SimpleNamespace)  # of what a module keeps; others hold settings, mostly
