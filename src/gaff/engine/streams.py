@@ -150,4 +150,5 @@ class SecondHalf(Act):
         return self._first.leave(value, given, crossing)
 
     def give_up(self, run: Run, call: int) -> None:
+        """Let the first half tell what becomes of what it has noted."""
         self._first.left_without_graph(run, call)

@@ -50,7 +50,8 @@ class GradientArm(Act):
 
     def left_without_graph(self, run: Run, call: int) -> None:
         """Tell the stream that what was noted at the entry comes to nothing, unless its hook is set already."""
-        noted = self._frame(run).notes.pop(self, None)
+        frame = next((frame for frame in reversed(run.frames) if frame.owner is self._node), None)
+        noted = frame.notes.pop(self, None) if frame is not None else None  # a call that waited is long over
         if noted is not None and not isinstance(noted, Armed):
             self.give_up(run, call)
 
