@@ -694,23 +694,13 @@ def copied(body):
 @driver(0.3)
 def replaced(body):
     """Another module in the place of one, between two runs."""
-    one_backward(body)
-    linear = [name for name in children_of_root(body) if name.endswith("nn.Linear(4, 4)")]
-    if linear:
-        name = body.rng.choice(linear).split(" = ")[0].replace("self.", "model.")
-        body.add(f"{name} = new_linear({name})")
-        one_backward(body)
+    between_runs(body, "{0} = new_linear({0})")
 
 
 @driver(0.3)
 def weight_replaced(body):
     """Another parameter in the place of one, between two runs."""
-    one_backward(body)
-    linear = [name for name in children_of_root(body) if name.endswith("nn.Linear(4, 4)")]
-    if linear:
-        name = body.rng.choice(linear).split(" = ")[0].replace("self.", "model.")
-        body.add(f"{name}.weight = new_weight({name}.weight)")
-        one_backward(body)
+    between_runs(body, "{0}.weight = new_weight({0}.weight)")
 
 
 @driver(0.3)
@@ -735,6 +725,15 @@ def evaluation(body):
     body.add("model.eval()")
     y = call_model(body)
     body.add(f"{loss_of(body, y)}.backward()")
+
+
+def between_runs(body: Body, text: str) -> None:
+    """Two runs, and something that is done to one of the root's linear layers in between."""
+    one_backward(body)
+    linear = [name for name in children_of_root(body) if name.endswith("nn.Linear(4, 4)")]
+    if linear:
+        body.add(text.format(body.rng.choice(linear).split(" = ")[0].replace("self.", "model.")))
+        one_backward(body)
 
 
 def children_of_root(body: Body) -> list[str]:
