@@ -86,9 +86,11 @@ def box(title: str, lines: Iterable[str], *, plain: bool = False) -> str:
 
 
 def verdict(record: Record) -> str:
-    """One sentence about a run: its state, and the cause, with the first step that the evidence reaches back to."""
+    """One sentence about a run: its state, the cause, the first step that shows it, and how many there were."""
+    verdict = record.verdict
+    size = "" if verdict.state in ("not enough", "healthy") else f", in {record.steps} steps"
     several = f" ({len(record.ranks)} processes)" if len(record.ranks) > 1 else ""
-    return f"{record.verdict}{several}"
+    return f"{verdict}{size}{several}"
 
 
 def report(
