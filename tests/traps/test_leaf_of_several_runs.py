@@ -45,17 +45,20 @@ def test_an_edit_acts_once_for_each_run_whatever_the_input_is(is_leaf):
     assert torch.allclose(x.grad, 0.5 * 0.5 * 2 * model[0].weight.sum(0))
 
 
+class ThrowsAway(nn.Module):
+    """Calls its layer for nothing: the leaf's gradient comes by another use of it in the same run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.layer(x)
+        return x * 3
+
+
 def test_a_call_whose_output_was_thrown_away_is_told_what_comes_by_another_way():
-    class Drops(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x):
-            self.layer(x)
-            return x * 3
-
-    model, x = Drops(), torch.ones(1, 2, requires_grad=True)
+    model, x = ThrowsAway(), torch.ones(1, 2, requires_grad=True)
     with gaff.capture(model, "layer:input_grad", ":input_grad") as got:
         kept = [model(x) for _ in range(2)]
         kept[0].sum().backward()
@@ -85,18 +88,6 @@ def test_a_leaf_that_another_run_met_does_not_take_a_pass_from_its_run():
     assert kept.requires_grad
     assert [len(got.run(run).all("layer.weight:grad")) for run in range(2)] == [0, 1]
     assert torch.equal(got.run(0)[":input_grad"], x.grad)  # the total of what came in, by whichever pass
-
-
-class ThrowsAway(nn.Module):
-    """Calls its layer for nothing: the leaf's gradient comes by another use of it in the same run."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x):
-        self.layer(x)
-        return x * 3
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -2,7 +2,7 @@
 
 Such a pass (``create_graph=True``) makes nodes while it runs those of the forward, and a later pass goes through them.
 Before one begins, the nodes of the calls whose shares are asked for are found in its graph and hooked, each before and
-after it runs. Passes that are not differentiable pay nothing for it.
+after it runs: a call has left a mark on its nodes. Passes that are not differentiable pay nothing for it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Derivatives:
     """The nodes whose backward makes nodes that hand a gradient to the input, too: those of one call, and theirs.
 
     Held by hooks and metadata of the autograd graph alone, so that it lives and dies with that: it lies in the metadata
-    of the nodes of the call, and says there whether that is hooked. torch makes the Python
-    object of a node anew when nobody holds it, and to hold it here would be a circle.
+    of the nodes of the call, and says there whether that is hooked. torch makes the Python object of a node anew when
+    nobody holds it, and to hold it here would be a circle.
     """
 
     def __init__(self, share: Follower, edge: Edge) -> None:
