@@ -55,9 +55,17 @@ def stand_ins(what: str) -> list[Tensor]:
             stand: Tensor = torch.empty(0, requires_grad=requires_grad)
             found[number] = stand.clone() if requires_grad else stand
             if requires_grad and is_view:
-                found[number] = found[number].view(0)  # a view itself
-                found[number].stands_for_view = True  # type: ignore[attr-defined]
+                found[number] = found[number].as_subclass(StandInForView)
     return [found[number] for number in sorted(found)]
+
+
+class StandInForView(Tensor):
+    """What a hook is set on in the place of a view: known by its class, since torch may call ops without telling views.
+
+    That is so the first time that some graphs run, inside of what has just compiled them.
+    """
+
+    stands_for_view = True
 
 
 def _write(value: Any, tensors: list[Tensor]) -> str:
