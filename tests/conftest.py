@@ -48,6 +48,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in others]
 
 
+def pytest_sessionfinish(session, exitstatus):
+    session.config.code = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """Ranks of torchrun end together."""
+    if config.getoption("--inside") in inside.SPREAD_OVER:
+        inside.leave_together(config.code)
+
+
 @pytest.fixture(autouse=True)
 def _inside(request, monkeypatch):
     """With ``--inside``: sessions meet compiled or sharded models, and tests that say nothing of it must not notice."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ from fuzz.check import check
 from fuzz.grammar import generate
 from fuzz.known import known
 from fuzz.program import Program
-from fuzz.settings import PORTS, RANKS, start_ranks
+from fuzz.settings import PORTS, RANKS, leave, start_ranks
 from fuzz.shrink import script, shrink
 from fuzz.tally import Failure, Tally
 
@@ -107,4 +106,4 @@ def percent(part: int, whole: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

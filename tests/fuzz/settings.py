@@ -7,6 +7,7 @@ are compared.
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import inside
 
 RANKS = ("ddp", "fsdp2", "tp")
 EVERY = ("output", "input", "grad_output", "outer_grad", "grad_input", "input_grad", "grad")
@@ -34,6 +37,12 @@ def start_ranks() -> None:
     """Meet the other process, which torchrun has started."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+
+
+def leave(code: int) -> None:
+    """End this process, together with the other rank where there is one."""
+    inside.leave_together(code)
+    sys.exit(code)
 
 
 def prepared(model: nn.Module, setting: str | None) -> nn.Module:
