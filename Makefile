@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz foreign vision partners page page-check check house bench docs format clean
+.PHONY: demo more test slow survey fuzz diagnose foreign vision partners page page-check check house bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -50,6 +50,11 @@ survey: $(VENV)/.ready  ## the weights of fused attention, over all architecture
 MINUTES ?= 10
 fuzz: $(VENV)/.ready  ## fresh random programs against the truth for MINUTES=10: a table, and each failure as a small script
 	cd tests && OMP_NUM_THREADS=1 ../$(RUN) -m fuzz --minutes $(MINUTES)
+
+SEEDS ?= 0
+HALF ?= held out
+diagnose: $(VENV)/.ready  ## how often the verdict names the fault: scripts with one fault each, and healthy ones; TRY=--try asks gaff try
+	cd tests && OMP_NUM_THREADS=1 ../$(RUN) -m diagnose --half "$(HALF)" --seeds $(SEEDS) $(TRY)
 
 foreign: $(VENV)/.ready  ## programs that would notice that they are watched; TORCH_TESTS=FOLDER: torch's own tests, too
 	$(RUN) -m pytest tests/foreign -n 2

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from gaff.cli import main, parser_of
-from gaff.cli.launch import _folder
+from gaff.cli.launch import make_folder
 from gaff.errors import RecordError
 from gaff.training.watch.settings import VARIABLE, Settings
 from gaff.views.run_text import box, sparkline, to_ascii
@@ -25,7 +25,10 @@ def refused(capsys, *arguments):
         (["--", "no-such-program"], "gaff: 'no-such-program' is not found: expected a program, such as python"),
         (["--budget", "3", "--", sys.executable], "gaff: --budget 3.0: expected a share of the time"),
         (["--every", "0", "--", sys.executable], "gaff: --every 0: expected a number of steps, 1 or more"),
-        (["--rules-off", "dead", "--", sys.executable], "gaff: no rule 'dead': expected one of nonfinite,"),
+        (
+            ["--rules-off", "dead", "--", sys.executable],
+            "gaff: no rule 'dead': expected a name that docs/rules.md lists",
+        ),
         (["--rules-off", "dead_unit", "--", sys.executable], "; did you mean 'dead_units'?\n"),
         (["--only", "a..b", "--", sys.executable], "gaff: address 'a..b' has an empty name"),
     ],
@@ -76,7 +79,7 @@ def test_every_setting_is_an_option_with_the_default_and_the_help_of_its_declara
     assert Settings.from_json({**plain, "out": None}) == Settings()
 
 
-def test_a_folder_that_holds_a_run_is_not_written_to(capsys, tmp_path):
+def test_amake_folder_that_holds_a_run_is_not_written_to(capsys, tmp_path):
     (tmp_path / "rank0.gaff").write_bytes(b"GAFFLOG1")
     code, text = refused(capsys, "watch", "--out", str(tmp_path), "--", sys.executable, "-c", "print()")
     assert code == 1
@@ -89,16 +92,16 @@ def test_force_removes_the_run_that_is_there_and_nothing_else(tmp_path):
     (folder / "batches").mkdir(parents=True)
     for name in ("rank0.gaff", "rank0.ring", "run.json", "notes.txt", "batches/00000003-nonfinite.safetensors"):
         (folder / name).write_text("{}")
-    _folder(str(folder), ["python", "train.py"], force=True)
+    make_folder(str(folder), ["python", "train.py"], force=True)
     assert sorted(one.name for one in folder.rglob("*") if one.is_file()) == ["notes.txt", "run.json"]
     assert "train.py" in (folder / "run.json").read_text()
 
 
 def test_the_next_free_name_is_told(tmp_path):
     for name in ("a", "a-2"):
-        _folder(str(tmp_path / name), ["python", "train.py"])
+        make_folder(str(tmp_path / name), ["python", "train.py"])
     with pytest.raises(RecordError, match=r"a' holds a run already \(.*\): expected .*a-3"):
-        _folder(str(tmp_path / "a"), ["python", "train.py"])
+        make_folder(str(tmp_path / "a"), ["python", "train.py"])
 
 
 def test_a_command_without_torch_runs_and_that_is_told(capfd, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 import gaff
 from gaff.address.grammar import PORTS
-from gaff.training.rules import registry, steps, values  # noqa: F401
+from gaff.training.rules import known, registry  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -99,7 +99,7 @@ def test_a_rising_loss_of_several_optimizers_is_no_sign():
 def test_a_classifier_at_the_level_of_guessing():
     loss = curve([2.3 + 0.01 * (step % 5) for step in range(150)])
     verdict = judge(RunCase((), 150, 40, {"loss": loss}, guess={"loss": 2.3026}))
-    assert (verdict.state, verdict.name) == ("suspicious", "nothing_learned")
+    assert (verdict.state, verdict.name) == ("suspicious", "labels_do_not_belong")
     assert "guessing gives 2.303" in verdict.evidence[0]
     assert judge(RunCase((), 60, 40, {"loss": loss}, guess={"loss": 2.3026})).state == "healthy"
 

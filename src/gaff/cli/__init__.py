@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from gaff.cli import anatomy, apply, diff, export, nan, replay, report, runs, sites, take, trace, watch
+from gaff.cli import anatomy, apply, diff, export, nan, replay, report, runs, sites, take, trace, try_, watch
 from gaff.cli.parser import Parser, did_you_mean
 from gaff.errors import GaffError
 from gaff.training.watch.settings import to_stderr
@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, Command] = {
     "anatomy": anatomy,
     "nan": nan,
     "watch": watch,
+    "try": try_,
     "report": report,
     "runs": runs,
     "diff": diff,

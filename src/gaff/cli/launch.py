@@ -52,13 +52,13 @@ def launch(
     is removed; ``live``: serve a page of it.
     Returns the exit code of the command; where a signal ended it, the same signal ends this process.
     """
-    folder = _folder(out, command, force=force)
+    folder = make_folder(out, command, force=force)
     _build_kernel(is_told=not quiet)
     told = replace(settings, out=folder.resolve()).to_json()
-    environment = _environment({**told, "quiet": quiet, "plain": plain})
+    inherited = environment({**told, "quiet": quiet, "plain": plain})
     if live:
         _serve(folder)
-    child = subprocess.Popen(command, executable=program, env=environment)
+    child = subprocess.Popen(command, executable=program, env=inherited)
     processes = Processes(child.pid)
     code = _wait(child, processes)
     gone = {} if processes.gone is None else {"gone": processes.gone}
@@ -71,7 +71,7 @@ def launch(
     return code
 
 
-def _folder(out: str | None, command: list[str], *, force: bool = False) -> Path:
+def make_folder(out: str | None, command: list[str], *, force: bool = False) -> Path:
     """A new folder with what the run is; raises RecordError where there is one already, unless ``force`` removes it."""
     name = next((Path(word).stem for word in command[1:] if word.endswith(".py")), Path(command[0]).name)
     folder = Path(out) if out else Path("gaff-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -125,7 +125,7 @@ def _build_kernel(*, is_told: bool) -> None:
         to_stderr(f"gaff: no kernel, looks are slower: {error}")
 
 
-def _environment(told: Mapping[str, Any]) -> dict[str, str]:
+def environment(told: Mapping[str, Any]) -> dict[str, str]:
     """The environment of the command: ``told`` in a variable, and what reads it there first on the path of imports."""
     inject = str(Path(__file__).parent.parent / "training" / "watch" / "inject")
     known = os.environ.get("PYTHONPATH", "")

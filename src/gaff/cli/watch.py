@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace) -> Settings:
     """The settings that were asked for. Raises PlanError, in the words of the command line, for what cannot be."""
     from gaff.address.grammar import parse
-    from gaff.training.rules import registry, steps, values  # noqa: F401  # the last two register theirs
+    from gaff.training.rules import known, registry  # noqa: F401  # the first registers all
     from gaff.training.watch.settings import Settings
 
     try:
@@ -99,7 +99,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     for rule in settings.rules_off:
         if rule not in registry.RULES:
             near = did_you_mean(rule, registry.RULES)
-            raise PlanError(f"no rule {rule!r}: expected one of {', '.join(registry.RULES)}{near}")
+            names = "a name that docs/rules.md lists" if near else f"one of {', '.join(registry.RULES)}"
+            raise PlanError(f"no rule {rule!r}: expected {names}{near}")
     for pattern in (*settings.only, *settings.skip):
         parse(pattern)
     return settings

@@ -7,13 +7,16 @@ began first, since what comes later may follow from it. docs/verdict.md lists th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gaff.record.curve import Curve
+from gaff.record.experiments import KINDS, Experiments
 from gaff.record.finding import SEVERITIES, Finding
 
 CERTAINTIES = ("certain", "likely", "possible")
+LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
 _EARLY = 50  # steps in which a learning rate is warmed up, where it is
 
 
@@ -44,7 +47,8 @@ class RunCase:
     ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
     many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
     ``guess``: for a loss that is a mean cross entropy the value that guessing among its classes gives, by its name;
-    ``optimizers``: how many train.
+    ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
+    was done; ``backwards``: backward passes of a run in which no optimizer made a step.
     """
 
     findings: tuple[Finding, ...]
@@ -54,6 +58,8 @@ class RunCase:
     lr: Curve | None = None
     guess: dict[str, float] = field(default_factory=dict)
     optimizers: int = 1
+    experiments: Experiments | None = None
+    backwards: int = 0
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
@@ -89,12 +95,23 @@ def cause(ask: Ask) -> Ask:
 
 def claims(case: RunCase) -> list[Claim]:
     """What every cause says, the most certain first; findings that none explains follow, each as its own claim."""
-    found = [claim for ask in _CAUSES if (claim := ask(case)) is not None]
+    found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
     found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), one.since if one.since is not None else case.steps))
     explained = {rule for one in found[:1] if one.certainty != "possible" for rule in one.explains}
     found = [one for at, one in enumerate(found) if not at or one.name not in explained]
     named = {rule for one in found for rule in (one.name, *one.explains)}
-    return found + [_symptom(one) for one in case.findings if one.rule not in named]
+    symptoms = [_symptom(one) for one in case.findings if one.rule not in named]
+    return found + [one for one in symptoms if not _is_refuted(one, case)]
+
+
+def _is_refuted(claim: Claim, case: RunCase) -> bool:
+    """Whether experiments were made that would have shown that it is so, and none has."""
+    known = case.experiments
+    tried = [one for one in map(known.get, claim.experiments) if one is not None] if known is not None else []
+    if known is None or claim.certainty != "possible" or len(tried) < len(claim.experiments) or not tried:
+        return False
+    return not any(known.gain(one) > LEAST_GAIN if KINDS[one.kind].is_remedy else not known.is_well(one)
+                   for one in tried)  # fmt: skip
 
 
 def _symptom(finding: Finding) -> Claim:
@@ -105,22 +122,30 @@ def _symptom(finding: Finding) -> Claim:
 
 
 # What the process has done or left out: the finding is the cause itself.
-_READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "lr_zero", "train_mode_in_eval",
-         "scaler_stuck", "never_updated")  # fmt: skip
+_READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
+         "labels_constant", "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "never_updated",
+         "train_mode_in_eval")  # fmt: skip
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {
-    "vanishing": ("lr x 10", "one batch again and again"),
-    "exploding": ("clipped to 1", "lr x 0.1"),
-    "dead_units": ("lr x 0.1", "one batch again and again"),
-    "saturated": ("lr x 0.1", "one batch again and again"),
-    "update_small": ("lr x 10",),
-    "update_large": ("lr x 0.1", "100 steps of warm-up", "clipped to 1"),
-    "loss_spike": ("clipped to 1", "lr x 0.1"),
-    "input_scale": ("one batch again and again", "inputs of zeros"),
-    "output_constant": ("one batch again and again", "inputs of zeros"),
-    "attention_collapse": ("lr x 0.1", "100 steps of warm-up"),
-    "half_range": ("without autocast",),
+    "vanishing": ("lr=10x", "one-batch"),
+    "exploding": ("clip", "lr=0.1x"),
+    "dead_units": ("lr=0.1x", "one-batch"),
+    "saturated": ("lr=0.1x", "one-batch"),
+    "update_small": ("lr=10x",),
+    "update_large": ("lr=0.1x", "warmup", "clip"),
+    "loss_spike": ("clip", "lr=0.1x"),
+    "input_scale": ("one-batch", "blind"),
+    "output_constant": ("one-batch", "blind"),
+    "attention_collapse": ("lr=0.1x", "warmup"),
+    "half_range": ("fp32",),
+    "not_owned": ("unfreeze",),
+    "no_gradient": ("unfreeze",),
+    "frozen_by_accident": ("unfreeze",),
+    "eval_mode_in_training": ("train-mode",),
+    "weight_decay_too_high": ("decay", "lr=0.1x"),
+    "not_cleared": ("zero-grad",),
+    "updates_round_away": ("lr=100x",),
 }
 
 
@@ -136,7 +161,8 @@ def read_from_the_process(case: RunCase) -> Claim | None:
         told.append(_risen(*rise))
     after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
     explains = after if finding.rule in ("not_cleared", "nll_of_scores", "lr_zero") else ()
-    return Claim(finding.rule, "certain", _told(finding), tuple(told), finding.since, finding.remedy, explains)
+    return Claim(finding.rule, "certain", _told(finding), tuple(told), finding.since, finding.remedy, explains,
+                 _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 
 @cause
@@ -148,12 +174,17 @@ def steps_too_large(case: RunCase) -> Claim | None:
     """
     rise, large = case.rise, case.found("update_large")
     broken = case.found("nonfinite")
-    if rise is None and large is None:
-        return None
-    if large is not None and rise is None and broken is None and not case.found("diverging", "exploding", "dead_units"):
+    jump = _jump(case)
+    harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
+    if rise is None and broken is None and harm is None:
         return None  # large steps alone do no harm
-    began = min([one for one in (rise[1] if rise else None, large.since if large else None) if one is not None])
+    if rise is None and large is None and jump is None:
+        return None
+    began = min([one for one in (rise[1] if rise else None, large.since if large else None, jump and jump[0])
+                 if one is not None])  # fmt: skip
     told = [_risen(*rise)] if rise is not None else []
+    if jump is not None:
+        told.append(f"the loss jumped from {jump[2]:.4g} to {jump[1]:.4g} at step {jump[0]}")
     if large is not None:
         told.append(_evidence(large))
     rate, warmed = _rate(case)
@@ -162,11 +193,12 @@ def steps_too_large(case: RunCase) -> Claim | None:
     text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"
     remedy = "lower the learning rate by ten" if rate is None else f"begin with {rate / 10:.2g}"
     remedy += ", or warm it up over the first hundred steps" if early else ", or clip gradients"
-    return Claim("learning_rate_too_high", "likely" if rise is not None and large is not None else "possible",
+    is_likely = jump is not None or (rise is not None and large is not None)
+    return Claim("learning_rate_too_high", "likely" if is_likely else "possible",
                  f"{text}{', and not warmed up' if early else ''}", tuple(told), began, remedy,
                  ("update_large", "diverging", "exploding", "loss_spike", "dead_units", "sparse_gradient", "saturated",
-                  "attention_collapse", "nonfinite", "vanishing", "zero_gradient"),
-                 ("lr x 0.1", "100 steps of warm-up", "clipped to 1"))  # fmt: skip
+                  "attention_collapse", "nonfinite", "vanishing", "zero_gradient", "no_signal", "output_constant"),
+                 ("lr=0.1x", "warmup", "clip"))  # fmt: skip
 
 
 @cause
@@ -181,24 +213,90 @@ def not_finite(case: RunCase) -> Claim | None:
 
 
 @cause
-def nothing_learned(case: RunCase) -> Claim | None:
-    """A classifier whose loss is that of guessing after a hundred steps or more, in which nothing else was found.
+def input_far_from_zero(case: RunCase) -> Claim | None:
+    """Inputs in their own units, where something follows from them: saturated or dead units, steps or losses too large.
 
-    Of several causes the numbers look alike: labels that do not belong to the inputs, an input that does not arrive, a
-    learning rate that is far too low or too high.
+    Likely where that is so, the finding alone stands as a symptom.
+    """
+    finding = case.found("input_scale")
+    after = case.found("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
+                       "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
+    if finding is None or after is None:
+        return None
+    return Claim("input_scale", "likely", _told(finding), (_evidence(finding), _evidence(after)), 0, finding.remedy,
+                 ("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
+                  "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high"),
+                 ("lr=0.1x", "blind"))  # fmt: skip
+
+
+@cause
+def input_is_lost(case: RunCase) -> Claim | None:
+    """A model that returns the same for every example from its first steps on, and nothing has broken it before."""
+    finding = case.found("output_constant", "input_constant")
+    if finding is None or finding.since > _EARLY or case.found("weight_decay_too_high", "nonfinite") is not None:
+        return None
+    if _jump(case) is not None or case.rise is not None:
+        return None
+    return Claim("input_not_used", "likely", f"what the model returns does not depend on its input: {_told(finding)}",
+                 (_evidence(finding),), finding.since, finding.remedy,
+                 ("output_constant", "input_constant", "no_signal", "dead_units", "sparse_gradient", "zero_gradient",
+                  "input_scale", "nothing_learned"), ("blind", "one-batch"))  # fmt: skip
+
+
+@cause
+def steps_too_small(case: RunCase) -> Claim | None:
+    """Updates that are tiny beside the weights, and a loss that does not fall: a learning rate that is too low."""
+    finding = case.found("update_small")
+    if finding is None or case.found("clipped_to_nothing", "vanishing", "zero_gradient") is not None:
+        return None
+    if case.loss is not None and case.loss[1].fell():
+        return None
+    rate, _ = _rate(case)
+    text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
+    return Claim("learning_rate_too_low", "likely", text, (_evidence(finding),), finding.since,
+                 "raise the learning rate until an update is about a thousandth of its weight", ("nothing_learned",
+                 "update_small"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
+
+
+@cause
+def nothing_learned(case: RunCase) -> Claim | None:
+    """A classifier whose loss is within 5 % of guessing after a hundred steps or more, in which nothing else was found.
+
+    Layers that are dead, steps that are too small or too large, gradients that do not arrive would have been: what is
+    left are labels that do not belong to the inputs, or a task that is hard.
     """
     if case.loss is None or case.steps < 100 or case.findings:
         return None
     name, curve = case.loss
     guess = case.guess.get(name)
-    if guess is None or curve.fell() or abs(curve.last - guess) > 0.05 * guess:
+    if guess is None or abs(curve.last - guess) > 0.05 * guess or curve.first < 0.9 * guess:
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
-           f"gives {guess:.4g}"  # fmt: skip
-    return Claim("nothing_learned", "possible", "the model has learned nothing beyond guessing", (told,), 0,
-                 "run it again with one thing changed, to tell the labels, the inputs and the learning rate apart", (),
-                 ("inputs permuted against labels", "inputs of zeros", "one batch again and again", "lr x 0.1",
-                  "lr x 10"))  # fmt: skip
+           f"gives {guess:.4g}; activations, gradients and updates are as they should be"  # fmt: skip
+    text = "the model has learned nothing beyond guessing, though by all that is seen it could: inputs and labels " \
+           "may not belong together"  # fmt: skip
+    return Claim("labels_do_not_belong", "possible", text, (told,), 0,
+                 "compare a few inputs with their labels, after all that loads and shuffles them", (),
+                 ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
+
+
+def _jump(case: RunCase) -> tuple[int, float, float] | None:
+    """Of the one loss of a run with one optimizer: the step and the height of its early peak, and its first value.
+
+    None where that is not ten times the first value, or the first is not positive.
+    """
+    if case.optimizers != 1 or len(case.losses) != 1 or case.loss is None:
+        return None
+    _, curve = case.loss
+    step, peak = curve.early_peak
+    return (step, peak, curve.start) if 0 < 10 * curve.start < peak else None
+
+
+def _factor(finding: Finding) -> float:
+    """The power of ten by which an update comes near a thousandth of its weight; a hundred or more."""
+    ratio = finding.evidence.get("median_update_ratio")
+    known = ratio if isinstance(ratio, float) and ratio > 0 else 1e-5
+    return float(10 ** min(12, max(2, round(-3 - math.log10(known)))))
 
 
 def _rate(case: RunCase) -> tuple[float | None, bool]:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_EARLY = 50
 _POINTS = 24  # medians of a whole curve
 
 
@@ -19,7 +20,8 @@ class Curve:
 
     ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the mean distance of a single step
     from the median of its stretch. What is not finite is left out, and
-    ``start``: its very first value; ``nonfinite_since`` tells the first such step.
+    ``start``: its very first value; ``nonfinite_since`` tells the first such step; ``early_peak``: the highest of the
+    first fifty values, with its step.
     """
 
     steps: tuple[int, ...]
@@ -27,6 +29,7 @@ class Curve:
     spread: float
     start: float = math.inf
     nonfinite_since: int | None = None
+    early_peak: tuple[int, float] = (0, -math.inf)
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> Curve:
@@ -40,8 +43,9 @@ class Curve:
         distances = [abs(value - middle) for one, middle in zip(stretches, middles, strict=True) for _, value in one]
         spread = statistics.fmean(distances) if distances else 0.0
         return cls(
-            tuple(one[0][0] for one in stretches), tuple(middles), spread, known[0][1] if known else math.inf, bad
-        )
+            tuple(one[0][0] for one in stretches), tuple(middles), spread, known[0][1] if known else math.inf, bad,
+            max(known[:_EARLY], key=lambda pair: pair[1], default=(0, -math.inf)),
+        )  # fmt: skip
 
     @property
     def first(self) -> float:

@@ -17,6 +17,7 @@ from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.causes import RunCase, by_severity
 from gaff.record.curve import Curve
+from gaff.record.experiments import Experiments, compare, read_tried
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring
@@ -116,17 +117,20 @@ class Record:
 
         Computed anew each time, from the findings of all processes and the losses of the first one at every step.
         """
-        part = self._parts[0]
-        looks = [one for _, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
-        optimizers = [one["optimizers"] for one in looks if isinstance(one.get("optimizers"), int)]
-        losses = {name.removeprefix("loss:"): Curve.of(self.scalar(name)) for name in self.scalars
-                  if name.startswith("loss:") and name in part.series}  # fmt: skip
-        guess = {str(one["guess_of"]): float(one["guess"]) for one in looks if isinstance(one.get("guess"), float)}
-        lr = Curve.of(self.scalar("lr")) if "lr" in part.series else None
-        case = RunCase(
-            by_severity(self.findings), self.steps, len(self.looks), losses, lr, guess, max(optimizers, default=1)
-        )
-        return judge(case, self._failure())
+        return judge(_case(self), self._failure())
+
+    @property
+    def experiments(self) -> Experiments | None:
+        """What ``gaff try`` has made of the command of this run, with one thing changed each time; None without any.
+
+        The loss of this run that was found first is compared. Raises RecordError where the list of them is damaged.
+        """
+        tried = read_tried(self.path)
+        name = next((one for one in self.scalars if one.startswith("loss:")), None)
+        if tried is None or name is None:
+            return None
+        runs = [(run, *_tried(self.path, known, name)) for run, known in tried["runs"].items()]
+        return compare(tried["steps"], name.removeprefix("loss:"), self.scalar(name).values, runs)
 
     def _failure(self) -> str | None:
         """How the command ended, where it did not end well; None where it did, or goes on."""
@@ -345,3 +349,34 @@ def _read_head(path: Path) -> dict[str, Any]:
             f"{path}: version {version!r} of the format: this gaff reads up to {VERSION}; install a later"
         )
     return dict(found)
+
+
+def _case(record: Record) -> RunCase:
+    """A run as causes see it, by its first process."""
+    part = record.part(record.ranks[0])
+    looks = [one for _, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
+    optimizers = [one["optimizers"] for one in looks if isinstance(one.get("optimizers"), int)]
+    losses = {name.removeprefix("loss:"): Curve.of(record.scalar(name, part.rank)) for name in record.scalars
+              if name.startswith("loss:") and name in part.series}  # fmt: skip
+    guess = {str(one["guess_of"]): float(one["guess"]) for one in looks if isinstance(one.get("guess"), float)}
+    lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
+    made = part.latest("made") or {}
+    unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))
+    return RunCase(
+        by_severity(record.findings), record.steps, len(record.looks), losses, lr, guess, max(optimizers, default=1),
+        record.experiments, unstepped,
+    )  # fmt: skip
+
+
+def _tried(path: Path, known: dict[str, Any], name: str) -> tuple[list[float], dict[str, Any]]:
+    """The loss of a run with one thing changed, step by step, and what else ``compare`` wants to know of it."""
+    try:
+        record = Record(path / str(known["folder"]))
+    except RecordError as error:
+        return [], {"why_not": str(error)}
+    told = record.describe("experiment", record.ranks[0])
+    losses = record.scalar(name, record.ranks[0]).values if name in record.scalars else []
+    failed = f"it ended with exit code {known['code']}" if known.get("code") and not losses else ""
+    return losses, {
+        "steps": record.steps, "acted": int(told.get("acted", 0)), "why_not": told.get("why_not", "") or failed
+    }  # fmt: skip

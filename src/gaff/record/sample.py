@@ -56,6 +56,8 @@ class Parameter:
     dtype: str = "float32"
     was_cleared: bool = True  # its gradient was None or zero at some time since the last step
     was_called: bool = True  # whether its module has been, in this sampled step
+    decay: float = 0.0  # weight_decay of its group
+    is_decoupled: bool = False  # decay is taken off the weight, not added to the gradient
     adam_rms: float | None = None  # root of the mean of g^2 / v (Wortsman et al., 2023, "RMS_t")
     momentum: float | None = None  # norm of the first moment
 

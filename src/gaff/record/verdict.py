@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gaff.record import confirmed  # noqa: F401  # its causes are registered by this
 from gaff.record.causes import Claim, RunCase, claims
 
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
@@ -66,7 +67,8 @@ def judge(case: RunCase, failure: str | None = None) -> Verdict:
         return Verdict(state, first.text, first.name, first.evidence, first.since, first.remedy, _others(found[1:]),
                        first.experiments)  # fmt: skip
     missing = _missing(case)
-    return Verdict("not enough", missing) if missing else Verdict("healthy", _judged(case))
+    name = "no_steps" if case.backwards > 1 or not case.steps else ""
+    return Verdict("not enough", missing, name) if missing else Verdict("healthy", _judged(case))
 
 
 def _others(found: list[Claim]) -> tuple[Alternative, ...]:
@@ -76,6 +78,9 @@ def _others(found: list[Claim]) -> tuple[Alternative, ...]:
 def _missing(case: RunCase) -> str:
     """What keeps a run in which nothing was found from being judged; empty where enough was seen."""
     seen = f"nothing wrong was found in {case.steps} steps"
+    if case.backwards > 1:
+        told = f"{case.backwards} backward passes were seen, and no step of a torch.optim.Optimizer"
+        return f"{told}: updates made by hand are not followed, so whether anything is learned cannot be told"
     if not case.steps:
         return "no step of a torch.optim.Optimizer was seen: whether anything is learned cannot be told"
     if case.steps < _LEAST_STEPS:
@@ -92,4 +97,10 @@ def _judged(case: RunCase) -> str:
     if case.loss is None:
         return f"{seen}; no loss was seen"
     name, curve = case.loss
-    return f"{seen}; the loss {name!r} went from {curve.first:.4g} to {curve.last:.4g}"
+    told = f"{seen}; the loss {name!r} went from {curve.first:.4g} to {curve.last:.4g}"
+    known = case.experiments
+    if known is None:
+        return told
+    scrambled = known.get("scramble")
+    uses = "it uses its inputs, and " if scrambled is not None and known.effect(scrambled) == "higher" else ""
+    return f"{told}; {uses}nothing that was changed helps"

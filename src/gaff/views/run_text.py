@@ -102,7 +102,7 @@ def report(
     table of sites; ``most``: rows of it (None: 24). Curves and the table are of the process of rank 0, findings of all.
     The last lines say what was looked at and how much of the run's time that took.
     """
-    parts = [f"{record.path}: {verdict(record)}", *_reasons(record.verdict)]
+    parts = [f"{record.path}: {verdict(record)}", *reasons(record.verdict)]
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
             series = record.scalar(name)
@@ -132,13 +132,13 @@ def report(
     return "\n".join(parts)
 
 
-def _reasons(verdict: Verdict) -> list[str]:
+def reasons(verdict: Verdict) -> list[str]:
     """What shows a verdict, what to do, and what else it may be, as lines below it."""
     lines = [f"  because {one}" for one in verdict.evidence]
     if verdict.remedy:
         lines.append(f"  do: {verdict.remedy}")
     if verdict.experiments:
-        lines.append(f"  to be sure, run it again with one thing changed: {', '.join(verdict.experiments)}")
+        lines.append(f"  to be sure: gaff try --only {','.join(verdict.experiments)} -- COMMAND")
     more = ", ".join(one.name for one in verdict.alternatives)
     return [*lines, f"  also possible: {more}"] if more else lines
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from gaff.compat import autograd
 from gaff.engine.process import stack_room
@@ -316,6 +317,8 @@ class Told:
     step_skipped: Callable[[Any], None]  # by a GradScaler
     loss_scaled: Callable[[Any, Any, Any], None]  # with the loss, what it has become, and the GradScaler
     compiled: Callable[[Any], None]  # with a function that was, or with what a module has become
+    clipped: Callable[[Any, Any], None] = lambda norm, most: None  # by clip_grad_norm_: the norm before, and the limit
+    iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
 
 
 _OPEN: list[Told] = []
@@ -344,6 +347,8 @@ class Outer:
             _replace(torch.amp.GradScaler, "scale", _scale)
             _replace(torch.amp.GradScaler, "step", _scaler_step)
             _replace(torch, "compile", _compile)
+            _replace(torch.nn.utils, "clip_grad_norm_", _clip)
+            _replace(DataLoader, "__iter__", _iterate)
         _OPEN.append(self._told)
 
     def close(self) -> None:
@@ -434,6 +439,31 @@ def _compile(original: Any) -> Any:
         return compiled
 
     return compile
+
+
+def _clip(original: Any) -> Any:
+    """``torch.nn.utils.clip_grad_norm_``, which tells the norm that it has found, and the limit."""
+
+    @passed_over
+    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        norm = original(parameters, max_norm, *args, **kwargs)
+        for told in list(_OPEN):
+            told.clipped(norm, max_norm)
+        return norm
+
+    return clip_grad_norm_
+
+
+def _iterate(original: Any) -> Any:
+    """``DataLoader.__iter__``, which tells that a loader begins anew."""
+
+    @passed_over
+    def iterate(loader: Any) -> Any:
+        for told in list(_OPEN):
+            told.iterated(loader)
+        return original(loader)
+
+    return iterate
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -1,6 +1,7 @@
-"""Models of a script that nobody names: whatever module is called first, from outside any other module.
+"""Models of a script that nobody names: whatever module is called from outside any other module.
 
-``gaff nan SCRIPT`` uses it to guard the models of a script that knows nothing of gaff.
+``gaff nan SCRIPT`` uses it to guard the models of a script that knows nothing of gaff, ``gaff try`` to change what they
+are given.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from typing import Any
 
 from torch import nn
 
+Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-class RootWatch:
-    """Calls ``found(module)`` before the first call of every outermost module, on the thread that opened it.
 
-    Global hooks would come too late: torch looks up a module's own hooks before it calls them. So the one method
-    through which all modules are called is wrapped while this is open. For the command line, which owns its process. A
-    module inside one that was found is not found again, when it is called alone. Found modules are held as long as this
-    lives, so that no other gets the identity by which they are known.
+class RootCalls:
+    """Calls ``around(module, call, args, kwargs)`` instead of each outermost call of a module, while it is open.
+
+    ``around`` makes the call itself, with ``call(*args, **kwargs)``, and returns what is to be returned. On the thread
+    that opened it only; modules of gaff's own are passed over. Global hooks would come too late: torch looks up a
+    module's own hooks before it calls them. So the one method through which all modules are called is wrapped. For the
+    command line, which owns its process.
     """
 
-    def __init__(self, found: Callable[[nn.Module], None]) -> None:
-        self._found = found
-        self._known: set[int] = set()
-        self._held: list[nn.Module] = []  # their identities must not be used again
+    def __init__(self, around: Around) -> None:
+        self._around = around
         self._depth = 0
         self._thread = threading.get_ident()
         self._original: Any = None
@@ -37,11 +38,11 @@ class RootWatch:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return original(module, *args, **kwargs)
-            is_ours = type(module).__module__.startswith("gaff.")
-            if not self._depth and id(module) not in self._known and not is_ours:
-                self._note(module)
+            is_outermost = not self._depth and not type(module).__module__.startswith("gaff.")
             self._depth += 1
             try:
+                if is_outermost:
+                    return self._around(module, original.__get__(module), args, kwargs)
                 return original(module, *args, **kwargs)
             finally:
                 self._depth -= 1
@@ -51,8 +52,30 @@ class RootWatch:
     def __exit__(self, *exc: object) -> None:
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
-    def _note(self, module: nn.Module) -> None:
+
+class RootWatch:
+    """Calls ``found(module)`` before the first call of every outermost module, on the thread that opened it.
+
+    A module inside one that was found is not found again, when it is called alone. Found modules are held as long as
+    this lives, so that no other gets the identity by which they are known.
+    """
+
+    def __init__(self, found: Callable[[nn.Module], None]) -> None:
+        self._found = found
+        self._known: set[int] = set()
+        self._held: list[nn.Module] = []  # their identities must not be used again
+        self._calls = RootCalls(self._around)
+
+    def __enter__(self) -> None:
+        self._calls.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._calls.__exit__(*exc)
+
+    def _around(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Remember a module and all inside it, then tell of it; what ``found`` raises passes through to the caller."""
-        self._held.append(module)
-        self._known.update(id(inner) for inner in module.modules())
-        self._found(module)
+        if id(module) not in self._known:
+            self._held.append(module)
+            self._known.update(id(inner) for inner in module.modules())
+            self._found(module)
+        return call(*args, **kwargs)

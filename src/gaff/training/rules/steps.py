@@ -174,7 +174,7 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
 
     Biases are left out; so is a step whose gradients are all zero, and a run whose loss falls by a tenth all the same.
     """
-    if any(_has_fallen(past, name) for name in past.losses):
+    if any(has_fallen(past, name) for name in past.losses):
         return
     for model, ratios in _ratios(sample).items():
         middle = statistics.median(ratios.values())
@@ -258,7 +258,10 @@ def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
     return found
 
 
-def _has_fallen(past: Past, name: str) -> bool:
-    """Whether a loss is a tenth below what it was at first, by the medians of the first and of the latest looks."""
+def has_fallen(past: Past, name: str, to: float = 0.9) -> bool:
+    """Whether a loss is below that share of what it was at first, by the medians of the first and of the latest looks.
+
+    It is a tenth below if nothing else is said.
+    """
     first, recent = past.losses[name], past.recent.get(name)
-    return bool(recent) and len(first) >= 3 and statistics.median(recent or first) < 0.9 * statistics.median(first)
+    return bool(recent) and len(first) >= 3 and statistics.median(recent or first) < to * statistics.median(first)

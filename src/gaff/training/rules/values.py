@@ -138,9 +138,15 @@ def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Standard deviation below 1e-6 of the rms, in a layer's output of more than one element; the first such layer."""
+    """Standard deviation below 1e-6 of the rms, in a layer's output of more than eight elements; the first such layer.
+
+    Zeros everywhere count where the layer has a weight that is not zero: a rectifier may return them.
+    """
     for key, row in sample.port("output").items():
-        if row.count > 8 and key[1] and not key[1].startswith(":") and row.rms > 0 and row.std < 1e-6 * row.rms:
+        if row.count <= 8 or not key[1] or key[1].startswith(":") or row.std > 1e-6 * row.rms:
+            continue
+        weight = sample.rows.get((key[0], f"{key[1]}.weight:param"))
+        if row.rms > 0 or (weight is not None and weight.rms > 0):
             yield Hit(key, mean=row.mean, std=row.std)
             return
 
@@ -159,6 +165,21 @@ def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, units in sample.units.items():
         if key[1].startswith(":output") and batch >= 2 and units.is_constant:
             yield Hit(key, units=units.count, batch=batch)
+
+
+@rule(
+    "input_constant",
+    severity="warning",
+    means="every element of the model's input is the same number",
+    cause="an input that was never filled, was multiplied by zero, or normalised by itself",
+    remedy="print a batch where the model gets it",
+    share=0.9,
+)
+def input_constant(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The first tensor that the model is given has no two different elements, of more than 16."""
+    for key, row in sample.port("input").items():
+        if key[1] == ":input" and row.count > 16 and row.std == 0:
+            yield Hit(key, mean=row.mean)
 
 
 @rule(

@@ -36,7 +36,12 @@ def _watch(told: dict[str, Any]) -> None:
 
     rank = os.environ.get("RANK", "0")
     tell = None if told["quiet"] or rank != "0" else _Told(told["plain"])
-    Watcher(Settings.from_json(told, tell=tell, rank=int(rank), is_lazy=True)).open()
+    watcher = Watcher(Settings.from_json(told, tell=tell, rank=int(rank), is_lazy=True))
+    watcher.open()
+    if "trial" in told:  # of gaff try
+        from gaff.training.diagnosis.trial import begin
+
+        begin(told["trial"], watcher)
 
 
 class _Told:

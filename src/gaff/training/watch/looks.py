@@ -12,6 +12,7 @@ from gaff.training.watch import step_facts
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.sampled_step import SampledStep
+from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
 
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
@@ -23,17 +24,20 @@ class Looks:
     """Decides which runs are looked at, and hands what hooks tell to the sampled step in progress.
 
     The watcher makes one, begins and ends looks at training steps by it, and tells it of each run. Looks at an
-    evaluation it opens by itself, and closes with the run: ``evaluated`` gets each of them. ``is_endless``: so many
+    evaluation it opens by itself, and closes with the run: ``evaluated`` gets each of them. ``eval_mode``: models with
+    dropout or BatchNorm that ran with gradients in eval mode since the look before. ``is_endless``: so many
     runs came without an optimizer's step that nobody can be training with one. All on the thread that trains.
     """
 
     def __init__(
-        self, models: Models, calls: ModelCalls, shield: Shield, evaluated: Callable[[SampledStep], None]
-    ) -> None:
+        self, models: Models, calls: ModelCalls, setup: SetupFacts, shield: Shield,
+        evaluated: Callable[[SampledStep], None],
+    ) -> None:  # fmt: skip
         self.sampled: SampledStep | None = None  # of the step in progress, if it is looked at
         self.is_endless = False
         self._models = models
         self._calls = calls
+        self._setup = setup
         self._shield = shield
         self._evaluated = evaluated
         self._target: SampledStep | None = None  # of what is called now
@@ -41,6 +45,8 @@ class Looks:
         self._latest_eval = 0  # step of the latest of them
         self._looked_at_eval: int | None = None  # step of the latest one that was looked at
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
+        self._fingerprint = ""  # of the first batch of the latest look
+        self.eval_mode: set[str] = set()  # models that ran with gradients though in eval mode, since the look before
         self._random: Tensor | None = None  # state of the random numbers when an evaluation began
 
     @property
@@ -52,17 +58,25 @@ class Looks:
         """Begin to look at step number ``step``: hooks are on from here until ``end``."""
         self.sampled = self._target = SampledStep(step, "train", self._models, self._shield)
         self._calls.look(is_on=True)
+        self._setup.look(is_on=True)
 
     def end(self) -> SampledStep | None:
         """Look at nothing any more, and leave no hook on; the look that was in progress, None where there was none."""
         sampled, self.sampled, self._target = self.sampled, None, None
         self._calls.look(is_on=False)
+        self._setup.look(is_on=False)
+        if sampled is not None:
+            sampled.facts.update(self._setup.take())
+            if not sampled.runs and self.eval_mode:
+                sampled.facts["eval_mode"] = sorted(self.eval_mode)
+        self.eval_mode.clear()
         if sampled is not None:
             sampled.close()
         return sampled
 
     def drop(self) -> None:
         """Give up the look in progress: whatever its hooks still bring is seen by nobody. The hooks stay on."""
+        self._setup.look(is_on=False)
         if self.sampled is not None:
             self.sampled.is_open = False
         self.sampled = self._target = None
@@ -83,7 +97,14 @@ class Looks:
             sampled.root_given(model.name, args, kwargs)
             sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
             sampled.facts.setdefault("precision", step_facts.precision(module))
-            sampled.facts.setdefault("fingerprint", step_facts.fingerprint(args, kwargs))
+            self._note_batch(sampled, step_facts.fingerprint(args, kwargs))
+
+    def _note_batch(self, sampled: SampledStep, fingerprint: str) -> None:
+        """Note the checksum of the first batch of a sampled step, and whether it is that of the look before."""
+        if "fingerprint" not in sampled.facts:
+            sampled.facts["fingerprint"] = fingerprint
+            sampled.facts["is_repeated"] = fingerprint == self._fingerprint
+            self._fingerprint = fingerprint
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
@@ -101,6 +122,8 @@ class Looks:
         self._calls.passing.passed = 0
         self._evals += runs
         since, self._latest_eval = step - self._latest_eval, step
+        if not module.training and torch.is_grad_enabled() and step_facts.has_modes(module, training=False):
+            self.eval_mode.add(model.name)
         if module.training and not torch.is_grad_enabled():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs
         self._target = None

@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from gaff.training.watch.loss_graph import facts_of_graph
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
@@ -68,6 +69,7 @@ class Losses:
         self.lr = math.nan
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
+        self.count = 0  # backward passes from losses, in the whole run
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
         self._latest: tuple[Any, int, int, str] = (self, 0, 0, "")  # place in the code and name of the last one
         self._past: dict[str, PastLosses] = {}
@@ -87,6 +89,7 @@ class Losses:
         ``at``: its place, where backward runs from several. ``is_sampled``: what the autograd graph behind it tells
         is of interest, see ``facts``.
         """
+        self.count += 1
         known = next((one for one in self._scaled if one[0]() is tensor), None) if self._scaled else None
         named = tensor if known is None else known[1]()
         name = self._name(named, at)
@@ -182,50 +185,6 @@ class PastLosses:
         """Mean and standard deviation (of the population) of the values held; there must be one at least."""
         offset = self._sum / len(self.values)
         return self.first + offset, math.sqrt(max(0.0, self._squares / len(self.values) - offset * offset))
-
-
-def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
-    """What the autograd nodes just behind a loss tell the rules about how it was computed.
-
-    Follows the first input of each node, six nodes deep, past views. ``classes``: how many classes a mean of the
-    negative log-likelihood has; ``nll``: that it was not given log-probabilities; ``axis``: that its log_softmax ran
-    over the batch; ``doubled``: that a softmax or a sigmoid was applied twice. Reads no value of a tensor, so it waits
-    for no device.
-    """
-    found: dict[str, Any] = {}
-    node: Any = loss.grad_fn
-    chain: list[Any] = []
-    while node is not None and len(chain) < 6:
-        chain.append(node)
-        node = next((one for one, _ in node.next_functions if one is not None), None)
-    names = [one.name().removesuffix("0") for one in chain]
-    for at, one in enumerate(names):
-        behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
-        if one.startswith("NllLoss") and behind != "LogSoftmaxBackward":
-            found["nll"] = name
-        if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
-            shape = getattr(chain[at]._saved_result, "shape", ())
-            is_mean = getattr(chain[at - 1], "_saved_reduction", 1) == 1
-            if len(shape) == 2 and chain[at]._saved_dim == 0:
-                found["axis"] = name
-            elif len(shape) and is_mean:
-                found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
-            if behind == "SoftmaxBackward":
-                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "softmax"}
-            if behind == "LogSoftmaxBackward":
-                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "log_softmax"}
-        if one == "BinaryCrossEntropyWithLogitsBackward" and behind == "SigmoidBackward":
-            found["doubled"] = {"loss": name, "outer": "sigmoid (with logits)", "inner": "sigmoid"}
-    return found
-
-
-_VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
-          "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
-
-
-def _is_view(name: str) -> bool:
-    """Whether an autograd node of this name only passes values on, in another shape, order or type."""
-    return name in _VIEWS
 
 
 def _scale_of(scaler: Any) -> Any:

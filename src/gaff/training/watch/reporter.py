@@ -122,6 +122,10 @@ class Reporter:
 
         self._worker.put(job)
 
+    def tell(self, kind: str, step: int, **told: Any) -> None:
+        """Hand over an event that is to stand in the record, with what is told of it as JSON takes it."""
+        self._worker.put(lambda: self._recorder.event(kind, step, **told))
+
     def pulse(
         self, step: int, seconds: float, numbers: StepNumbers, skipped: int, samples: int, alone: tuple[float, float]
     ) -> None:

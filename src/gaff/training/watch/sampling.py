@@ -42,10 +42,19 @@ def reading_of(
         sample.shares = {name: float(total) / max(1, count) for name, (total, count) in shares.items()}
         sample.parameters = {key: step_facts.read(one) for key, one in parameters.items()}
         sample.losses = {name: losses.read(value) for name, value in values.items()}
-        sample.facts = {**told, "scale": None if told.get("scale") is None else losses.read(told["scale"])}
+        sample.facts = {name: _plain(one) for name, one in told.items()}
         return sample, keys, table
 
     return read
+
+
+def _plain(fact: Any) -> Any:
+    """A fact with numbers in place of tensors, which may be on a device, also inside tuples and dicts."""
+    if isinstance(fact, Tensor):
+        return losses.read(fact)
+    if isinstance(fact, tuple):
+        return tuple(map(_plain, fact))
+    return {name: _plain(one) for name, one in fact.items()} if isinstance(fact, dict) else fact
 
 
 def _all_units(tables: Mapping[Key, Tensor], inputs: Mapping[Key, int]) -> dict[Key, Units]:

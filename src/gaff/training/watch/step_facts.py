@@ -45,6 +45,14 @@ def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
     return f"{crc:08x}"
 
 
+def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
+    """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device."""
+    plain = target.detach()
+    low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
+    return {"function": name, "output": tuple(getattr(output, "shape", ())), "shape": tuple(target.shape),
+            "count": plain.numel(), "low": low, "high": high}  # fmt: skip
+
+
 def _beginning(tensor: Tensor, most: int) -> Tensor:
     """The first elements of ``tensor``, ``most`` at the most, as a flat tensor.
 
@@ -73,11 +81,11 @@ def precision(module: nn.Module) -> str:
     return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
 
 
-def has_modes(module: nn.Module) -> bool:
-    """Whether something inside is in training mode and acts otherwise for it: a dropout, BatchNorm with statistics."""
+def has_modes(module: nn.Module, *, training: bool = True) -> bool:
+    """Whether something inside is in that mode and acts otherwise for it: a dropout, BatchNorm with statistics."""
     dropout, norm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
     return any(
-        one.training
+        one.training is training
         and ((isinstance(one, dropout) and one.p > 0) or (isinstance(one, norm) and one.track_running_stats))
         for one in module.modules()
     )
@@ -119,6 +127,9 @@ def parameters(
                 **_plain(one.parameter),
                 "optimizer": numbers.get(id(update.optimizer)),
                 "lr": float(one.group.get("lr", 0.0)),
+                "decay": float(one.group.get("weight_decay", 0.0) or 0.0),
+                "is_decoupled": isinstance(update.optimizer, torch.optim.AdamW)
+                or bool(one.group.get("decoupled_weight_decay")),
                 "was_cleared": update.was_cleared,
                 "adam_rms": one.adam_rms,
                 "momentum": one.momentum,

@@ -43,6 +43,7 @@ from gaff.training.watch.pace import Alone, Pace
 from gaff.training.watch.reporter import Reporter
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.settings import Settings
+from gaff.training.watch.setup_facts import SetupFacts
 from gaff.training.watch.shield import Shield
 from gaff.training.watch.step_state import LoopEvent
 
@@ -62,19 +63,21 @@ class Watcher:
         self._flight = FlightRecorder(settings.out, keeps_batches=settings.keep_batch)
         self._alone = Alone()
         self._batches = StepBatches()
-        around = self.shield.around
         told = CallsTold(lambda model: self.reporter.model(model, self.step), self._run_begins, self._run_ends,
                          self._run_ends_late, lambda *given: self._looks.left(*given))  # fmt: skip
         self._calls = ModelCalls(self._models, told, self.shield, is_given=models is not None)
-        self._looks = Looks(self._models, self._calls, self.shield, self._evaluated)
+        setup = SetupFacts(self.shield)
+        self._looks = Looks(self._models, self._calls, setup, self.shield,
+                            lambda evaluated: self.reporter.look(evaluated, {}, {}))  # fmt: skip
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
             self._calls.know(self._models.add(name, model), model)
         self.reporter = Reporter(settings, self._flight)
         self._losses = Losses()
-        told_of: list[Any] = [self._backward_begins, self._step_begins, self._step_ended, self._step_skipped]
-        self._outer = Outer(Told(*map(around, (*told_of, self._losses.note_scale, self._calls.compiled))))
+        told_of: list[Any] = [self._backward_begins, self._step_begins, self._step_ended, self._step_skipped,
+                              self._losses.note_scale, self._calls.compiled, setup.clipped, setup.iterated]  # fmt: skip
+        self._outer = Outer(Told(*map(self.shield.around, told_of)))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))
 
@@ -115,6 +118,7 @@ class Watcher:
         self._stop()
         self._outer.close()
         notes = (*_notes(self._looks, self._calls, self._models, has_steps=has_steps), *self._flight.notes)
+        self.reporter.tell("made", self.step, steps=self.steps_made, backwards=self._losses.count)
         self.reporter.close(self.step, self.pace, notes, error)
         self._flight.close()
 
@@ -181,9 +185,6 @@ class Watcher:
     def _run_ends_late(self) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
         self._looks.go_on()
-
-    def _evaluated(self, sampled: SampledStep) -> None:
-        self.reporter.look(sampled, {}, {})
 
     # backward passes and steps
 

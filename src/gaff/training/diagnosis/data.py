@@ -1,0 +1,192 @@
+"""What an experiment changes about data: the batch, the rows of inputs against labels, the inputs themselves."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gaff.address.grammar import Key
+from gaff.address.nested import Arguments, iter_tensors, map_tensors, put
+from gaff.address.resolve import unwrap
+from gaff.engine.process.losses import LossCalls
+from gaff.training.diagnosis.changes import Change, Given
+
+# Names of arguments that are the truth, or say which part of the input counts; all others are input.
+_TRUTH = re.compile(r"(^|_)(labels?|targets?|y|ground_truth|gt|answers?|(start|end)_positions)$")
+_GOES_WITH = re.compile(r"mask|lengths?$|position_ids|token_type")
+
+
+class OneBatch(Change):
+    """The first batch again and again.
+
+    Of every DataLoader, while grad mode is on; the loader itself goes on, so that there are as many batches as before.
+    In a script without one: what the model was given first, and the targets that torch's loss functions were given
+    first, as long as their shapes stay.
+    """
+
+    why_not = "there is no DataLoader, and no loss function of torch's was given targets of one shape"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._batches: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._inputs: WeakKeyDictionary[nn.Module, Given] = WeakKeyDictionary()
+        self._targets: dict[tuple[str, int], Tensor] = {}
+        self._count: dict[str, int] = {}  # calls of each loss function in this step
+
+    def install(self) -> None:
+        """Stand before the iterators of DataLoaders, and before torch's loss functions."""
+        iterate = DataLoader.__iter__
+
+        @wraps(iterate)
+        def iterated(loader: Any) -> Any:
+            return _Repeated(self, loader, iterate(loader))
+
+        DataLoader.__iter__ = iterated  # type: ignore[method-assign]
+        LossCalls(self._target).switch(is_on=True)
+
+    def batch(self, loader: Any, batch: Any) -> Any:
+        """The batch to be used instead of ``batch``: a copy of the loader's first one; outside of training itself."""
+        if not torch.is_grad_enabled():
+            return batch
+        first = self._batches.get(loader)
+        if first is None:
+            self._batches[loader] = copy.deepcopy(batch)
+            return batch
+        self.acted += 1
+        return copy.deepcopy(first)
+
+    def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
+        """Without a DataLoader: what the model was given first."""
+        if self._batches or not any(_is_data(one) for _, one in iter_tensors(given)):
+            return given
+        first = self._inputs.get(module)
+        if first is None:
+            self._inputs[module] = map_tensors(given, _copied, opaque=lambda one: one)
+            return given
+        return map_tensors(first, _copied, opaque=lambda one: one) if _shapes(first) == _shapes(given) else given
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count loss functions anew in each step."""
+        self._count.clear()
+
+    def _target(self, name: str, output: Any, target: Tensor) -> Tensor:
+        """The target that this call of the step was given in the first one."""
+        if self._batches or not torch.is_grad_enabled() or target.requires_grad:
+            return target
+        number = self._count.get(name, 0)
+        self._count[name] = number + 1
+        first = self._targets.setdefault((name, number), target.clone())
+        if first.shape != target.shape or first.dtype != target.dtype:
+            return target
+        self.acted += 1
+        return first.clone()
+
+
+class _Repeated:
+    """The iterator of a DataLoader whose batches are all its first; in everything else it is that iterator."""
+
+    def __init__(self, change: OneBatch, loader: Any, iterator: Any) -> None:
+        self._change = change
+        self._loader = loader
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._change.batch(self._loader, next(self._iterator))
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class Scramble(Change):
+    """Rows of the model's first input tensor, and of the masks that go with it, are permuted; labels stay.
+
+    No row stays in its place. Permutations come from a generator of gaff's own, so that the script's random numbers are
+    those that it would have.
+    """
+
+    why_not = "no batch has two rows or more"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
+        """Permute the first input and what goes with it, along the first dimension."""
+        found = inputs_of(module, given)
+        first = next((one for _, name, one in found if not _GOES_WITH.search(name) and one.dim()), None)
+        if first is None or len(first) < 2:
+            return given
+        circle = torch.randperm(len(first), generator=self._generator)
+        order = torch.empty_like(circle)
+        order[circle] = circle.roll(1)
+        self.acted += 1
+        value = Arguments(*given)
+        for key, name, tensor in found:
+            goes_with = bool(_GOES_WITH.search(name)) and tensor.dim() and len(tensor) == len(first)
+            if tensor is first or goes_with:
+                value = put(value, key, tensor[order.to(tensor.device)])
+        return value.args, value.kwargs
+
+
+class Blind(Change):
+    """Zeros in place of every input of the model; labels and masks stay."""
+
+    why_not = "the model is given no tensor"
+
+    def around(self, module: nn.Module, given: Given, stack: ExitStack) -> Given:
+        """Replace all tensors that are input."""
+        value = Arguments(*given)
+        for key, name, tensor in inputs_of(module, given):
+            if not _GOES_WITH.search(name):
+                value = put(value, key, torch.zeros_like(tensor))
+                self.acted += 1
+        return value.args, value.kwargs
+
+
+def inputs_of(module: nn.Module, given: Given) -> list[tuple[Key, str, Tensor]]:
+    """The tensors of a call that are data and no labels: key, name, tensor.
+
+    What requires grad comes from another module. The name is that of the dict's entry or the argument, in lower case;
+    for positions it is read from the signature of ``forward``.
+    """
+    try:
+        names = list(inspect.signature(unwrap(module).forward).parameters)
+    except (TypeError, ValueError):  # nothing in Python, nothing to read
+        names = []
+    found = []
+    for key, tensor in iter_tensors(Arguments(*given)):
+        words = [part for part in key if isinstance(part, str)]
+        at = key[0]
+        named = names[at] if isinstance(at, int) and at < len(names) else ""
+        name = (words[-1] if words else named).lower()
+        if _is_data(tensor) and not _TRUTH.search(name):
+            found.append((key, name, tensor))
+    return found
+
+
+def _is_data(tensor: Tensor) -> bool:
+    return not tensor.requires_grad
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _shapes(given: Given) -> list[Any]:
+    return [(key, one.shape, one.dtype, one.requires_grad) for key, one in iter_tensors(given)]

@@ -1,0 +1,265 @@
+"""Rules about how a training is set up: labels, losses, batches, modes, what is frozen, decay, precision of weights.
+
+Written as those of ``gaff.training.rules.steps``: each check's docstring tells when it hits, and ``docs/rules.md``
+repeats it word for word. What is read from the process itself (``sample.facts``) was found while the step ran.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from gaff.record.sample import Key, Sample
+from gaff.training.rules.registry import Hit, Past, rule
+from gaff.training.rules.steps import has_fallen
+
+_PAIRWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_WITH_TARGETS = ("cross_entropy", "nll_loss", *_PAIRWISE)
+_HALF = ("bfloat16", "float16")
+
+
+@rule(
+    "loss_sign",
+    severity="error",
+    means="the loss is the negative of one that cannot be negative: training makes it worse",
+    cause="a minus too many",
+    remedy="remove the minus before the loss",
+    least=3,
+    share=0.5,
+    hides=("diverging", "exploding", "update_large", "dead_units", "saturated"),
+)
+def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A minus right before a cross entropy, a squared or an absolute error, read from the autograd graph.
+
+    In runs with one optimizer and one loss: adversaries are trained so.
+    """
+    found = sample.facts.get("negated")
+    if found and _is_alone(sample) and sample.losses.get(found["loss"], 0.0) < 0:
+        yield Hit(("", ""), f"the loss {found['loss']!r} is minus {found['of']}", loss=sample.losses[found["loss"]])
+
+
+@rule(
+    "broadcast",
+    severity="error",
+    means="a loss compares each output with every target: one of the two was broadcast against the other",
+    cause="outputs of shape [batch, 1] and targets of shape [batch], or the other way round",
+    remedy="give both one shape: output.squeeze(1), or target.unsqueeze(1)",
+    least=2,
+    share=0.5,
+)
+def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
+    """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one. Certain."""
+    for one in sample.facts.get("targets", ()):
+        shapes = one["output"], one["shape"]
+        if one["function"] in _PAIRWISE and shapes[0] != shapes[1] and _joined_size(*shapes) > max(map(_size, shapes)):
+            yield Hit(("", ""), f"{one['function']} is given outputs of shape {list(shapes[0])} and targets of shape "
+                      f"{list(shapes[1])}", output=list(shapes[0]), target=list(shapes[1]))  # fmt: skip
+            return
+
+
+@rule(
+    "labels_constant",
+    severity="error",
+    means="all targets of a batch are the same: there is nothing to tell apart",
+    cause="labels that were lost on their way, or examples that are sorted by label and not shuffled",
+    remedy="print a batch's labels where the loss gets them; shuffle the training data",
+    least=8,
+    share=0.9,
+)
+def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
+
+    In runs with one optimizer and one loss; targets of zero of a regression are left out, and losses against
+    probabilities.
+    """
+    told = [one for one in sample.facts.get("targets", ()) if one["function"] in _WITH_TARGETS]
+    if not told or not _is_alone(sample) or any(one["low"] != one["high"] or one["count"] < 8 for one in told):
+        return
+    if any(one["low"] == 0 and one["function"] in _PAIRWISE for one in told):
+        return
+    yield Hit(("", ""), f"all {told[0]['count']} targets of a batch are {told[0]['low']:.4g}", target=told[0]["low"])
+
+
+@rule(
+    "same_batch",
+    severity="error",
+    means="every step is made on the same batch, though the DataLoader has others",
+    cause="next(iter(loader)) in the loop begins the loader anew each time, and it does not shuffle",
+    remedy="for batch in loader: ...; or keep the iterator, and make a new one when it ends",
+    least=8,
+    share=0.95,
+)
+def same_batch(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The checksum of what the model is given is that of the look before, while a DataLoader of two batches or more is
+    begun anew in nearly every step."""
+    batches = sample.facts.get("batches")
+    if batches and sample.facts.get("is_repeated") and sample.step >= 3 and batches["begun"] > 0.9 * sample.step:
+        yield Hit(("", ""), f"the model is given the same batch in every step; the DataLoader has {batches['count']}",
+                  batches=batches["count"], begun=batches["begun"])  # fmt: skip
+
+
+@rule(
+    "eval_mode_in_training",
+    severity="warning",
+    means="the model is trained in evaluation mode: no dropout, and running statistics that stay as they are",
+    cause="model.train() is missing after an evaluation, or was never called on what from_pretrained returns",
+    remedy="model.train() before training, and after each evaluation",
+    least=5,
+    share=0.9,
+)
+def eval_mode_in_training(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Steps are made whose only forwards with gradients were in eval mode, of a model with dropout or BatchNorm.
+
+    Certain; where that is meant it does no harm.
+    """
+    for model in sample.facts.get("eval_mode", ()):
+        yield Hit((model, ""))
+
+
+@rule(
+    "frozen_by_accident",
+    severity="warning",
+    means="no weight matrix of the model is trained, and the loss does not fall",
+    cause="requires_grad was set to False for all, or for what is left after the head was replaced",
+    remedy="set requires_grad=True for what is to learn, before the optimizer is made",
+    least=8,
+    share=0.9,
+    hides=("not_owned", "no_gradient", "update_small"),
+)
+def frozen_by_accident(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Of two or more weights (of two dimensions or more) of a model that an optimizer steps, none requires grad, and no
+    loss has fallen to six tenths."""
+    by_model: dict[str, list[bool]] = {}
+    for key, one in sample.parameters.items():
+        if one.kind == "weight":
+            by_model.setdefault(key[0], []).append(one.requires_grad)
+    if any(has_fallen(past, name, 0.6) for name in past.losses):
+        return
+    for model, told in by_model.items():
+        if len(told) >= 2 and not any(told):
+            yield Hit((model, ""), weights=len(told))
+
+
+@rule(
+    "symmetric_units",
+    severity="error",
+    means="weights begin all alike: units that begin alike stay alike, or nothing gets through at all",
+    cause="an initialisation with zeros or another constant",
+    remedy="nn.init.kaiming_normal_ or another random one for weights; constants are for biases and norms",
+    least=1,
+    share=0.0,
+    hides=("dead_units", "zero_gradient", "no_signal", "output_constant", "update_small", "sparse_gradient",
+           "never_updated", "update_large"),
+)  # fmt: skip
+def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
+    """At the first look most weights that are trained, two or more, have one number for all their elements."""
+    if past.looks > 1 or sample.step > 1:
+        return
+    alike: dict[str, list[Key]] = {}
+    count: dict[str, int] = {}
+    for key, one in sample.parameters.items():
+        row = sample.rows.get(key)
+        if one.kind == "weight" and one.requires_grad and one.elements > 8 and row is not None and row.count:
+            count[key[0]] = count.get(key[0], 0) + 1
+            if row.std <= 1e-6 * row.rms:
+                alike.setdefault(key[0], []).append(key)
+    for model, keys in alike.items():
+        if len(keys) >= 2 and len(keys) > count[model] / 2:
+            yield Hit((model, keys[0][1]), weights=f"{len(keys)} of {count[model]}")
+
+
+@rule(
+    "weight_decay_too_high",
+    severity="warning",
+    means="weight decay does more to the weights than what is learned, and the loss does not fall",
+    cause="a weight decay that is too high for this optimizer: Adam adds it to the gradient, AdamW times the lr",
+    remedy="lower weight_decay, to 0.01 or less; use AdamW with Adam's learning rates",
+    least=8,
+    share=0.5,
+    hides=("no_signal", "output_constant", "dead_units", "vanishing", "update_small"),
+)
+def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The median over the weights of the share that decay has in an update is above a half, and no loss has fallen by a
+    tenth.
+
+    AdamW (Loshchilov & Hutter, 2019) takes lr * decay * weight off: its share of the update; others add decay * weight
+    to the gradient: its share of the two.
+    """
+    if any(has_fallen(past, name) for name in past.losses):
+        return
+    shares: dict[str, list[float]] = {}
+    for key, one in sample.parameters.items():
+        weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
+        if one.kind != "weight" or not one.decay or not one.lr or weight is None or update is None or gradient is None:
+            continue
+        if one.is_decoupled:
+            share = one.lr * one.decay * weight.rms / update.rms if update.rms else 0.0
+        else:
+            pull = one.decay * weight.rms
+            share = pull / (pull + gradient.rms) if pull else 0.0
+        shares.setdefault(key[0], []).append(share)
+    for model, told in shares.items():
+        middle = statistics.median(told)
+        if middle > 0.5:
+            decay = max(one.decay for key, one in sample.parameters.items() if key[0] == model)
+            yield Hit((model, ""), share_of_update=middle, weight_decay=decay)
+
+
+@rule(
+    "updates_round_away",
+    severity="error",
+    means="most of each step is lost to rounding: weights of half precision are too coarse for it",
+    cause="weights in bfloat16 or float16 with a learning rate that changes them by less than their last digit",
+    remedy="keep weights in float32 and compute under autocast, or raise the learning rate",
+    least=5,
+    share=0.5,
+    hides=("never_updated", "update_small"),
+)
+def updates_round_away(sample: Sample, past: Past) -> Iterator[Hit]:
+    """In more than half of the weights of 16 bits most elements stay as they are, though they have a gradient."""
+    lost: dict[str, list[bool]] = {}
+    for key, one in sample.parameters.items():
+        update, gradient = sample.of(key, "update"), sample.of(key, "grad")
+        if one.dtype in _HALF and one.kind == "weight" and update is not None and gradient is not None:
+            lost.setdefault(key[0], []).append(bool(update.count) and update.zeros - gradient.zeros > 0.5)
+    for model, told in lost.items():
+        if sum(told) > len(told) / 2:
+            yield Hit((model, ""), weights=f"{sum(told)} of {len(told)}")
+
+
+@rule(
+    "clipped_to_nothing",
+    severity="warning",
+    means="gradients are clipped to a small part of what they are, and the loss does not fall",
+    cause="a limit of the norm that is far below what gradients have: each step becomes as small as the limit",
+    remedy="choose the limit near the norms that clip_grad_norm_ returns, such as 1",
+    least=8,
+    share=0.8,
+    hides=("update_small",),
+)
+def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
+    """clip_grad_norm_ leaves less than a hundredth of the norm, and no loss has fallen by a tenth."""
+    found = sample.facts.get("clipped")
+    if found and found["most"] < 0.01 * found["norm"] and not any(has_fallen(past, name) for name in past.losses):
+        yield Hit(("", ""), f"the norm of the gradients is {found['norm']:.4g}, and clipped to {found['most']:.4g}",
+                  norm=found["norm"], limit=found["most"])  # fmt: skip
+
+
+def _is_alone(sample: Sample) -> bool:
+    """Whether one optimizer lowers one loss: with several, one may be trained against another."""
+    return sample.facts.get("optimizers", 1) == 1 and len(sample.losses) == 1
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for one in shape:
+        size *= one
+    return size
+
+
+def _joined_size(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many elements two shapes have that are broadcast against each other (NumPy's rules)."""
+    longest = max(len(one), len(other))
+    pairs: list[Any] = [(1,) * (longest - len(shape)) + tuple(shape) for shape in (one, other)]
+    return _size(tuple(max(a, b) for a, b in zip(*pairs, strict=True)))

@@ -1,0 +1,69 @@
+"""How a training is set up, as far as torch's own functions are told: targets of losses, clipping, DataLoaders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.compat.compiler import has_asked_to_compile
+from gaff.engine.process.losses import LossCalls
+from gaff.training.watch import step_facts
+from gaff.training.watch.shield import Shield
+
+_MOST_TARGETS = 8  # calls of loss functions in a step
+
+
+class SetupFacts:
+    """Collects them for the step that is looked at; between looks only DataLoaders that begin anew are counted.
+
+    Used on the thread that trains.
+    """
+
+    def __init__(self, shield: Shield) -> None:
+        self._note_target = shield.around(self._target)
+        self._calls = LossCalls(self._loss_called)
+        self._targets: list[dict[str, Any]] = []
+        self._clipped: dict[str, Any] | None = None
+        self._begun = 0
+        self._batches = 0  # of the largest DataLoader so far
+
+    def look(self, *, is_on: bool) -> None:
+        """A look begins, or has ended. Loss functions are followed meanwhile, unless code is compiled somewhere."""
+        self._calls.switch(is_on=is_on and not has_asked_to_compile())
+        if is_on:
+            self._targets, self._clipped = [], None
+
+    def clipped(self, norm: Any, most: Any) -> None:
+        """``clip_grad_norm_`` has found this norm; the tensor is read later, by another thread."""
+        self._clipped = {"norm": norm.detach() if isinstance(norm, Tensor) else float(norm), "most": float(most)}
+
+    def iterated(self, loader: Any) -> None:
+        """A DataLoader begins anew; one without a length does not count."""
+        if not torch.is_grad_enabled():
+            return
+        try:
+            batches = len(loader)
+        except (TypeError, NotImplementedError):  # of an iterable data set
+            return
+        if batches >= max(2, self._batches):
+            self._begun = self._begun + 1 if batches == self._batches else 1
+            self._batches = batches
+
+    def take(self) -> dict[str, Any]:
+        """The facts of the step that was looked at; tensors in them may be on a device."""
+        facts: dict[str, Any] = {"targets": tuple(self._targets)}
+        if self._clipped is not None:
+            facts["clipped"] = self._clipped
+        if self._batches:
+            facts["batches"] = {"count": self._batches, "begun": self._begun}
+        return facts
+
+    def _loss_called(self, name: str, output: Any, target: Tensor) -> Tensor:
+        self._note_target(name, output, target)
+        return target
+
+    def _target(self, name: str, output: Any, target: Tensor) -> None:
+        if torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS:
+            self._targets.append(step_facts.target_of(name, output, target))

@@ -1,0 +1,192 @@
+"""How a training is set up: each fault is named by the verdict, and what merely looks like it is not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gaff
+from gaff.engine.process.losses import LOSSES
+
+STEPS = 40
+
+
+def watched(model, optimizer, step, tmp_path, steps=STEPS):
+    with gaff.watch(out=tmp_path / "run", every=1):
+        for number in range(steps):
+            step(number)
+            optimizer.step()
+    return gaff.load(tmp_path / "run").verdict
+
+
+def regression(loss_of, tmp_path, optimizer=None, model=None, steps=STEPS, data=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)) if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2) if optimizer is None else optimizer(model.parameters())
+    x = torch.randn(256, 6)
+    y = x.sum(1, keepdim=True).tanh()
+
+    def step(number):
+        rows = torch.randint(0, 256, (16,))
+        given = (x[rows], y[rows]) if data is None else data(x, y, number)
+        optimizer.zero_grad()
+        loss = loss_of(model, *given)
+        loss.backward()
+
+    return watched(model, optimizer, step, tmp_path, steps)
+
+
+def test_a_minus_too_many(tmp_path):
+    told = regression(lambda model, x, y: -F.mse_loss(model(x), y), tmp_path)
+    assert (told.state, told.name) == ("wrong", "loss_sign")
+    assert "minus a mean squared error" in told.cause
+
+
+def test_a_negative_loss_that_is_meant(tmp_path):
+    told = regression(lambda model, x, y: -(model(x) * y).tanh().mean(), tmp_path)
+    assert told.state == "healthy"
+
+
+def test_every_output_against_every_target(tmp_path):
+    with pytest.warns(UserWarning, match="different to the input size") as warned:
+        told = regression(lambda model, x, y: F.mse_loss(model(x), y[:, 0]), tmp_path)
+    assert {one.filename for one in warned} == {__file__}  # where the script calls it
+    assert (told.state, told.name) == ("wrong", "broadcast")
+    assert "outputs of shape [16, 1] and targets of shape [16]" in told.cause
+    assert all(not hasattr(getattr(F, name), "__wrapped__") for name in LOSSES if name != "cross_entropy")
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_one_target_for_all_is_no_fault(tmp_path):
+    def loss_of(model, x, y):
+        return F.mse_loss(model(x) - y, torch.zeros(1)) + 0 * F.l1_loss(model(x), y)
+
+    assert regression(loss_of, tmp_path).name not in ("broadcast", "labels_constant")
+
+
+def test_labels_that_are_all_the_same(tmp_path):
+    told = regression(lambda model, x, y: F.mse_loss(model(x), torch.full_like(y, 0.7)), tmp_path)
+    assert (told.state, told.name) == ("wrong", "labels_constant")
+    residual = regression(lambda model, x, y: F.mse_loss(model(x) - y, torch.zeros_like(y)), tmp_path / "zero")
+    assert residual.name != "labels_constant"  # an equation that is to hold
+
+
+def loader_of(shuffle):
+    x = torch.randn(64, 6)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=shuffle)
+
+
+@pytest.mark.parametrize(("shuffle", "name"), [(False, "same_batch"), (True, "")])
+def test_a_loader_that_is_begun_anew_in_every_step(tmp_path, shuffle, name):
+    loader = loader_of(shuffle)
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, data=lambda *_: next(iter(loader)))
+    assert told.name == name
+
+
+def test_all_data_in_every_step_is_no_fault(tmp_path):
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, data=lambda x, y, _: (x, y))
+    assert told.state == "healthy"
+
+
+@pytest.mark.parametrize(("inside", "name"), [(nn.Dropout(0.1), "eval_mode_in_training"), (nn.ReLU(), "")])
+def test_training_in_eval_mode(tmp_path, inside, name):
+    model = nn.Sequential(nn.Linear(6, 16), inside, nn.Linear(16, 1)).eval()
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, model=model)
+    assert told.name == name
+    assert told.state == ("suspicious" if name else "healthy")
+
+
+@pytest.mark.parametrize(("kept", "name"), [(1, "frozen_by_accident"), (2, "")])
+def test_what_is_frozen(tmp_path, kept, name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    for parameter in list(model.parameters())[:-kept]:
+        parameter.requires_grad_(False)
+    told = regression(
+        lambda model, x, y: F.mse_loss(model(x), y), tmp_path, model=model,
+        optimizer=lambda parameters: torch.optim.SGD([one for one in parameters if one.requires_grad], 1e-3),
+    )  # fmt: skip
+    assert told.name == name
+
+
+def test_weights_that_begin_all_alike(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, model=model)
+    assert (told.state, told.name) == ("wrong", "symmetric_units")
+    alone = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    nn.init.zeros_(alone[-1].weight)  # the last layer only, as many begin
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path / "last", model=alone)
+    assert told.name != "symmetric_units"
+
+
+@pytest.mark.parametrize(
+    ("kind", "decay", "name"),
+    [
+        (torch.optim.Adam, 2.0, "weight_decay_too_high"),
+        (torch.optim.AdamW, 100.0, "weight_decay_too_high"),
+        (torch.optim.AdamW, 0.01, ""),
+    ],
+)
+def test_weight_decay(tmp_path, kind, decay, name):
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, steps=80,
+                      optimizer=lambda parameters: kind(parameters, 5e-3, weight_decay=decay))  # fmt: skip
+    assert told.name == name
+
+
+@pytest.mark.parametrize(("lr", "name"), [(1e-5, "updates_round_away"), (1e-2, "")])
+def test_steps_that_are_rounded_away(tmp_path, lr, name):
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).bfloat16()
+    told = regression(lambda model, x, y: F.mse_loss(model(x.bfloat16()).float(), y), tmp_path, model=model,
+                      optimizer=lambda parameters: torch.optim.Adam(parameters, lr))  # fmt: skip
+    assert told.name == name
+
+
+@pytest.mark.parametrize(("most", "name"), [(1e-6, "clipped_to_nothing"), (1.0, "")])
+def test_gradients_that_are_clipped_away(tmp_path, most, name):
+    def loss_of(model, x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.register_hook(lambda gradient: None)
+        return loss
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(256, 6)
+
+    def step(number):
+        optimizer.zero_grad()
+        rows = x[torch.randint(0, 256, (16,))]
+        loss_of(model, rows, rows.sum(1, keepdim=True)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), most)
+
+    assert watched(model, optimizer, step, tmp_path).name == name
+
+
+def test_an_input_that_was_lost(tmp_path):
+    told = regression(lambda model, x, y: F.mse_loss(model(x - x), y), tmp_path)
+    assert (told.state, told.name) == ("wrong", "input_not_used")
+
+
+def test_updates_by_hand_are_told_as_what_they_are(tmp_path):
+    model = nn.Linear(4, 1)
+    with gaff.watch(model, out=tmp_path / "run"):
+        for _ in range(30):
+            model(torch.randn(8, 4)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    told = gaff.load(tmp_path / "run").verdict
+    assert (told.state, told.name) == ("not enough", "no_steps")
+    assert "30 backward passes were seen, and no step of a torch.optim.Optimizer" in told.cause
+
+
+def test_functions_of_losses_are_torchs_own_afterwards(tmp_path):
+    before = {name: getattr(F, name) for name in LOSSES}
+    with pytest.raises(ZeroDivisionError):
+        regression(lambda model, x, y: F.mse_loss(model(x), y) / 0 if 1 / 0 else None, tmp_path)
+    assert {name: getattr(F, name) for name in LOSSES} == before
+    assert not hasattr(DataLoader.__iter__, "__wrapped__")
