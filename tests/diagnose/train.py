@@ -12,10 +12,11 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_diabetes, load_digits
+from sklearn.datasets import load_diabetes, load_digits, load_sample_image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+TASKS = ("digits", "images", "diabetes", "language", "rows", "photos")
 HEALTHY = ("none", "oddity-frozen-body", "oddity-accumulate", "oddity-clip", "oddity-amp", "oddity-cosine-restarts",
            "oddity-label-noise", "oddity-label-smoothing", "oddity-large-lr", "oddity-weight-decay", "oddity-dropout",
            "oddity-small-batch", "oddity-onecycle", "oddity-sgd-low-momentum", "oddity-two-losses")  # fmt: skip
@@ -39,6 +40,43 @@ class Cnn(nn.Module):
     def forward(self, x):
         x = self.body(self.stem(x.view(-1, 1, 8, 8)))
         return self.head(self.drop(x.flatten(1)))
+
+
+class Rows(nn.Module):
+    """Reads an image row by row."""
+
+    def __init__(self, hidden=64, classes=10):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+        self.gru = nn.GRU(8, hidden, num_layers=2, batch_first=True)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x):
+        states, _ = self.gru(self.drop(x.view(-1, 8, 8)))
+        return self.head(states[:, -1])
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ResNet(nn.Module):
+    """Tells from which part of which photo a patch is."""
+
+    def __init__(self, width=24, classes=4):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1)
+        self.blocks = nn.Sequential(Residual(width), Residual(width))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
 class Block(nn.Module):
@@ -141,8 +179,35 @@ class Task:
         post = fault == "no-warmup"
         self.model = Language(len(letters), layers=8 if post else 3, norm_first=not post)
         self.head_at = (self.model, "head")
-        self.lr = 3e-3 if post else 1e-3
+        self.lr = 2e-2 if post else 1e-3
         self.optimizer_of = lambda parameters, lr=self.lr, **more: torch.optim.AdamW(parameters, lr=lr, **more)
+
+    def rows(self, fault):
+        data = load_digits()
+        x = torch.tensor(data.images, dtype=torch.float32) / 8 - 1
+        self.data(x, torch.tensor(data.target), fault)
+        self.classes, self.batch = 10, 48
+        self.model = Rows()
+        self.head_at = (self.model, "head")
+        self.lr = 2e-3
+        self.optimizer_of = lambda parameters, lr=2e-3, **more: torch.optim.RMSprop(parameters, lr=lr, **more)
+
+    def photos(self, fault):
+        patches, labels = [], []
+        for number, name in enumerate(("china.jpg", "flower.jpg")):
+            photo = torch.tensor(load_sample_image(name), dtype=torch.float32).permute(2, 0, 1) / 127.5 - 1
+            for half in range(2):
+                for _ in range(300):
+                    top = int(torch.randint(0, 411, ()))
+                    left = int(torch.randint(0, 300, ())) + half * 320
+                    patches.append(photo[:, top : top + 16, left : left + 16])
+                    labels.append(2 * number + half)
+        self.data(torch.stack(patches), torch.tensor(labels), fault)
+        self.classes, self.batch = 4, 40
+        self.model = ResNet()
+        self.head_at = (self.model, "head")
+        self.lr = 2e-3
+        self.optimizer_of = lambda parameters, lr=2e-3, **more: torch.optim.NAdam(parameters, lr=lr, **more)
 
     def data(self, x, y, fault):
         order = torch.randperm(len(x))
@@ -158,6 +223,10 @@ class Task:
             y = torch.where(noisy, y[torch.randperm(len(y))], y)
         cut = len(x) * 4 // 5
         self.train, self.test = TensorDataset(x[:cut], y[:cut]), TensorDataset(x[cut:], y[cut:])
+
+
+def cut(output):
+    return tuple(map(cut, output)) if isinstance(output, tuple) else output.detach()
 
 
 def change_model(task):  # noqa: C901  # one fault after the other
@@ -180,7 +249,7 @@ def change_model(task):  # noqa: C901  # one fault after the other
         model.register_forward_pre_hook(lambda module, given: (torch.zeros_like(given[0]),))
     if fault == "detached":
         inside = [one for one in model.modules() if list(one.parameters(recurse=False))]
-        inside[len(inside) - 2].register_forward_hook(lambda module, given, output: output.detach())
+        inside[len(inside) - 2].register_forward_hook(lambda module, given, output: cut(output))
     if fault == "log-zero":
         task.head_at[0].get_submodule(task.head_at[1]).register_forward_pre_hook(
             lambda module, given: (torch.log(given[0].relu()),)
@@ -219,7 +288,7 @@ def loss_of(task, model, x, y):
 
 def main():  # noqa: C901  # a script, written as scripts are
     parser = argparse.ArgumentParser()
-    parser.add_argument("--task", choices=("digits", "images", "diabetes", "language"), default="digits")
+    parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--fault", choices=(*HEALTHY, *FAULTS), default="none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200)

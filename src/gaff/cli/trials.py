@@ -43,6 +43,7 @@ class Trials:
         self._command = command
         self._program = program
         self._steps = steps
+        self._order: list[str] = []  # as they were asked for
         self._runs: dict[str, dict[str, Any]] = {}
 
     def as_it_is(self) -> int:
@@ -52,6 +53,7 @@ class Trials:
     def run(self, names: Iterable[str], jobs: int) -> None:
         """Run the command once for each experiment, ``jobs`` at a time, and note what was made after each."""
         left = list(names)
+        self._order += left
         while left:
             now, left = left[:jobs], left[jobs:]
             self._wait([self._start(name, self.folder / FOLDER / name) for name in now])
@@ -114,7 +116,8 @@ class Trials:
             head.write_text(json.dumps({**json.loads(head.read_text()), "code": code}, indent=1))
             return
         self._runs[one.name] = {"folder": str(one.folder.relative_to(self.folder)), "code": code, "seconds": seconds}
-        (self.folder / TRIED).write_text(json.dumps({"steps": self._steps, "runs": self._runs}, indent=1))
+        made = {name: self._runs[name] for name in self._order if name in self._runs}
+        (self.folder / TRIED).write_text(json.dumps({"steps": self._steps, "runs": made}, indent=1))
 
 
 class _Running:

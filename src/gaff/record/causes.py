@@ -17,6 +17,8 @@ from gaff.record.finding import SEVERITIES, Finding
 
 CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
+_LEAST_LR = 1e-6  # a weight of 1 changes by 6e-8 at the least, in float32
+_FIRST = 5
 _EARLY = 50  # steps in which a learning rate is warmed up, where it is
 
 
@@ -128,7 +130,7 @@ _READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {
-    "vanishing": ("lr=10x", "one-batch"),
+    "vanishing": ("lr=10x", "one-batch", "lr=0.1x", "warmup"),
     "exploding": ("clip", "lr=0.1x"),
     "dead_units": ("lr=0.1x", "one-batch"),
     "saturated": ("lr=0.1x", "one-batch"),
@@ -153,7 +155,7 @@ _EXPERIMENTS = {
 def read_from_the_process(case: RunCase) -> Claim | None:
     """An error that was read from what the process does, such as gradients that are never cleared. Certain."""
     finding = case.found(*_READ)
-    if finding is None:
+    if finding is None or _is_too_slow(finding):
         return None
     told = [_evidence(finding)]
     rise = case.rise
@@ -162,6 +164,21 @@ def read_from_the_process(case: RunCase) -> Claim | None:
     after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
     explains = after if finding.rule in ("not_cleared", "nll_of_scores", "lr_zero") else ()
     return Claim(finding.rule, "certain", _told(finding), tuple(told), finding.since, finding.remedy, explains,
+                 _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
+
+
+@cause
+def set_up_wrongly(case: RunCase) -> Claim | None:
+    """Weight decay that outweighs what is learned, or batch norm over one or two examples, and what follows from it.
+
+    Likely where something else was found besides, a symptom where nothing was.
+    """
+    finding = case.found("weight_decay_too_high", "batch_norm_of_few")
+    after = [one for one in case.findings if one is not finding]
+    if finding is None or not (after or case.rise):
+        return None
+    return Claim(finding.rule, "likely", _told(finding), (_evidence(finding), *map(_evidence, after[:2])), 0,
+                 finding.remedy, (*{one.rule for one in after}, "learning_rate_too_high", "input_not_used"),
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 
@@ -176,7 +193,8 @@ def steps_too_large(case: RunCase) -> Claim | None:
     broken = case.found("nonfinite")
     jump = _jump(case)
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
-    if rise is None and broken is None and harm is None:
+    is_lost = jump is not None and not _has_learned(case)
+    if rise is None and broken is None and harm is None and not is_lost:
         return None  # large steps alone do no harm
     if rise is None and large is None and jump is None:
         return None
@@ -232,7 +250,7 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
 @cause
 def input_is_lost(case: RunCase) -> Claim | None:
     """A model that returns the same for every example from its first steps on, and nothing has broken it before."""
-    finding = case.found("output_constant", "input_constant")
+    finding = case.found("input_constant", "output_constant") or _lost_at_once(case)
     if finding is None or finding.since > _EARLY or case.found("weight_decay_too_high", "nonfinite") is not None:
         return None
     if _jump(case) is not None or case.rise is not None:
@@ -243,11 +261,21 @@ def input_is_lost(case: RunCase) -> Claim | None:
                   "input_scale", "nothing_learned"), ("blind", "one-batch"))  # fmt: skip
 
 
+def _lost_at_once(case: RunCase) -> Finding | None:
+    """A layer that returns one number for all at the very first looks."""
+    finding = case.found("no_signal")
+    return finding if finding is not None and finding.since <= _FIRST else None
+
+
 @cause
 def steps_too_small(case: RunCase) -> Claim | None:
     """Updates that are tiny beside the weights, and a loss that does not fall: a learning rate that is too low."""
-    finding = case.found("update_small")
-    if finding is None or case.found("clipped_to_nothing", "vanishing", "zero_gradient") is not None:
+    finding = case.found("update_small", "never_updated")
+    if (
+        finding is None
+        or (finding.rule == "never_updated" and not _is_too_slow(finding))
+        or case.found("clipped_to_nothing", "vanishing", "zero_gradient") is not None
+    ):
         return None
     if case.loss is not None and case.loss[1].fell():
         return None
@@ -255,7 +283,7 @@ def steps_too_small(case: RunCase) -> Claim | None:
     text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
     return Claim("learning_rate_too_low", "likely", text, (_evidence(finding),), finding.since,
                  "raise the learning rate until an update is about a thousandth of its weight", ("nothing_learned",
-                 "update_small"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
+                 "update_small", "never_updated"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
 
 
 @cause
@@ -276,20 +304,39 @@ def nothing_learned(case: RunCase) -> Claim | None:
     text = "the model has learned nothing beyond guessing, though by all that is seen it could: inputs and labels " \
            "may not belong together"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (told,), 0,
-                 "compare a few inputs with their labels, after all that loads and shuffles them", (),
+                 "compare a few inputs with their labels, after all that loads and shuffles them; or the input does "
+                 "not arrive: gaff try tells these apart", (),
                  ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
 
 
 def _jump(case: RunCase) -> tuple[int, float, float] | None:
     """Of the one loss of a run with one optimizer: the step and the height of its early peak, and its first value.
 
-    None where that is not ten times the first value, or the first is not positive.
+    None where that is not ten times the first value, or the first is not positive. Of a cross entropy it is enough that
+    it is twice the first value, and above twice of what guessing gives, plus 1: so wrong is only who is sure.
     """
     if case.optimizers != 1 or len(case.losses) != 1 or case.loss is None:
         return None
-    _, curve = case.loss
+    name, curve = case.loss
     step, peak = curve.early_peak
-    return (step, peak, curve.start) if 0 < 10 * curve.start < peak else None
+    guess = case.guess.get(name, math.inf)
+    is_far = 0 < 10 * curve.start < peak or (peak > 2 * guess + 1 and peak > 2 * curve.start > 0)
+    return (step, peak, curve.start) if is_far else None
+
+
+def _has_learned(case: RunCase) -> bool:
+    """Whether the loss that was found first ends a fifth or more below its first value, and below guessing."""
+    if case.loss is None:
+        return False
+    name, curve = case.loss
+    return bool(curve.values) and curve.last < 0.8 * min(curve.start, case.guess.get(name, math.inf))
+
+
+def _is_too_slow(finding: Finding) -> bool:
+    """Whether parameters of full precision do not change since the learning rate is below what it can tell."""
+    lr = finding.evidence.get("lr")
+    is_full = finding.evidence.get("dtype") == "float32"
+    return finding.rule == "never_updated" and is_full and isinstance(lr, float) and lr < _LEAST_LR
 
 
 def _factor(finding: Finding) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -358,7 +359,11 @@ def _case(record: Record) -> RunCase:
     optimizers = [one["optimizers"] for one in looks if isinstance(one.get("optimizers"), int)]
     losses = {name.removeprefix("loss:"): Curve.of(record.scalar(name, part.rank)) for name in record.scalars
               if name.startswith("loss:") and name in part.series}  # fmt: skip
-    guess = {str(one["guess_of"]): float(one["guess"]) for one in looks if isinstance(one.get("guess"), float)}
+    guesses: dict[str, list[float]] = {}
+    for one in looks:
+        if isinstance(one.get("guess"), float):
+            guesses.setdefault(str(one["guess_of"]), []).append(one["guess"])
+    guess = {name: statistics.median(values) for name, values in guesses.items()}
     lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
     made = part.latest("made") or {}
     unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))

@@ -16,6 +16,7 @@ from gaff.record.finding import Finding
 from gaff.record.run import Record, Series
 from gaff.record.verdict import Verdict
 from gaff.views.text import table
+from gaff.views.trials_text import trials_table
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LETTERS = "_.-=+*#@"  # where only ASCII may be printed
@@ -109,6 +110,9 @@ def report(
             if len(series):
                 ends = f"{number(series.values[0])} to {number(series.values[-1])}"
                 parts.append(f"{name.removeprefix('loss:'):<12} {sparkline(series.values, plain=plain)} {ends}")
+    known = record.experiments
+    if known is not None:
+        parts.append(trials_table(known))
     findings = record.findings
     for finding in findings:
         title = f"{finding.severity}: {finding.rule} at {finding.address}" + (" (over)" if finding.is_over else "")

@@ -236,7 +236,7 @@ def updates_round_away(sample: Sample, past: Past) -> Iterator[Hit]:
     remedy="choose the limit near the norms that clip_grad_norm_ returns, such as 1",
     least=8,
     share=0.8,
-    hides=("update_small",),
+    hides=("update_small", "never_updated"),
 )
 def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     """clip_grad_norm_ leaves less than a hundredth of the norm, and no loss has fallen by a tenth."""
@@ -244,6 +244,22 @@ def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     if found and found["most"] < 0.01 * found["norm"] and not any(has_fallen(past, name) for name in past.losses):
         yield Hit(("", ""), f"the norm of the gradients is {found['norm']:.4g}, and clipped to {found['most']:.4g}",
                   norm=found["norm"], limit=found["most"])  # fmt: skip
+
+
+@rule(
+    "batch_norm_of_few",
+    severity="warning",
+    means="batch normalisation over batches of one or two examples: each example is changed by the other",
+    cause="a batch size that is too small for BatchNorm, or batches that are split over many processes",
+    remedy="larger batches, GroupNorm or LayerNorm; or keep BatchNorm in eval mode when fine-tuning",
+    least=8,
+    share=0.9,
+)
+def batch_norm_of_few(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The model is given one or two examples at a time, and has a BatchNorm in training mode."""
+    for model in sample.facts.get("batch_norm", ()):
+        if sample.facts.get("batch", 0) in (1, 2):
+            yield Hit((model, ""), batch=sample.facts["batch"])
 
 
 def _is_alone(sample: Sample) -> bool:

@@ -17,6 +17,7 @@ from gaff.training.watch.shield import Shield
 
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _EVER = 1 << 62
+_ODD = 4
 _MOST_RUNS = 256  # without any step
 
 
@@ -45,7 +46,7 @@ class Looks:
         self._latest_eval = 0  # step of the latest of them
         self._looked_at_eval: int | None = None  # step of the latest one that was looked at
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
-        self._fingerprint = ""  # of the first batch of the latest look
+        self._odd = 0  # evaluations in training mode
         self.eval_mode: set[str] = set()  # models that ran with gradients though in eval mode, since the look before
         self._random: Tensor | None = None  # state of the random numbers when an evaluation began
 
@@ -97,14 +98,9 @@ class Looks:
             sampled.root_given(model.name, args, kwargs)
             sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
             sampled.facts.setdefault("precision", step_facts.precision(module))
-            self._note_batch(sampled, step_facts.fingerprint(args, kwargs))
-
-    def _note_batch(self, sampled: SampledStep, fingerprint: str) -> None:
-        """Note the checksum of the first batch of a sampled step, and whether it is that of the look before."""
-        if "fingerprint" not in sampled.facts:
-            sampled.facts["fingerprint"] = fingerprint
-            sampled.facts["is_repeated"] = fingerprint == self._fingerprint
-            self._fingerprint = fingerprint
+            if sampled.facts["batch"] <= 2 and step_facts.has_batch_norm(module):
+                sampled.facts["batch_norm"] = [model.name]
+            self._setup.batch_given(args, kwargs)
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
@@ -127,7 +123,9 @@ class Looks:
         if module.training and not torch.is_grad_enabled():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs
         self._target = None
-        if self._evals in _LOOKED_AT and (self._evals > 1 or self._may_evaluate(step, distance)):
+        if self._evals in _LOOKED_AT and (
+            self._evals > 1 or self._may_evaluate(step, distance, is_odd=module.training)
+        ):
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
             sampled.facts["training"] = module.training
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
@@ -178,9 +176,12 @@ class Looks:
         if self._target is not None:
             self._target.left(module, args, output, stands)
 
-    def _may_evaluate(self, step: int, distance: int) -> bool:
+    def _may_evaluate(self, step: int, distance: int, *, is_odd: bool) -> bool:
         """Whether the last evaluation looked at is long enough ago, ten steps at least.
 
-        A teacher that runs in every step is an evaluation, too, and must not be looked at each time.
+        A teacher that runs in every step is an evaluation, too, and must not be looked at each time. The first few that
+        are odd, in training mode, are looked at when ten steps have passed.
         """
+        self._odd += is_odd
+        distance = 10 if is_odd and self._odd <= _ODD else distance
         return self._looked_at_eval is None or step - self._looked_at_eval >= max(10, distance)

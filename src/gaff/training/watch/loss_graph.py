@@ -18,10 +18,10 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     """What the autograd nodes just behind a loss tell the rules about how it was computed.
 
     Follows the first input of each node, six nodes deep, past views. ``classes``: how many classes a mean of the
-    negative log-likelihood has; ``nll``: that it was not given log-probabilities; ``axis``: that its log_softmax ran
-    over the batch; ``doubled``: that a softmax or a sigmoid was applied twice; ``negated``: that the loss is minus one
-    that is never negative. Reads no value of a tensor, so it waits
-    for no device.
+    negative log-likelihood has that is the loss itself, and no part of a sum; ``nll``: that it was not given
+    log-probabilities; ``axis``: that its log_softmax ran over the batch; ``doubled``: that a softmax or a sigmoid was
+    applied twice; ``negated``: that the loss is minus one that is never negative. Reads no value of a tensor, so it
+    waits for no device.
     """
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
@@ -40,7 +40,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
             is_mean = getattr(chain[at - 1], "_saved_reduction", 1) == 1
             if len(shape) == 2 and chain[at]._saved_dim == 0:
                 found["axis"] = name
-            elif len(shape) and is_mean:
+            elif len(shape) and is_mean and all(map(_is_view, names[: at - 1])):
                 found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
             if behind == "SoftmaxBackward":
                 found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "softmax"}

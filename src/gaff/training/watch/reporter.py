@@ -305,8 +305,12 @@ def _share(pace: Pace) -> dict[str, float]:
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     """What of a step's facts goes into the record as JSON; tensors and dicts are left out.
 
-    Of a loss over classes it is what guessing gives.
+    Of a loss over classes it is what guessing gives: the entropy of the labels where they were seen, else the logarithm
+    of the number of classes.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
     classes = told.get("classes")
-    return {**plain, "guess_of": classes["loss"], "guess": math.log(classes["count"])} if classes else plain
+    if not classes:
+        return plain
+    entropy = next((one["entropy"] for one in told.get("targets", ()) if "entropy" in one), math.inf)
+    return {**plain, "guess_of": classes["loss"], "guess": min(entropy, math.log(classes["count"]))}

@@ -26,6 +26,7 @@ class SetupFacts:
         self._calls = LossCalls(self._loss_called)
         self._targets: list[dict[str, Any]] = []
         self._clipped: dict[str, Any] | None = None
+        self._latest = self._fingerprint = ""  # of the first batch of the look before, and of this one
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
 
@@ -34,6 +35,11 @@ class SetupFacts:
         self._calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
             self._targets, self._clipped = [], None
+            self._latest, self._fingerprint = self._fingerprint or self._latest, ""
+
+    def batch_given(self, args: Any, kwargs: Any) -> None:
+        """A model is called that trains, in a step that is looked at: the first such batch gets a checksum."""
+        self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
 
     def clipped(self, norm: Any, most: Any) -> None:
         """``clip_grad_norm_`` has found this norm; the tensor is read later, by another thread."""
@@ -54,6 +60,9 @@ class SetupFacts:
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
         facts: dict[str, Any] = {"targets": tuple(self._targets)}
+        if self._fingerprint:
+            facts["fingerprint"] = self._fingerprint
+            facts["is_repeated"] = self._fingerprint == self._latest
         if self._clipped is not None:
             facts["clipped"] = self._clipped
         if self._batches:

@@ -21,6 +21,8 @@ from gaff.training.watch.models import Models
 from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.updates import Update
 
+_OVER_CLASSES = ("cross_entropy", "nll_loss")
+_FEW_LABELS = 256  # for more the pairs are too many
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 
 
@@ -49,8 +51,34 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device."""
     plain = target.detach()
     low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
-    return {"function": name, "output": tuple(getattr(output, "shape", ())), "shape": tuple(target.shape),
+    told = {"function": name, "output": tuple(getattr(output, "shape", ())), "shape": tuple(target.shape),
             "count": plain.numel(), "low": low, "high": high}  # fmt: skip
+    if name in _OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1:
+        told["entropy"] = _entropy(plain)
+    return told
+
+
+def _entropy(labels: Tensor) -> Tensor:
+    """The entropy of the labels of a batch in nats, of dimension 0, corrected for how few they are (Miller, 1955).
+
+    That is the cross entropy of a model that knows how often each class comes, and nothing else. Negative labels, which
+    losses pass over, are left out.
+    """
+    kept = labels.flatten().long()
+    counts = (kept.unsqueeze(0) == kept.unsqueeze(1)).sum(1) if len(kept) <= _FEW_LABELS else _counts(kept)
+    inside = kept >= 0
+    total = inside.sum().clamp(min=1)
+    shares = (counts / total).clamp(max=1)
+    plain = -(shares.log() * inside).sum() / total
+    classes = (inside / counts).sum()  # each class counts one
+    corrected: Tensor = plain + (classes - 1) / (2 * total)
+    return corrected
+
+
+def _counts(labels: Tensor) -> Tensor:
+    """How often each label comes, at every place where it does."""
+    found: tuple[Tensor, Tensor, Tensor] = labels.unique(return_inverse=True, return_counts=True)
+    return found[2][found[1]]
 
 
 def _beginning(tensor: Tensor, most: int) -> Tensor:
@@ -89,6 +117,11 @@ def has_modes(module: nn.Module, *, training: bool = True) -> bool:
         and ((isinstance(one, dropout) and one.p > 0) or (isinstance(one, norm) and one.track_running_stats))
         for one in module.modules()
     )
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether something inside normalises over the batch, being in training mode."""
+    return any(one.training and isinstance(one, nn.modules.batchnorm._BatchNorm) for one in module.modules())
 
 
 def inventory(model: nn.Module) -> dict[str, Any]:
