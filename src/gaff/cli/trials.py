@@ -66,8 +66,7 @@ class Trials:
     def _start(self, name: str, folder: Path) -> _Running:
         """Start a run, and return what is to be waited for.
 
-        Compiled code runs eagerly, in the run as it is, too: changes are then seen by it, and nothing is compiled for a
-        few steps. The run as it is is looked at as ``gaff watch`` would; of the others the loss is all that is needed.
+        The run as it is is looked at as ``gaff watch`` would; of the others the loss is all that is needed.
         """
         if name:
             folder.mkdir(parents=True)
@@ -79,8 +78,7 @@ class Trials:
                 "trial": {"experiment": changed, "steps": self._steps}}  # fmt: skip
         with (folder / OUTPUT).open("wb") as output:
             child = subprocess.Popen(self._command, executable=self._program, stdin=subprocess.DEVNULL, stdout=output,
-                                     stderr=subprocess.STDOUT,
-                                     env={**environment(told), "TORCH_COMPILE_DISABLE": "1"})  # fmt: skip
+                                     stderr=subprocess.STDOUT, env=environment(told))  # fmt: skip
         return _Running(name, folder, child)
 
     def _wait(self, running: Sequence[_Running]) -> list[int]:

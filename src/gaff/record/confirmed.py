@@ -13,6 +13,7 @@ from gaff.record.experiments import KINDS, Experiment, Experiments, Outcome
 
 _ALIKE = 0.75  # of the best gain: what reaches that much does as well
 _TOO_LOW = 0.75  # of all that was gained: with less a higher learning rate is merely faster
+_LEAST_STEPS = 50  # before "no difference" says anything
 _SAME = 1e-5  # relative: losses of the first steps that are the same but for rounding
 # In this order: a remedy for one fault comes before those that soften many.
 _SPECIFIC = ("zero-grad", "train-mode", "unfreeze", "fp32", "decay")
@@ -39,7 +40,7 @@ _AFTER_LARGE_STEPS = ("update_large", "diverging", "exploding", "loss_spike", "d
 def told_by_what_helps(case: RunCase) -> Claim | None:
     """What was wrong, by the change with which the loss is lower. Certain: it was tried."""
     known = case.experiments
-    if known is None:
+    if known is None or not _is_alone(case):
         return None
     remedies = [one for one in known.changed if one.kind in KINDS and KINDS[one.kind].is_remedy]
     best = max(map(known.gain, remedies), default=0.0)
@@ -61,6 +62,11 @@ def told_by_what_helps(case: RunCase) -> Claim | None:
                      f"raise it, as was tried ({raised[0].name})",
                      ("update_small", "vanishing", "labels_do_not_belong"))  # fmt: skip
     return None
+
+
+def _is_alone(case: RunCase) -> bool:
+    """Whether there is one loss and one optimizer: of several, one loss may rise because another is lowered."""
+    return case.optimizers == 1 and len(case.losses) < 2
 
 
 def _too_large(case: RunCase, known: Experiments, helping: list[Outcome], told: tuple[str, ...]) -> Claim:
@@ -98,6 +104,8 @@ def told_by_what_changes_nothing(case: RunCase) -> Claim | None:
     known = case.experiments
     scrambled = known.get("scramble") if known is not None else None
     if known is None or scrambled is None or scrambled.loss is None or known.bare.loss is None:
+        return None
+    if not _is_alone(case) or known.bare.steps < _LEAST_STEPS:
         return None
     if known.effect(scrambled) != "same":
         return _hardly_matters(known, scrambled)

@@ -7,6 +7,8 @@ import math
 from gaff.record.experiments import AGAIN, KINDS, Experiments, Outcome
 from gaff.views.text import printable, table
 
+_FEW = 50
+
 
 def trials_table(known: Experiments) -> str:
     """A line for the run as it is and for every other: the loss after the last step with its spread, what that says."""
@@ -31,7 +33,9 @@ def _says(known: Experiments, one: Outcome) -> str:
         return f"two runs that mean the same differ by {_number(known.noise)}"
     effect = known.effect(one)
     if one.kind == "one-batch":
-        return "the model can learn" if known.is_well(one) else "the model cannot learn even one batch"
+        if known.is_well(one):
+            return "the model can learn"
+        return "the model cannot learn even one batch" if one.steps >= _FEW else "not learned in so few steps"
     if not KINDS[one.kind].is_remedy:
         worse = "the input is used" if one.kind == "blind" else "inputs and labels belong together"
         return {"higher": worse, "same": "makes no difference"}.get(effect, "lower than as it is")

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from gaff.engine.force_eager import forced_eager
 from gaff.engine.process.calls import Outer, Told
 from gaff.engine.process.models import RootCalls
 from gaff.record.experiments import Experiment
@@ -41,7 +42,7 @@ class Trial:
 
     ``experiment``: None for the run as it is. Steps that a GradScaler leaves out count. The process ends at once, with
     exit code 0 and its outputs flushed, as if it were killed: nothing that the script does after its steps is done,
-    so that it writes no results of a run that was changed.
+    so that it writes no results of a run that was changed. Compiled code runs eagerly, in the run as it is, too.
     """
 
     def __init__(self, watcher: Watcher, experiment: Experiment | None, steps: int) -> None:
@@ -52,7 +53,7 @@ class Trial:
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         nothing: Callable[..., None] = lambda *given: None  # noqa: E731
         told = Told(nothing, lambda optimizer, _: self._change.before_step(optimizer), self._stepped, self._count,
-                    nothing, nothing)  # fmt: skip
+                    nothing, self._compiled)  # fmt: skip
         self._outer = Outer(told)
         self._calls = RootCalls(self._around)
 
@@ -70,6 +71,11 @@ class Trial:
         with ExitStack() as stack:
             args, kwargs = self._change.around(module, (args, kwargs), stack)
             return call(*args, **kwargs)
+
+    def _compiled(self, function: Any) -> None:
+        """Something was compiled: it runs eagerly, so that changes are seen by it, and little is spent on few steps."""
+        if not forced_eager.is_held:
+            forced_eager.__enter__()
 
     def _stepped(self, optimizer: Any) -> None:
         self._change.after_step(optimizer)
