@@ -190,3 +190,62 @@ def test_functions_of_losses_are_torchs_own_afterwards(tmp_path):
         regression(lambda model, x, y: F.mse_loss(model(x), y) / 0 if 1 / 0 else None, tmp_path)
     assert {name: getattr(F, name) for name in LOSSES} == before
     assert not hasattr(DataLoader.__iter__, "__wrapped__")
+
+
+def _softmax(model, x):
+    return model(x).softmax(-1)
+
+
+SOFT = torch.rand(8, 3).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "told"),
+    [
+        (lambda model, x, y: F.cross_entropy(model(x), y), {"classes"}),
+        (lambda model, x, y: F.cross_entropy(model(x).log_softmax(-1), y), {"classes"}),  # the same again: no fault
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x), y), {"classes", "doubled"}),
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x).clamp(1e-6, 1), y), {"classes", "doubled"}),
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x) * 1.0, y), {"classes", "doubled"}),
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x).double(), y), {"classes", "doubled"}),
+        (lambda model, x, y: F.cross_entropy(_softmax(model, x), SOFT), {"doubled"}),
+        (lambda model, x, y: F.cross_entropy(model(x), SOFT), set()),
+        (lambda model, x, y: F.binary_cross_entropy_with_logits(model(x).sigmoid().clamp(0, 1), SOFT), {"doubled"}),
+        (lambda model, x, y: F.cross_entropy(model(x), y) + model.weight.square().sum(), set()),
+        (lambda model, x, y: -F.cross_entropy(model(x), y), {"negated"}),
+    ],
+)
+def test_what_the_graph_behind_a_loss_tells(loss_of, told):
+    from gaff.training.watch.loss_graph import facts_of_graph
+
+    loss = loss_of(nn.Linear(4, 3), torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    assert set(facts_of_graph(loss, "loss")) == told
+
+
+@pytest.mark.parametrize("count", [64, 1000])
+def test_guessing_by_how_often_each_class_comes(count):
+    from gaff.training.watch.step_facts import target_of
+
+    labels = torch.tensor([0, 0, 0, 1]).repeat(count // 4)
+    entropy = target_of("cross_entropy", torch.zeros(count, 3), labels)["entropy"]
+    expected = -(0.75 * torch.tensor(0.75).log() + 0.25 * torch.tensor(0.25).log()) + 1 / (2 * count)
+    assert float(entropy) == pytest.approx(float(expected), rel=1e-5)
+    ignored = torch.cat([labels, torch.full((count,), -100)])
+    assert float(target_of("cross_entropy", torch.zeros(2 * count, 3), ignored)["entropy"]) == pytest.approx(
+        float(expected)
+    )
+
+
+def test_a_report_names_the_next_command(tmp_path):
+    import json
+
+    from gaff.views import run_text
+
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path,
+                      optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-12))  # fmt: skip
+    assert told.name == "learning_rate_too_low"
+    head = tmp_path / "run" / "run.json"
+    head.write_text(json.dumps({**json.loads(head.read_text()), "command": ["python", "my train.py", "--lr", "1"]}))
+    text = run_text.report(gaff.load(tmp_path / "run"))
+    assert "to be sure: gaff try --only lr=10x,lr=" in text
+    assert "-- python 'my train.py' --lr 1" in text

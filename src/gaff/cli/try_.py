@@ -141,7 +141,7 @@ def _print(record: Record, *, as_data: bool) -> int:
     if as_data:
         print_data({**verdict.to_dict(), "experiments_made": known.to_dict()})
     else:
-        told = [trials_table(known), "", f"{record.path}: {run_text.verdict(record)}", *run_text.reasons(verdict)]
+        told = [trials_table(known), "", f"{record.path}: {run_text.verdict(record)}", *run_text.reasons(record)]
         print(printable("\n".join(told)))
     return _FOUND if verdict.state == "wrong" else 0
 

@@ -8,13 +8,13 @@ with four digits.
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gaff.record.finding import Finding
 from gaff.record.run import Record, Series
-from gaff.record.verdict import Verdict
 from gaff.views.text import table
 from gaff.views.trials_text import trials_table
 
@@ -103,7 +103,7 @@ def report(
     table of sites; ``most``: rows of it (None: 24). Curves and the table are of the process of rank 0, findings of all.
     The last lines say what was looked at and how much of the run's time that took.
     """
-    parts = [f"{record.path}: {verdict(record)}", *reasons(record.verdict)]
+    parts = [f"{record.path}: {verdict(record)}", *reasons(record)]
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
             series = record.scalar(name)
@@ -136,13 +136,19 @@ def report(
     return "\n".join(parts)
 
 
-def reasons(verdict: Verdict) -> list[str]:
-    """What shows a verdict, what to do, and what else it may be, as lines below it."""
+def reasons(record: Record) -> list[str]:
+    """What shows the verdict, what to do and to run next, and what else it may be, as lines below it."""
+    verdict = record.verdict
     lines = [f"  because {one}" for one in verdict.evidence]
     if verdict.remedy:
         lines.append(f"  do: {verdict.remedy}")
+    known = record.head.get("command")
+    command = [str(word) for word in known] if isinstance(known, list) and known else ["COMMAND"]
+    script = next((at for at, word in enumerate(command) if word.endswith(".py")), None)
+    if verdict.name == "nonfinite" and script is not None:
+        lines.append(f"  to find the op: gaff nan --again {shlex.join(command[script:])}")
     if verdict.experiments:
-        lines.append(f"  to be sure: gaff try --only {','.join(verdict.experiments)} -- COMMAND")
+        lines.append(f"  to be sure: gaff try --only {','.join(verdict.experiments)} -- {shlex.join(command)}")
     more = ", ".join(one.name for one in verdict.alternatives)
     return [*lines, f"  also possible: {more}"] if more else lines
 

@@ -195,8 +195,11 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
 def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """rms(update) / rms(weight) above 0.1 (TheDeepChecker) in more than half of the weights.
 
-    Parameters of one dimension (biases, norms) and embeddings are left out.
+    Parameters of one dimension (biases, norms) and embeddings are left out; so is a run of which a loss has fallen to
+    half of what it was.
     """
+    if any(has_fallen(past, name, 0.5) for name in past.losses):
+        return
     for ratios in _ratios(sample).values():
         large = {key: ratio for key, ratio in ratios.items() if ratio > 0.1}
         if len(large) > len(ratios) / 2 and sample.step >= 3:

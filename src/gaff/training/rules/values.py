@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from gaff.record.sample import Key, Sample, path_of
 from gaff.record.statistics import Numbers
 from gaff.training.rules.registry import Hit, Past, rule
+from gaff.training.rules.steps import has_fallen
 
 
 @rule(
@@ -74,7 +75,12 @@ def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("never_updated", "update_small"),
 )
 def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
-    """norm(first weight's gradient) < 1e-3 norm(last's) and < 1e-4 (AutoTrainer, beta 1 and 2). In 30 % of looks."""
+    """norm(first weight's gradient) < 1e-3 norm(last's) and < 1e-4 (AutoTrainer, beta 1 and 2). In 30 % of looks.
+
+    Not where a loss has fallen to half of what it was: it learns all the same.
+    """
+    if any(has_fallen(past, name, 0.5) for name in past.losses):
+        return
     for gradients in _weights_by_depth(sample).values():
         if len(gradients) < 3:
             continue

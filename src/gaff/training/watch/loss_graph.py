@@ -6,10 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+_DEPTH = 10
 _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross entropy",
              "MseLossBackward": "a mean squared error", "SmoothL1LossBackward": "a smooth L1 error",
              "HuberLossBackward": "a Huber error", "BinaryCrossEntropyBackward": "a cross entropy",
              "BinaryCrossEntropyWithLogitsBackward": "a cross entropy"}  # fmt: skip
+_TWICE = {("LogSoftmaxBackward", "SoftmaxBackward"): "softmax",
+          ("BinaryCrossEntropyWithLogitsBackward", "SigmoidBackward"): "sigmoid"}  # fmt: skip
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
           "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
 
@@ -17,7 +20,7 @@ _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "Squeeze
 def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     """What the autograd nodes just behind a loss tell the rules about how it was computed.
 
-    Follows the first input of each node, six nodes deep, past views. ``classes``: how many classes a mean of the
+    Follows the first input of each node, ten nodes deep, past views. ``classes``: how many classes a mean of the
     negative log-likelihood has that is the loss itself, and no part of a sum; ``nll``: that it was not given
     log-probabilities; ``axis``: that its log_softmax ran over the batch; ``doubled``: that a softmax or a sigmoid was
     applied twice; ``negated``: that the loss is minus one that is never negative. Reads no value of a tensor, so it
@@ -26,29 +29,32 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
     chain: list[Any] = []
-    while node is not None and len(chain) < 6:
+    while node is not None and len(chain) < _DEPTH:
         chain.append(node)
         node = next((one for one, _ in node.next_functions if one is not None), None)
-    names = [one.name().removesuffix("0") for one in chain]
+    names = [one.name().rstrip("0123456789") for one in chain]
     _note_sign(names, name, found)
     for at, one in enumerate(names):
         behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
         if one.startswith("NllLoss") and behind != "LogSoftmaxBackward":
             found["nll"] = name
         if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
-            shape = getattr(chain[at]._saved_result, "shape", ())
-            is_mean = getattr(chain[at - 1], "_saved_reduction", 1) == 1
-            if len(shape) == 2 and chain[at]._saved_dim == 0:
-                found["axis"] = name
-            elif len(shape) and is_mean and all(map(_is_view, names[: at - 1])):
-                found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
-            if behind == "SoftmaxBackward":
-                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "softmax"}
-            if behind == "LogSoftmaxBackward":
-                found["doubled"] = {"loss": name, "outer": "log_softmax", "inner": "log_softmax"}
-        if one == "BinaryCrossEntropyWithLogitsBackward" and behind == "SigmoidBackward":
-            found["doubled"] = {"loss": name, "outer": "sigmoid (with logits)", "inner": "sigmoid"}
+            _note_classes(chain, names, at, name, found)
+        inner = next((other for other in names[at + 1 :] if not _is_passed(other)), "")
+        if (one, inner) in _TWICE:
+            outer = "log_softmax" if one == "LogSoftmaxBackward" else "sigmoid (with logits)"
+            found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
     return found
+
+
+def _note_classes(chain: list[Any], names: list[str], at: int, name: str, found: dict[str, Any]) -> None:
+    """Note over how many classes the log_softmax at a place of the chain runs, and whether it is over the batch."""
+    shape = getattr(chain[at]._saved_result, "shape", ())
+    is_mean = getattr(chain[at - 1], "_saved_reduction", 1) == 1
+    if len(shape) == 2 and chain[at]._saved_dim == 0:
+        found["axis"] = name
+    elif len(shape) and is_mean and all(map(_is_view, names[: at - 1])):
+        found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
 
 
 def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:
@@ -56,6 +62,12 @@ def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:
     known = next((_POSITIVE[one] for one in names[1:4] if one in _POSITIVE), None)
     if names and names[0] == "NegBackward" and known is not None:
         found["negated"] = {"loss": name, "of": known}
+
+
+def _is_passed(name: str) -> bool:
+    """Whether a node also passes a softmax on as what it is: clamped, scaled or shifted by little."""
+    return _is_view(name) or name in ("ClampBackward", "ClampMinBackward", "ClampMaxBackward", "MulBackward",
+                                      "DivBackward", "AddBackward")  # fmt: skip
 
 
 def _is_view(name: str) -> bool:
