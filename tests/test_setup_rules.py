@@ -67,7 +67,7 @@ def test_one_target_for_all_is_no_fault(tmp_path):
 
 def test_labels_that_are_all_the_same(tmp_path):
     told = regression(lambda model, x, y: F.mse_loss(model(x), torch.full_like(y, 0.7)), tmp_path)
-    assert (told.state, told.name) == ("wrong", "labels_constant")
+    assert (told.state, told.name) == ("suspicious", "labels_constant")
     residual = regression(lambda model, x, y: F.mse_loss(model(x) - y, torch.zeros_like(y)), tmp_path / "zero")
     assert residual.name != "labels_constant"  # an equation that is to hold
 
@@ -113,9 +113,15 @@ def test_what_is_frozen(tmp_path, kept, name):
 def test_weights_that_begin_all_alike(tmp_path):
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     for parameter in model.parameters():
-        nn.init.constant_(parameter, 0.1)
+        nn.init.zeros_(parameter)
     told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path, model=model)
     assert (told.state, told.name) == ("wrong", "symmetric_units")
+    side = regression(
+        lambda model, x, y: sum(F.mse_loss(head(x), y) for head in model), tmp_path / "side", steps=80,
+        model=nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)]).apply(
+            lambda layer: nn.init.zeros_(layer.weight) if isinstance(layer, nn.Linear) else None),
+    )  # fmt: skip
+    assert side.state == "healthy"  # side by side, each learns
     alone = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     nn.init.zeros_(alone[-1].weight)  # the last layer only, as many begin
     told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path / "last", model=alone)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gaff.record.curve import Curve
 from gaff.record.experiments import KINDS, Experiments
@@ -96,7 +96,12 @@ def cause(ask: Ask) -> Ask:
 
 
 def claims(case: RunCase) -> list[Claim]:
-    """What every cause says, the most certain first; findings that none explains follow, each as its own claim."""
+    """What every cause says, the most certain first; findings that none explains follow, each as its own claim.
+
+    Weights that begin all alike do no harm where the loss falls all the same, as with heads side by side.
+    """
+    if _has_learned(case):
+        case = replace(case, findings=tuple(one for one in case.findings if one.rule != "symmetric_units"))
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
     found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), one.since if one.since is not None else case.steps))
     explained = {rule for one in found[:1] if one.certainty != "possible" for rule in one.explains}
@@ -125,7 +130,7 @@ def _symptom(finding: Finding) -> Claim:
 
 # What the process has done or left out: the finding is the cause itself.
 _READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
-         "labels_constant", "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "never_updated",
+         "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "never_updated",
          "train_mode_in_eval")  # fmt: skip
 
 # Which experiment tells more of a symptom.

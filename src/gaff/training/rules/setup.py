@@ -32,10 +32,12 @@ _HALF = ("bfloat16", "float16")
 def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
     """A minus right before a cross entropy, a squared or an absolute error, read from the autograd graph.
 
-    In runs with one optimizer and one loss: adversaries are trained so.
+    In runs with one optimizer and one loss, which steps the model's own parameters: adversaries are trained so, and
+    inputs that are to fool a model.
     """
     found = sample.facts.get("negated")
-    if found and _is_alone(sample) and sample.losses.get(found["loss"], 0.0) < 0:
+    is_own = any(one.optimizer is not None for one in sample.parameters.values())
+    if found and is_own and _is_alone(sample) and sample.losses.get(found["loss"], 0.0) < 0:
         yield Hit(("", ""), f"the loss {found['loss']!r} is minus {found['of']}", loss=sample.losses[found["loss"]])
 
 
@@ -62,10 +64,10 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     "labels_constant",
     severity="error",
     means="all targets of a batch are the same: there is nothing to tell apart",
-    cause="labels that were lost on their way, or examples that are sorted by label and not shuffled",
+    cause="labels that were lost on their way, examples sorted by label and not shuffled, or a class that hardly comes",
     remedy="print a batch's labels where the loss gets them; shuffle the training data",
-    least=8,
-    share=0.9,
+    least=10,
+    share=1.0,
 )
 def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
