@@ -22,7 +22,6 @@ from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.updates import Update
 
 _OVER_CLASSES = ("cross_entropy", "nll_loss")
-_FEW_LABELS = 256  # for more the pairs are too many
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 
 
@@ -53,32 +52,24 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
     told = {"function": name, "output": tuple(getattr(output, "shape", ())), "shape": tuple(target.shape),
             "count": plain.numel(), "low": low, "high": high}  # fmt: skip
-    if name in _OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1:
-        told["entropy"] = _entropy(plain)
+    classes = told["output"][1:2] or told["output"]  # of [batch, classes, ...], or of [classes] alone
+    if name in _OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
+        told["entropy"] = _entropy(plain.flatten(), classes[0])
     return told
 
 
-def _entropy(labels: Tensor) -> Tensor:
+def _entropy(labels: Tensor, classes: int) -> Tensor:
     """The entropy of the labels of a batch in nats, of dimension 0, corrected for how few they are (Miller, 1955).
 
-    That is the cross entropy of a model that knows how often each class comes, and nothing else. Negative labels, which
-    losses pass over, are left out.
+    That is the cross entropy of a model that knows how often each class comes, and nothing else. Labels that are no
+    class, which losses pass over, are left out.
     """
-    kept = labels.flatten().long()
-    counts = (kept.unsqueeze(0) == kept.unsqueeze(1)).sum(1) if len(kept) <= _FEW_LABELS else _counts(kept)
-    inside = kept >= 0
-    total = inside.sum().clamp(min=1)
-    shares = (counts / total).clamp(max=1)
-    plain = -(shares.log() * inside).sum() / total
-    classes = (inside / counts).sum()  # each class counts one
-    corrected: Tensor = plain + (classes - 1) / (2 * total)
-    return corrected
-
-
-def _counts(labels: Tensor) -> Tensor:
-    """How often each label comes, at every place where it does."""
-    found: tuple[Tensor, Tensor, Tensor] = labels.unique(return_inverse=True, return_counts=True)
-    return found[2][found[1]]
+    inside = ((labels >= 0) & (labels < classes)).double()
+    counts = torch.zeros(classes, dtype=torch.float64, device=labels.device)
+    counts.scatter_add_(0, labels.long().clamp(0, classes - 1), inside)
+    total = counts.sum().clamp(min=1)
+    shares = counts / total
+    return -torch.xlogy(shares, shares).sum() + ((counts > 0).sum() - 1) / (2 * total)
 
 
 def _beginning(tensor: Tensor, most: int) -> Tensor:
