@@ -50,9 +50,10 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device."""
     plain = target.detach()
     low, high = plain.aminmax() if plain.numel() and not plain.is_complex() else (0.0, 1.0)
-    told = {"function": name, "output": tuple(getattr(output, "shape", ())), "shape": tuple(target.shape),
-            "count": plain.numel(), "low": low, "high": high}  # fmt: skip
-    classes = told["output"][1:2] or told["output"]  # of [batch, classes, ...], or of [classes] alone
+    shape = tuple(getattr(output, "shape", ()))
+    told: dict[str, Any] = {"function": name, "output": shape, "shape": tuple(target.shape), "count": plain.numel(),
+                            "low": low, "high": high}  # fmt: skip
+    classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in _OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         told["entropy"] = _entropy(plain.flatten(), classes[0])
     return told
@@ -64,8 +65,8 @@ def _entropy(labels: Tensor, classes: int) -> Tensor:
     That is the cross entropy of a model that knows how often each class comes, and nothing else. Labels that are no
     class, which losses pass over, are left out.
     """
-    inside = ((labels >= 0) & (labels < classes)).double()
-    counts = torch.zeros(classes, dtype=torch.float64, device=labels.device)
+    inside = ((labels >= 0) & (labels < classes)).float()
+    counts = torch.zeros(classes, device=labels.device)
     counts.scatter_add_(0, labels.long().clamp(0, classes - 1), inside)
     total = counts.sum().clamp(min=1)
     shares = counts / total
