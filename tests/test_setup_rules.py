@@ -255,3 +255,24 @@ def test_a_report_names_the_next_command(tmp_path):
     text = run_text.report(gaff.load(tmp_path / "run"))
     assert "to be sure: gaff try --only lr=10x,lr=" in text
     assert "-- python 'my train.py' --lr 1" in text
+
+
+def test_targets_of_other_kinds_are_left_out(tmp_path):
+    """A wrapper that knows no least and largest, and a batched tensor: watching goes on."""
+
+    class Wrapped(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if getattr(func, "__name__", "") == "aminmax":
+                raise NotImplementedError
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    told = regression(
+        lambda model, x, y: F.mse_loss(model(x), y.as_subclass(Wrapped)).as_subclass(torch.Tensor), tmp_path
+    )
+    assert told.state == "healthy"
+    assert gaff.load(tmp_path / "run").notes == []
+    mapped = regression(
+        lambda model, x, y: torch.func.vmap(lambda a, b: F.mse_loss(a, b))(model(x), y).mean(), tmp_path / "vmap"
+    )
+    assert mapped.state == "healthy"

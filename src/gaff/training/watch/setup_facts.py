@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
 from gaff.engine.process.losses import LossCalls
 from gaff.training.watch import step_facts
@@ -74,5 +75,7 @@ class SetupFacts:
         return target
 
     def _target(self, name: str, output: Any, target: Tensor) -> None:
-        if torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS:
+        is_plain = type(target) is Tensor and elements.is_plain(target) and elements.is_readable(target)
+        is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
+        if is_plain and is_wanted:
             self._targets.append(step_facts.target_of(name, output, target))
