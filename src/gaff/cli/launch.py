@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from gaff.cli.processes import Processes
-from gaff.errors import GaffError, RecordError
+from gaff.errors import GaffError, PlanError, RecordError
 from gaff.record.flight import ENDING as RING
 from gaff.record.run import ENDING, HEAD, VERSION, Record
 from gaff.training.watch.settings import VARIABLE, Settings, to_stderr
@@ -69,6 +70,17 @@ def launch(
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
+
+
+def command_of(words: list[str], name: str) -> tuple[list[str], str]:
+    """The command after ``--`` of ``gaff NAME``, and where its program is. Raises PlanError where there is none."""
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command:
+        raise PlanError(f"no command: expected gaff {name} [options] -- python train.py")
+    program = shutil.which(command[0])
+    if program is None:
+        raise PlanError(f"{command[0]!r} is not found: expected a program, such as python")
+    return command, program
 
 
 def make_folder(out: str | None, command: list[str], *, force: bool = False) -> Path:

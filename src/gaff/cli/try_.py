@@ -50,18 +50,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command as it is, choose experiments by what that shows, make them, and tell the verdict."""
-    import shutil
-
+    from gaff.cli.launch import command_of
     from gaff.cli.trials import Trials
     from gaff.inspection.saved import load
     from gaff.record.experiments import Experiment
 
-    command = options.rest[1:] if options.rest[:1] == ["--"] else options.rest
-    if not command:
-        raise PlanError("no command: expected gaff try [options] -- python train.py")
-    program = shutil.which(command[0])
-    if program is None:
-        raise PlanError(f"{command[0]!r} is not found: expected a program, such as python")
+    command, program = command_of(options.rest, "try")
     if options.steps < 2 * _LEAST_STEPS:
         raise PlanError(f"--steps {options.steps}: expected {2 * _LEAST_STEPS} or more, or no loss can be compared")
     if options.jobs < 1:

@@ -54,14 +54,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command. The exit code is its own; where a signal ended it, the same signal ends this process."""
-    import shutil
+    from gaff.cli.launch import command_of, launch
 
-    command = options.rest[1:] if options.rest[:1] == ["--"] else options.rest
-    if not command:
-        raise PlanError("no command: expected gaff watch [options] -- python train.py")
-    program = shutil.which(command[0])
-    if program is None:
-        raise PlanError(f"{command[0]!r} is not found: expected a program, such as python")
+    command, program = command_of(options.rest, "watch")
     settings = _settings(options)
     if options.live:
         from gaff.cli.report import need_numpy
@@ -71,8 +66,6 @@ def run(options: argparse.Namespace) -> int:
         from gaff.compat.extras import need
 
         need("safetensors", "files", for_="--keep-batch")
-    from gaff.cli.launch import launch
-
     return launch(
         command,
         program,

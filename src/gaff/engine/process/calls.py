@@ -1,4 +1,4 @@
-"""What happens around the models of a process: calls from outside any module, backward passes, optimizer steps.
+"""Calls of the modules of a process: those from outside any module, those that are only counted, all while one looks.
 
 Nothing here sits on a module or a tensor of the user's, so nothing of it is copied, pickled, exported or scripted.
 While no module hook is asked for, only the calls of known outermost modules cost anything: their class's ``__call__``
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from threading import get_ident
 from time import perf_counter
 from types import MethodType
@@ -20,12 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 
-from gaff.compat import autograd
 from gaff.engine.process import stack_room
-from gaff.engine.process.optimizer import is_nested_step
 from gaff.engine.process.stack_room import passed_over
 
 Surround = Callable[[nn.Module, Any, Any, Callable[..., Any]], Any]
@@ -302,193 +297,6 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What to call as a training run goes on, on the thread where it happens; see ``Outer``.
-
-    Each is called from inside torch's own functions: an exception of one would end the user's run.
-    """
-
-    backward_begins: Callable[[Any], None]  # with the tensors it begins from
-    step_begins: Callable[[Any, bool], None]  # with the optimizer, and whether it was given a closure
-    step_ended: Callable[[Any], None]
-    step_skipped: Callable[[Any], None]  # by a GradScaler
-    loss_scaled: Callable[[Any, Any, Any], None]  # with the loss, what it has become, and the GradScaler
-    compiled: Callable[[Any], None]  # with a function that was, or with what a module has become
-    clipped: Callable[[Any, Any], None] = lambda norm, most: None  # by clip_grad_norm_: the norm before, and the limit
-    iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
-
-
-_OPEN: list[Told] = []
-_UNDO: list[Callable[[], None]] = []
-_STEPPING: set[int] = set()  # optimizers inside a step
-_FINISHED = [0]  # steps; to see that a GradScaler has made none
-
-
-class Outer:
-    """Tells ``told`` of every backward pass, optimizer step and scaled loss of the process, on any thread.
-
-    Nested ones (a reentrant checkpoint's backward, ``super().step()``) are not told. ``torch.autograd.backward``,
-    ``GradScaler`` and ``torch.compile`` are wrapped when the first of all ``Outer`` opens, and are torch's own again
-    when the last one closes; steps are told by torch's global hooks of optimizers.
-    """
-
-    def __init__(self, told: Told) -> None:
-        self._told = told
-
-    def open(self) -> None:
-        """Begin to tell; the first in the process installs what all share."""
-        if not _OPEN:
-            _UNDO.append(register_optimizer_step_pre_hook(_step_begins).remove)
-            _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
-            _replace(torch.autograd, "backward", _backward)
-            _replace(torch.amp.GradScaler, "scale", _scale)
-            _replace(torch.amp.GradScaler, "step", _scaler_step)
-            _replace(torch, "compile", _compile)
-            _replace(torch.nn.utils, "clip_grad_norm_", _clip)
-            _replace(DataLoader, "__iter__", _iterate)
-        _OPEN.append(self._told)
-
-    def close(self) -> None:
-        """Stop telling; the last one takes away what all share. May be called twice.
-
-        Not to be called from inside what is told: torch is going through its own table of hooks then.
-        """
-        if self._told in _OPEN:
-            _OPEN.remove(self._told)
-            while _UNDO and not _OPEN:
-                _UNDO.pop()()
-
-
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put ``make(original)`` in place of an attribute, with the original's name and text, until ``_UNDO`` is emptied.
-
-    Where somebody else has wrapped ours since, undoing leaves theirs, which goes on to call ours: ours then tells
-    nobody.
-    """
-    original = owner.__dict__[name]
-    ours = make(original)
-    ours.__doc__, ours.__name__, ours.__qualname__ = original.__doc__, name, original.__qualname__
-    ours.__module__, ours.__wrapped__ = original.__module__, original
-    setattr(owner, name, ours)
-
-    def undo() -> None:
-        if owner.__dict__.get(name) is ours:  # else somebody has wrapped it since, and calls ours
-            setattr(owner, name, original)
-
-    _UNDO.append(undo)
-
-
-def _backward(original: Any) -> Any:
-    """``torch.autograd.backward``, which tells before it begins.
-
-    Not inside another backward pass, nor in code that is being compiled.
-    """
-
-    @passed_over
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        if autograd.backward_task() == -1 and not is_hidden():
-            for told in list(_OPEN):
-                told.backward_begins(args[0] if args else kwargs.get("tensors"))
-        return original(*args, **kwargs)
-
-    return backward
-
-
-def _scale(original: Any) -> Any:
-    """``GradScaler.scale``, which tells the loss and what has become of it, unless scaling is off."""
-
-    def scale(scaler: Any, outputs: Any) -> Any:
-        scaled = original(scaler, outputs)
-        if isinstance(outputs, torch.Tensor) and scaled is not outputs:
-            for told in list(_OPEN):
-                told.loss_scaled(outputs, scaled, scaler)
-        return scaled
-
-    return scale
-
-
-def _scaler_step(original: Any) -> Any:
-    """``GradScaler.step``, which tells when it has made no step: none has finished while it ran."""
-
-    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _FINISHED[0]
-        result = original(scaler, optimizer, *args, **kwargs)
-        if _FINISHED[0] == before:
-            for told in list(_OPEN):
-                told.step_skipped(optimizer)
-        return result
-
-    return step
-
-
-def _compile(original: Any) -> Any:
-    """``torch.compile``, which tells what has been compiled.
-
-    That is the module which it made of a module, or the function that it was given; used as a decorator with options it
-    tells nothing.
-    """
-
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        compiled = original(model, *args, **kwargs)
-        if model is not None:
-            for told in list(_OPEN):
-                told.compiled(compiled if isinstance(model, nn.Module) else model)
-        return compiled
-
-    return compile
-
-
-def _clip(original: Any) -> Any:
-    """``torch.nn.utils.clip_grad_norm_``, which tells the norm that it has found, and the limit."""
-
-    @passed_over
-    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        norm = original(parameters, max_norm, *args, **kwargs)
-        for told in list(_OPEN):
-            told.clipped(norm, max_norm)
-        return norm
-
-    return clip_grad_norm_
-
-
-def _iterate(original: Any) -> Any:
-    """``DataLoader.__iter__``, which tells that a loader begins anew."""
-
-    @passed_over
-    def iterate(loader: Any) -> Any:
-        for told in list(_OPEN):
-            told.iterated(loader)
-        return original(loader)
-
-    return iterate
-
-
-def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A step begins; not told for a step inside another step of the same optimizer."""
-    if id(optimizer) in _STEPPING and is_nested_step(optimizer):
-        return
-    _STEPPING.add(id(optimizer))
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    for told in list(_OPEN):
-        told.step_begins(optimizer, closure is not None)
-
-
-def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A step has ended, or was skipped inside the optimizer, where a fused one reads ``found_inf`` itself.
-
-    Waits for the device where there is such a flag.
-    """
-    if id(optimizer) in _STEPPING and is_nested_step(optimizer):
-        return
-    _STEPPING.discard(id(optimizer))
-    _FINISHED[0] += 1
-    found = getattr(optimizer, "found_inf", None)  # a GradScaler's, which fused optimizers read themselves
-    is_skipped = found is not None and bool(found.item())
-    for told in list(_OPEN):
-        (told.step_skipped if is_skipped else told.step_ended)(optimizer)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from gaff.engine.force_eager import forced_eager
-from gaff.engine.process.calls import Outer, Told
 from gaff.engine.process.models import RootCalls
+from gaff.engine.process.training_loop import Outer, Told
 from gaff.record.experiments import Experiment
 from gaff.training.diagnosis import changes, data
 from gaff.training.diagnosis.changes import Change

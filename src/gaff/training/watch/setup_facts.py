@@ -52,7 +52,7 @@ class SetupFacts:
             return
         try:
             batches = len(loader)
-        except (TypeError, NotImplementedError):  # of an iterable data set
+        except (TypeError, NotImplementedError):  # loaders of iterable data sets have no length: not counted
             return
         if batches >= max(2, self._batches):
             self._begun = self._begun + 1 if batches == self._batches else 1

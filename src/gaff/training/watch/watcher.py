@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.compat import checkpoints, compiler
-from gaff.engine.process.calls import Outer, Told
+from gaff.engine.process.training_loop import Outer, Told
 from gaff.training.watch import forks, incidents, step_facts
 from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
