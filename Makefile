@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz diagnose foreign vision partners page page-check check house bench docs format clean
+.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners page page-check check house bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -48,8 +48,14 @@ survey: $(VENV)/.ready  ## the weights of fused attention, over all architecture
 	SURVEY=1 $(RUN) -m pytest tests/slow/test_attention_of_transformers.py -n 2
 
 MINUTES ?= 10
-fuzz: $(VENV)/.ready  ## fresh random programs against the truth for MINUTES=10: a table, and each failure as a small script
-	cd tests && OMP_NUM_THREADS=1 ../$(RUN) -m fuzz --minutes $(MINUTES)
+fuzz: $(VENV)/.ready  ## fresh random programs against the truth for MINUTES=10, SETTING=fsdp2 (or another): a table, and small scripts
+	cd tests && OMP_NUM_THREADS=1 ../$(RUN) -W ignore -m fuzz --minutes $(MINUTES) $(if $(SETTING),--inside $(SETTING))
+
+count: $(VENV)/.ready  ## hours: how many programs were tried in each setting, for the table in docs/limits.md
+	rm -f tests/fuzz/counts.json
+	cd tests && for setting in "" aot_eager inductor ddp fsdp2 fsdp1 tp 2d checkpoint amp; do \
+		OMP_NUM_THREADS=1 ../$(RUN) -W ignore -m fuzz --record --seed 10000 --count 1200 $${setting:+--inside $$setting}; done
+	cd tests && ../$(RUN) -m settings
 
 SEEDS ?= 0
 HALF ?= held out

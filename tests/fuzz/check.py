@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,9 @@ import gaff
 from fuzz.formulas import EDITS, EditKind
 from fuzz.program import Program
 from fuzz.running import Outcome, execute, quiet, run, run_truth, seed
-from fuzz.settings import means_the_same, whole, why_not
+from fuzz.settings import SETTINGS, Setting, lies_in_parts, means_the_same, parts_mix, whole, why_not
 from fuzz.tally import Failure, Tally, Where, address_of, identical, show
+from fuzz.training import check_training
 from fuzz.truth import Change, Event
 
 EDITABLE = ("output", "input", "grad_output", "outer_grad", "grad_input", "input_grad", "grad", "param")
@@ -35,22 +36,35 @@ UNUSABLE = (
     "a view of a leaf Variable that requires grad is being used in an in-place",  # which a skipped module handed on
     "a leaf Variable that requires grad is being used in an in-place",
     "is a view and is being modified inplace",
+    "unsupported operand type(s) for *: 'dict'",
     "multiply sequence by non-int",  # a function in the place of a module that is given a container
     "needed for gradient computation has been modified by an inplace",  # which the formula of an edit saves
+    "Expected to mark a variable ready only once",
+    "object has no attribute '_local_tensor'",  # of DTensor, where an edit leaves nothing that requires grad
+    "Cannot manually unshard parameters during forward/backward",  # of the first FSDP, whose backward did not come by
+    "Expected to have finished reduction in the prior iteration",  # of DistributedDataParallel, which misses a gradient
+    "Your training graph has changed in this iteration",
 )
+IN_GRAPHS = ("output", "input", "grad_output", "outer_grad", "grad")  # for which compiled code stays compiled
 
 
 class Checker:
     """A program, its truths, and what gaff says. ``only``: ask for this address alone (to shrink a failure)."""
 
-    def __init__(self, program: Program, only: Failure | None = None, setting: str | None = None) -> None:
-        self.program, self.only, self.tally, self.setting = program, only, Tally(), setting
+    def __init__(self, program: Program, only: Failure | None = None, name: str | None = None) -> None:
+        setting = SETTINGS[name] if name else None
+        self.program = program = setting.program(program) if setting else program
+        self.only, self.tally, self.setting, self.name = only, Tally(), setting, name
+        self.also_random: Tensor | None = None  # of a run that draws other numbers than the bare one
         text = program.source
-        self.has_checkpoint, self.is_reentrant = "checkpoint(" in text, "use_reentrant=True" in text
+        self.has_checkpoint = "checkpoint(" in text or (setting is not None and setting.kind == "checkpoint")
+        self.is_reentrant = "use_reentrant=True" in text
         self.has_other_parameters = bool(re.search(r"new_weight\(model|^ +cast\(model", text, re.M))
         self.has_threads = "in_thread(" in text  # runs are seen on one thread: a layer on another marks none
         is_double = ".double()" in text and not re.search(r"autocast|\.float\(\)", text)
         self.rtol, self.atol = (1e-9, 1e-10) if is_double else (2e-2, 2e-3)
+        if setting:
+            self.rtol, self.atol = max(self.rtol, setting.rtol), max(self.atol, setting.rtol / 10)
 
     def close(self, one: Tensor | None, other: Tensor | None) -> bool:
         """Equal within rounding; a gradient of zeros is as good as none."""
@@ -59,8 +73,9 @@ class Checker:
             return found is None or not (found.abs() > self.atol).any()
         if one.shape != other.shape:
             return False
-        one, other, atol = one.double(), other.double(), self.atol
-        if self.rtol > 1e-3 and one.numel():  # in half precision sums are as exact as their largest term
+        with torch.no_grad():  # of views that torch allows nothing else
+            one, other, atol = one.detach().double(), other.detach().double(), self.atol
+        if self.rtol >= 1e-3 and one.numel():  # in half precision sums are as exact as their largest term
             atol = max(atol, self.rtol * one.abs().nan_to_num(0, 0, 0).max().item())
         return torch.allclose(one, other, rtol=self.rtol, atol=atol, equal_nan=True)
 
@@ -77,33 +92,38 @@ class Checker:
         self.tally.programs = 1
         if not self.know_truth():
             return self.tally
-        if self.setting is not None:
-            if "autograd.grad(" not in self.program.source:  # which compiled code answers with more than was asked
-                for wanted in self.apart():
-                    self.check_elsewhere(wanted)
-            return self.tally
         if self.only is None or (not self.only.edit and self.only.kind != "taken"):
             for wanted in self.apart():
                 self.check_capture(wanted)
         if self.only is None or self.only.kind == "taken":
             self.check_take()
         self.check_edits(number_of_edits)
+        if self.setting is not None and (self.only is None or self.only.kind in ("watched", "guard")):
+            check_training(self.program, self.setting, self.rtol, self.tally)
         return self.tally
 
     def run_bare(self) -> None:
         """Run the program without gaff, in its setting, too. Raises where it does not run or is not to be compared."""
-        if reason := why_not(self.program.source, self.setting):
+        if self.setting and (reason := why_not(self.program.source, self.setting)):
             raise RuntimeError(reason)
         if re.search(r"no_grad\(\):\n\s+\w+ = Alias\.apply", self.program.source):
             raise RuntimeError("a custom Function's view, made without grad, which torch lets require grad")
         self.bare = run(self.program)
         if self.setting is not None:
-            elsewhere = run(self.program, setting=self.setting)
+            elsewhere = self.run()
             if not self.is_same(elsewhere):
-                raise RuntimeError(f"{self.setting} computes something else")
+                raise RuntimeError(f"{self.setting.kind} computes something else")
             self.bare.surroundings = elsewhere.surroundings
         if self.has_checkpoint and not self.is_pure():
             raise RuntimeError("a checkpoint around what is no pure function")
+        if self.setting is not None:  # which may run some forwards again
+            self.bare.state = elsewhere.state
+            if self.setting.kind == "compile":  # which leaves out numbers that nobody uses, unless it runs eagerly
+                self.also_random = elsewhere.random
+
+    def run(self, open_session: Callable[[nn.Module], AbstractContextManager[Any]] | None = None) -> Outcome:
+        """The program, in its setting if it has one."""
+        return run(self.program, open_session, setting=self.setting)
 
     def know_truth(self) -> bool:
         """Run both truths, and ask of each whether it leaves what the bare program leaves."""
@@ -141,6 +161,8 @@ class Checker:
         if kind == "effect":
             pairs += [(name, one, got.state[name]) for name, one in expected.state.items()]
             pairs += [("random state", expected.random, got.random)]
+            if self.also_random is not None and torch.equal(self.also_random, got.random):
+                pairs.pop()
         for name, one, other in pairs:
             is_same = (
                 (one is other or (one is not None and other is not None and identical(one, other)))
@@ -150,7 +172,8 @@ class Checker:
             if not is_same:
                 self.fail(kind, where, None, f"{name} = {show(one)}", show(other), edit)
                 return True
-        if kind == "effect" and expected.surroundings != got.surroundings:
+        is_left = kind == "edit" and self.has_checkpoint  # for as long as it may be recomputed
+        if kind != "truth" and not is_left and expected.surroundings != got.surroundings:
             name = next(name for name in expected.surroundings if expected.surroundings[name] != got.surroundings[name])
             self.fail(kind, where, None, f"{name} as before", "another one", edit)
             return True
@@ -162,8 +185,9 @@ class Checker:
         """What is asked, together; what comes from outside each by itself, since it gives others a view: a few of them."""
         wanted = self.questions()
         found = [one for one in wanted if one[0][1] != "outer_grad"]
-        if found:
-            yield found
+        is_compiled = self.setting is not None and self.setting.kind == "compile"
+        in_graphs = [one for one in found if one[0][1] in IN_GRAPHS and "/" not in one[0][0]] if is_compiled else []
+        yield from filter(None, (in_graphs, [one for one in found if one not in in_graphs]))
         outer = [one for one in wanted if one[0][1] == "outer_grad"]
         for one in random.Random(self.program.seed).sample(outer, min(2, len(outer))):
             yield [one]
@@ -171,9 +195,9 @@ class Checker:
     def check_capture(self, wanted: list[tuple[Where, list[Event]]]) -> None:
         addresses = [address_of(where) for where, _ in wanted]
         everything = ("", "everything" if self.only is None else wanted[0][0][1], ())
-        is_exact = wanted[0][0][1] != "outer_grad"  # which may add up in another order
+        is_exact = wanted[0][0][1] != "outer_grad" and self.setting is None  # others may add up in another order
         try:
-            outcome = run(self.program, lambda model: self.session_of(model, list(dict.fromkeys(addresses))))
+            outcome = self.run(lambda model: self.session_of(model, list(dict.fromkeys(addresses))))
         except gaff.GaffError as error:
             self.one_by_one(wanted, error)
             return
@@ -192,40 +216,17 @@ class Checker:
 
         Not around an edit where there is a checkpoint: it stays for the recomputation, until the graph is gone.
         """
-        how = self.program.seed % 3
+        how = self.program.seed // 7 % 3
         if how == 2 and len(addresses) > 1 and not self.has_checkpoint:
             return Sessions(model, addresses)
         threads = "own" if self.has_threads or how else "all"
         return gaff.capture(model, gaff.maybe(*addresses), clone=how == 1, threads=threads)
 
-    def check_elsewhere(self, wanted: list[tuple[Where, list[Event]]]) -> None:
-        """The ports that mean the same in another setting; within rounding."""
-        model = self.truth.model
-        wanted = [
-            (where, events)
-            for where, events in wanted
-            if "/" not in where[0] and means_the_same(model, where[0], where[1], self.setting)
-        ]
-        addresses = [address_of(where) for where, _ in wanted]
-        if not addresses:
-            return
-        try:
-            outcome = run(self.program, lambda model: gaff.capture(model, gaff.maybe(*addresses)), setting=self.setting)
-        except gaff.GaffError as error:
-            self.tally.refuse("capture", error, wanted[0][0])
-            return
-        except Exception as error:
-            self.crash(wanted[0][0], error)
-            return
-        self.differs(outcome, "effect", exact=False, where=("", "everything", ()))
-        for where, events in wanted:
-            self.read(outcome.session, where, events)
-
     def one_by_one(self, wanted: list[tuple[Where, list[Event]]], error: BaseException) -> None:
         """A session of all ports failed: each by itself."""
         for where, events in wanted:
             try:
-                outcome = run(self.program, lambda model: gaff.capture(model, gaff.maybe(address_of(where))))
+                outcome = self.run(lambda model: gaff.capture(model, gaff.maybe(address_of(where))))
             except gaff.GaffError as refusal:
                 self.tally.values += len(events) if events[0].value is not None else 0
                 self.tally.gradients += len(events) if events[0].value is None else 0
@@ -233,7 +234,8 @@ class Checker:
             except Exception as failure:
                 self.crash(where, failure)
             else:
-                if not self.differs(outcome, "effect", exact=where[1] != "outer_grad", where=where):
+                is_exact = where[1] != "outer_grad" and self.setting is None
+                if not self.differs(outcome, "effect", is_exact, where=where):
                     self.read(outcome.session, where, events)
 
     def crash(self, where: Where, error: BaseException, edit: str = "") -> None:
@@ -251,17 +253,28 @@ class Checker:
             found = [(where, events) for where, events in found if where[1] != "outer_grad"]
         if self.has_other_parameters:
             found = [(where, events) for where, events in found if not is_of_parameter(where)]
+        found = [(where, events) for where, events in found if self.means_the_same(where)]
         if self.only is not None:
             address = re.sub(r"@\d+", "", self.only.address)
             exact = [one for one in found if address_of(one[0]) == address]
             return exact or [one for one in found if one[0][1] == self.only.port]
         return found
 
+    def means_the_same(self, where: Where) -> bool:
+        return self.setting is None or means_the_same(self.truth.model, where[0], where[1], self.setting)
+
+    def lies_in_parts(self, where: Where) -> bool:
+        """Whether what passes there is this rank's part: ``take`` hands out what passes."""
+        if self.setting is None or self.setting.kind != "TP":
+            return False
+        return lies_in_parts(dict(self.truth.model.named_modules()).get(where[0].rpartition(".")[0]))
+
     def read(self, got: Any, where: Where, events: list[Event]) -> None:
         if where[1] == "grad":
             self.read_parameter(got, where, events[0])
             return
         for event in events:
+            self.tally.ops += "/" in where[0]
             if event.value is not None:
                 self.read_value(got, where, event)
             else:
@@ -280,6 +293,9 @@ class Checker:
 
     def read_gradient(self, got: Any, where: Where, event: Event, events: list[Event]) -> None:
         self.tally.gradients += 1
+        if event.is_leaf and self.setting is not None and self.setting.has_parts:
+            self.tally.unclear["a leaf that several runs use: FSDP2 gives each run a tensor of its own"] += 1
+            return
         try:
             told = [whole(one) for one in got.run(event.run).all(address_of(where, event.call)) if one is not None]
         except gaff.GaffError as error:
@@ -291,8 +307,13 @@ class Checker:
             return
         if self.alike(true, told):
             return
+        has_own_inputs = (
+            self.setting is not None and self.setting.has_parts
+        )  # FSDP2 gives a unit a tensor for each input
         if event.unclear and (
-            event.is_open or any(self.alike([one[number] for number in sorted(one)], told) for one in event.also)
+            event.is_open
+            or has_own_inputs
+            or any(self.alike([one[number] for number in sorted(one)], told) for one in event.also)
         ):
             self.tally.unclear[event.unclear] += 1
             return
@@ -354,6 +375,7 @@ class Checker:
     def check_take(self) -> None:
         found = [(where, events) for where, events in self.record.events.items()
                  if where[1] in ("output", "input") and events[0].run == 0 and not events[0].in_thread]  # fmt: skip
+        found = [one for one in found if self.means_the_same(one[0]) and not self.lies_in_parts(one[0])]
         if self.only is not None:
             found = [one for one in found if address_of(one[0]) == self.only.address]
         rng = random.Random(self.program.seed)
@@ -361,14 +383,15 @@ class Checker:
             self.tally.taken += 1
             address = address_of(where)
             try:
-                told = taken(self.program, address)
+                told = taken(self.program, address, self.setting)
             except gaff.GaffError as error:
                 self.tally.refuse("take", error, where)
                 continue
             except Exception as error:
                 self.crash(where, error)
                 continue
-            if told is not None and not identical(events[0].value, told):
+            is_equal = self.close if self.setting else identical
+            if told is not None and not is_equal(events[0].value, told):
                 self.fail("taken", where, None, events[0].value, told)
 
     # ---------------------------------------------------------------- edits
@@ -382,6 +405,7 @@ class Checker:
             events = {where: told for where, told in events.items() if not is_of_parameter(where)}
         places = [where for where, told in events.items() if where[1] in EDITABLE
                   and not any(one.in_thread or (one.value is not None and not one.value.is_floating_point()) for one in told)]  # fmt: skip
+        places = [where for where in places if self.means_the_same(where)]
         if self.only is not None:
             if self.only.edit:
                 where = next((one for one in places if address_of(one) == self.only.address), None)
@@ -417,12 +441,13 @@ class Checker:
         address, expected = address_of(where), None
         try:
             expected, _ = run_truth(self.program, change=change)
+            expected.surroundings = self.bare.surroundings
         except Exception:
             expected = None  # the program does not survive the edit
         try:
             space = {"gaff": gaff, "torch": torch, "__name__": "program"}
             edit = eval(kind.text, space)
-            got = run(self.program, lambda model: gaff.edit(model, {gaff.maybe(address): edit}))
+            got = self.run(lambda model: gaff.edit(model, {gaff.maybe(address): edit}))
         except gaff.GaffError as error:
             event = self.truth.events.get(where, [None])
             unclear = next((one for one in event if one is not None and one.unclear), None)
@@ -436,16 +461,25 @@ class Checker:
             return
         if expected is None:
             self.tally.edits -= 1
-        elif reason := self.why_no_truth(where, kind):
+        elif reason := self.why_no_truth(where, kind, expected):
             self.tally.unclear[reason] += 1
         else:
             self.compare(expected, got, "edit", False, where, kind.text)
-            if expected.surroundings != got.surroundings:
-                self.compare(expected, got, "edit", False, where, kind.text)
 
-    def why_no_truth(self, where: Where, kind: EditKind) -> str:
+    def why_no_truth(self, where: Where, kind: EditKind, expected: Outcome) -> str:
         """Why an edit may leave something else than its formula does; empty where it may not."""
         is_op = "/" in where[0]
+        if self.setting is not None and self.setting.kind == "DDP":
+            left = [
+                name
+                for name, one in expected.gradients.items()
+                if one is None and self.bare.gradients[name] is not None
+            ]
+            if left and "unused" not in (self.name or ""):
+                return "DistributedDataParallel does not average where a gradient is missing"
+        has_own_inputs = self.setting is not None and self.setting.has_parts
+        if has_own_inputs and "grad" in where[1] and not any(one.passes for one in self.truth.events.get(where, [])):
+            return "FSDP2 may bring zeros where one process has no gradient"
         is_given_back = where[1] in ("grad_output", "outer_grad") and not is_op
         if is_given_back and self.truth.model.get_submodule(where[0])._forward_hooks:
             return "edit of a gradient at an output that a hook replaces"
@@ -487,10 +521,11 @@ class Grabbed(BaseException):
     """The first call of the model: its arguments."""
 
 
-def taken(program: Program, address: str) -> Any:
+def taken(program: Program, address: str, setting: Setting | None = None) -> Any:
     """What ``gaff.take`` makes of the first call of the model; None where the driver never calls it."""
     space = execute(program)
     model = space["build"]()
+    used = setting.prepare(model) if setting else model
     seed(program)
 
     class Stand:
@@ -506,19 +541,21 @@ def taken(program: Program, address: str) -> Any:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             raise Grabbed(args, kwargs)
 
-    with quiet():
+    is_replicated = setting is not None and setting.kind == "DDP"  # of which take wants that nothing is trained
+    with quiet(), parts_mix(setting), setting.around() if setting else nullcontext():
         try:
             space["drive"](Stand())
         except Grabbed as found:
-            extract = gaff.take(model, address)
-            return next(iter(extract(*found.args[0], **found.args[1]).values()))
+            extract = gaff.take(setting.asked(used) if setting else used, address)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_replicated):
+                return whole(next(iter(extract(*found.args[0], **found.args[1]).values())))
     return None
 
 
 def check(program: Program, only: Failure | None = None, edits: int = 3, setting: str | None = None) -> Tally:
     """Everything about one program, with so many random edits; or what ``only`` asks for.
 
-    In a ``setting`` of ``settings``, which each rank asks for alike, only the ports are asked for that mean the same.
+    In one of the ``SETTINGS``, for which each rank asks alike, only the ports are asked for that mean the same.
     """
     with one_thread():
         return Checker(program, only, setting).check(edits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 import warnings
@@ -16,7 +17,7 @@ from torch.nn.modules import module as tables
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fuzz.program import Program
-from fuzz.settings import parts_mix, prepared, whole
+from fuzz.settings import Setting, parts_mix, whole
 from fuzz.truth import Change, World, leaves, plain
 
 TABLES = [name for name in vars(tables) if name.startswith("_global_") and isinstance(vars(tables)[name], dict)]
@@ -49,8 +50,15 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
     }
 
 
+_NUMBERS = itertools.count()
+
+
 def execute(program: Program) -> dict[str, Any]:
-    module = sys.modules["program"] = types.ModuleType("program")  # where a pickle looks for its classes
+    """The names of the program, run as a module of its own: Dynamo knows modules by their names for good."""
+    number = next(_NUMBERS)
+    name = f"program{number}"
+    sys.modules.pop(f"program{number - 8}", None)
+    module = sys.modules[name] = types.ModuleType(name)  # where a pickle looks for its classes
     exec(compile(program.source, f"<program {program.seed}>", "exec"), vars(module))
     return vars(module)
 
@@ -60,23 +68,25 @@ def run(
     open_session: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
     *,
     without_checkpoints: bool = False,
-    setting: str | None = None,
+    setting: Setting | None = None,
 ) -> Outcome:
     """The program, on a new model, inside a session if one is given; in one of the ``settings`` where that is named."""
     space = execute(program)
     if without_checkpoints:
         space["checkpoint"] = lambda function, *args, use_reentrant: function(*args)
     model = space["build"]()
-    used = prepared(model, setting)
+    used = setting.prepare(model) if setting else model
     seed(program)
     with (
         quiet(),
         parts_mix(setting),
+        setting.around() if setting else nullcontext(),
         workers_of(space),
-        open_session(used) if open_session else nullcontext() as session,
+        open_session(setting.asked(used) if setting else used) if open_session else nullcontext() as session,
     ):
         seen = space["drive"](used)
-    return finished(model, seen, session)
+    with setting.gathered(used) if setting else nullcontext():
+        return finished(model, seen, session)
 
 
 def seed(program: Program) -> None:
@@ -88,12 +98,17 @@ def finished(model: nn.Module, seen: list[Any], session: Any = None) -> Outcome:
     tensors = [one for value in seen for one in _each(value)]
     return Outcome(
         [None if one is None else whole(one).detach().clone() for one in tensors],
-        {path: None if one.grad is None else whole(one.grad).clone() for path, one in model.named_parameters()},
-        {path: whole(one).detach().clone() for path, one in model.state_dict().items()},
+        {bare(path): None if one.grad is None else whole(one.grad).clone() for path, one in model.named_parameters()},
+        {bare(path): whole(one).detach().clone() for path, one in model.state_dict().items()},
         torch.get_rng_state(),
         surroundings(model),
         session,
     )
+
+
+def bare(path: str) -> str:
+    """A path without the wrappers of the first FSDP."""
+    return path.replace("_fsdp_wrapped_module.", "")
 
 
 def run_truth(program: Program, is_functional: bool = True, change: Change | None = None) -> tuple[Outcome, World]:

@@ -12,29 +12,31 @@ from fuzz.program import Part, Program, Stmt
 from fuzz.tally import Failure
 
 
-def shrink(program: Program, failure: Failure, seconds: float = 30.0) -> tuple[Program, Failure]:
+def shrink(
+    program: Program, failure: Failure, seconds: float = 30.0, setting: str | None = None
+) -> tuple[Program, Failure]:
     """The smallest program found that still fails in the same way, and its failure.
 
     Where asking for its address alone does not show it, all addresses are asked for each time.
     """
     end = time.process_time() + seconds
-    is_alone = fails_alike(program, failure, is_alone=True) is not None
+    is_alone = fails_alike(program, failure, is_alone=True, setting=setting) is not None
     is_smaller = True
     while is_smaller and time.process_time() < end:
         is_smaller = False
         for smaller in candidates(program):
             if time.process_time() > end:
                 break
-            found = fails_alike(smaller, failure, is_alone)
+            found = fails_alike(smaller, failure, is_alone, setting)
             if found is not None:
                 program, failure, is_smaller = smaller, found, True
                 break
     return program, failure
 
 
-def fails_alike(program: Program, failure: Failure, is_alone: bool) -> Failure | None:
+def fails_alike(program: Program, failure: Failure, is_alone: bool, setting: str | None = None) -> Failure | None:
     """The failure of the same sort that a program has, asked for at the same address and then at any of its port."""
-    tally = check(program, failure) if is_alone else check(program, edits=0)
+    tally = check(program, failure, setting=setting) if is_alone else check(program, edits=0, setting=setting)
     for alike in tally.failures:
         if alike.sort == failure.sort and alike.edit == failure.edit:
             return alike

@@ -33,6 +33,11 @@ class Failure:
         return self.kind, self.port, words
 
 
+COUNTS = (
+    "programs", "values", "gradients", "exact_gradients", "edits", "taken", "ops", "watched", "numbers", "guarded",
+)  # fmt: skip
+
+
 @dataclass
 class Tally:
     """What was asked of one program or of many, and how it ended."""
@@ -43,17 +48,25 @@ class Tally:
     exact_gradients: int = 0  # of those, bit by bit equal to the truth
     edits: int = 0
     taken: int = 0
+    ops: int = 0  # of the values and gradients, those at ops
+    watched: int = 0  # programs whose watched training was compared
+    numbers: int = 0  # statistics that were told alike
+    guarded: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # programs that fail bare
     refused: Counter[str] = field(default_factory=Counter)  # reads and edits of what the truth can tell
     unclear: Counter[str] = field(default_factory=Counter)  # of what has no single truth
+    unseen: Counter[str] = field(default_factory=Counter)  # statistics that one process has, and a setting has not
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        for name in ("programs", "values", "gradients", "exact_gradients", "edits", "taken"):
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("rejected", "refused", "unclear"):
+        for name in ("rejected", "refused", "unclear", "unseen"):
             getattr(self, name).update(getattr(other, name))
         self.failures += other.failures
+
+    def fail(self, kind: str, port: str, address: str, expected: Any, got: Any) -> None:
+        self.failures.append(Failure(kind, port, address, show(expected), show(got)))
 
     def refuse(self, what: str, error: BaseException | str, where: Where, event: Event | None = None) -> None:
         reason = re.sub(r"^.*?: ", "", str(error)) if not isinstance(error, str) else error

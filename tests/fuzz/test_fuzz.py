@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fuzz.check import check
 from fuzz.grammar import DRIVER, FORWARD, generate
 from fuzz.known import KNOWN, known
 from fuzz.program import Script
-from fuzz.settings import RANKS
+from fuzz.settings import SETTINGS
 from fuzz.shrink import script
 from fuzz.tally import Failure
 
@@ -38,16 +37,6 @@ def test_sixty_programs_are_told_truly(first):
 @pytest.mark.parametrize("first", range(1000, 3000, 100))
 def test_two_thousand_programs_are_told_truly(first):
     assert list(new_failures(range(first, first + 100))) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(5000, 5040, 10))
-def test_forty_compiled_programs_are_told_truly(first):
-    for seed in range(first, first + 10):
-        torch._dynamo.reset()
-        program = generate(seed)
-        failures = check(program, setting="aot_eager").failures
-        assert [failure for failure in failures if known(program, failure) is None] == [], seed
 
 
 def corpus():
@@ -81,11 +70,11 @@ def test_known_failures_name_productions_that_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", RANKS)
-def test_sixty_programs_on_two_ranks_are_told_truly(setting):
-    run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.mark.parametrize("setting", sorted({name.partition(":")[0] for name in SETTINGS}))
+def test_programs_in_every_setting_are_told_truly(setting):
+    count = {"aot_eager": 40, "inductor": 10, "2d": 30}.get(setting, 60)
     told = subprocess.run(
-        [*run, "-m", "fuzz", "--seed", "7000", "--count", "60", "--inside", setting],
+        [sys.executable, "-W", "ignore", "-m", "fuzz", "--seed", "7000", "--count", str(count), "--inside", setting],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
@@ -94,4 +83,4 @@ def test_sixty_programs_on_two_ranks_are_told_truly(setting):
         check=False,
     )
     assert told.returncode == 0, told.stdout[-5000:] + told.stderr[-2000:]
-    assert int(re.search(r"^programs +(\d+)", told.stdout, re.MULTILINE)[1]) > 20
+    assert int(re.search(r"^programs +(\d+)", told.stdout, re.MULTILINE)[1]) > count / 3
