@@ -238,7 +238,7 @@ def test_inputs_are_zeros_and_what_another_module_returned_stays():
 
 @pytest.fixture
 def as_before(monkeypatch):
-    from gaff.engine.process.losses import LOSSES
+    from gaff.engine.process.functions import LOSSES
 
     monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
     for name in LOSSES:

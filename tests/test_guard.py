@@ -198,3 +198,29 @@ def test_what_cannot_be_run_again_is_not_taken_for_meant():
     with pytest.raises(NonFiniteError, match="could not be run again") as caught, gaff.guard(model), torch.no_grad():
         model(iter([torch.ones(3)]))
     assert caught.value.report.site == "inner"
+
+
+def test_a_parameter_that_was_bad_from_the_beginning_is_not_blamed_on_the_optimizer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.is_late = False
+
+        def forward(self, x):
+            return self.used(x) + self.other(x) if self.is_late else self.used(x)
+
+    for is_late in (False, True):  # never used, or used in the third step only
+        model = Net()
+        with torch.no_grad():
+            model.other.weight[0, 0] = torch.nan
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(gaff.NonFiniteError) as raised, gaff.guard(model):
+            for step in range(3):
+                model.is_late = is_late and step == 2
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert raised.value.report.site == "other.weight:param"
+        assert raised.value.report.direction == "before"
+        assert "optimizer's step made it" not in str(raised.value)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gaff
-from gaff.engine.process.losses import LOSSES
+from gaff.engine.process.functions import LOSSES
 
 STEPS = 40
 
@@ -276,3 +276,44 @@ def test_targets_of_other_kinds_are_left_out(tmp_path):
         lambda model, x, y: torch.func.vmap(lambda a, b: F.mse_loss(a, b))(model(x), y).mean(), tmp_path / "vmap"
     )
     assert mapped.state == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("scaled", "by"),
+    [
+        (lambda loss: loss / 4, 0.25),
+        (lambda loss: 0.5 * loss, 0.5),
+        (lambda loss: loss * torch.tensor(2.0) / 8, 0.25),
+        (lambda loss: loss, None),
+        (lambda loss: loss / loss.detach().clamp(min=10).requires_grad_(), None),
+    ],
+)
+def test_what_a_loss_is_multiplied_by_is_told_and_allowed_for(scaled, by, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = torch.randn(64, 6), torch.randint(0, 4, (64,))
+
+    def step(number):
+        optimizer.zero_grad()
+        loss = scaled(F.cross_entropy(model(x), y))
+        loss.backward()
+
+    verdict = watched(model, optimizer, step, tmp_path)
+    looks = [one for _, one in gaff.load(tmp_path / "run").part(0).events if one["kind"] == "look"]
+    assert looks[0].get("factor") == by
+    assert ("multiplied by" in verdict.cause) == (by is not None)
+    if by is not None:
+        assert looks[0]["guess"] < 1.4 * by
+
+
+def test_a_loss_that_is_multiplied_by_a_negative_number_has_a_wrong_sign(tmp_path):
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = torch.randn(64, 6), torch.randint(0, 4, (64,))
+
+    def step(number):
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) * -1).backward()
+
+    assert watched(model, optimizer, step, tmp_path).name == "loss_sign"

@@ -242,3 +242,36 @@ def test_a_checksum_is_of_the_beginning_of_a_tensor():
     assert step_facts.fingerprint((wide,), {}, 4096) == step_facts.fingerprint((flat,), {}, 4096)
     strange = wide.to(memory_format=torch.channels_last)
     assert step_facts.fingerprint((strange,), {}, 4096) == step_facts.fingerprint((flat,), {}, 4096)
+
+
+# looks where something happens
+
+
+def test_a_loss_that_leaves_what_it_was_is_looked_at_closely(tmp_path):
+    torch.manual_seed(0)
+    model = policy()
+    optimizer = sgd(model)
+    with gaff.watch(model, optimizer, out=tmp_path / "run") as watch:
+        pace = watch._watcher.pace
+        pace.is_due = lambda step: bool(pace._wanted) and Pace.is_due(pace, step)  # else no step is looked at
+        for step in range(200):
+            factor = 3 if step >= 150 else 1
+            (model(torch.randn(32, 4)).square().mean() * 0 + factor + 0.01 * (step % 7)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    looks = gaff.load(tmp_path / "run").looks
+    assert [step for step in looks if 140 <= step < 170] == [151, 152, 153]
+
+
+def test_no_more_is_looked_at_where_looks_have_cost_much():
+    pace = Pace(0.01, allowance_s=0.0)
+    pace.looked(1.0, 0.5)
+    pace.want()
+    assert pace._wanted == 0
+    fixed = Pace(0.01, every=7)
+    fixed.want()
+    assert not fixed.is_due(8)
+    pace = Pace(0.01)
+    pace.want()
+    assert [pace.is_due(step) for step in (1001, 1002, 1003)] == [True, True, True]
+    assert pace._wanted == 0

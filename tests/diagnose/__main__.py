@@ -15,13 +15,12 @@ import gaff
 from diagnose.cases import HALVES, Case, cases
 from gaff.record.verdict import Verdict
 
-SCRIPT = Path(__file__).with_name("train.py")
-
 
 def verdict_of(case: Case, seed: int, folder: Path, how: list[str]) -> Verdict | None:
     """What gaff says of one run, as a user would ask it; None where it says nothing at all."""
-    out = folder / f"{case.task}-{case.fault}-{seed}"
-    run = [sys.executable, str(SCRIPT), "--task", case.task, "--fault", case.fault, "--seed", str(seed)]
+    out = folder / f"{case.name.replace('/', '-')}-{seed}"
+    script, *more = case.command(seed)
+    run = [sys.executable, str(Path(__file__).with_name(script)), *more]
     subprocess.run(
         [sys.executable, "-m", "gaff", *how, "--out", str(out), "--", *run], capture_output=True, check=False
     )

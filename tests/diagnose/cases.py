@@ -1,16 +1,27 @@
 """Which faults and healthy runs there are, and what is the right answer to each.
 
-A case is a task and a fault of ``train.py``. The tasks are split in two: rules and causes are developed with digits,
-diabetes, images and a language model (``develop``), figures are published of others (``held out``).
+A case is a task and a fault of ``train.py``, the same under somebody else's loop (``stacks.py``), or a program that looks
+strange and is healthy (``odd.py``). They are split in two: rules and causes are developed with one half (``develop``),
+figures are published of the other (``held out``), whose failures are not looked into.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diagnose.odd import DEVELOP, HELD_OUT
 from diagnose.train import HEALTHY, TASKS
 
-HALVES = {"develop": ("digits", "diabetes", "images", "language"), "held out": ("rows", "photos")}
+HALVES = {
+    "develop": ("digits", "diabetes", "images", "language", "trainer/digits", "accelerate/images"),
+    "held out": ("rows", "photos", "trainer/photos", "lightning/rows", "accelerate/rows"),
+}
+_ODD = {"develop": DEVELOP, "held out": HELD_OUT}
+_UNDER_STACKS = ("lr-high", "lr-low", "labels-shuffled", "frozen", "replaced-head", "detached", "double-softmax",
+                 "softmax-axis", "nll-of-scores", "sign", "decay", "raw-inputs", "dead-relu", "constant-labels",
+                 "zero-init", "log-zero", "exception", "forgotten-group")  # fmt: skip
+_HEALTHY_UNDER_STACKS = ("none", "oddity-frozen-body", "oddity-label-noise", "oddity-label-smoothing",
+                         "oddity-large-lr", "oddity-weight-decay", "oddity-two-losses")  # fmt: skip
 _ALL = TASKS
 _CLASSIFIERS = tuple(task for task in TASKS if task != "diabetes")
 
@@ -54,7 +65,10 @@ TRUTH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``causes``: what may be named; none for a run in which nothing is wrong."""
+    """``causes``: what may be named; none for a run in which nothing is wrong.
+
+    ``task`` is one of ``train.py``, with a stack before it, such as ``trainer/rows``, or ``odd``.
+    """
 
     task: str
     fault: str
@@ -64,11 +78,23 @@ class Case:
     def name(self) -> str:
         return f"{self.task}/{self.fault}"
 
+    def command(self, seed: int) -> list[str]:
+        """The script of this case, with its arguments."""
+        stack, _, task = self.task.rpartition("/")
+        if self.task == "odd":
+            return ["odd.py", "--program", self.fault, "--seed", str(seed)]
+        which = ["stacks.py", "--stack", stack] if stack else ["train.py"]
+        return [*which, "--task", task, "--fault", self.fault, "--seed", str(seed)]
+
 
 def cases(half: str | None = None) -> list[Case]:
     """All of one half, or of both: healthy ones first."""
-    tasks = _ALL if half is None else HALVES[half]
-    found = [Case(task, fault, ()) for fault in HEALTHY for task in tasks]
-    return found + [
-        Case(task, fault, causes) for fault, (causes, where) in TRUTH.items() for task in tasks if task in where
-    ]
+    halves = HALVES if half is None else (half,)
+    tasks = [task for one in halves for task in HALVES[one]]
+    found = [Case("odd", program.__name__, ()) for one in halves for program in _ODD[one]]
+    for fault in HEALTHY:
+        found += [Case(task, fault, ()) for task in tasks if "/" not in task or fault in _HEALTHY_UNDER_STACKS]
+    for fault, (causes, where) in TRUTH.items():
+        able = [task for task in tasks if task.rpartition("/")[2] in where]
+        found += [Case(task, fault, causes) for task in able if "/" not in task or fault in _UNDER_STACKS]
+    return found

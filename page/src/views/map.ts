@@ -8,7 +8,7 @@ import type { Source } from "../source";
 import type { Run } from "../types";
 import type { View } from "../view";
 
-const LINEAR = ["zeros", "saturated", "entropy", "dead"];
+const LINEAR = ["zeros", "saturated", "entropy", "dead", "first_key", "choice", "idle", "dropped"];
 
 export const map: View = {
   key: "map",

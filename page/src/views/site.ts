@@ -17,8 +17,8 @@ const LIMITS: [string, number, number][] = [
   ["float8 e5m2", -17, 16],
   ["bfloat16", -126, 128],
 ];
-const SHARES = ["zeros", "dead", "saturated", "entropy"];
-const OTHERS = ["outlier", "update_ratio", "adam_rms", "momentum", "lr", "nonfinite"];
+const SHARES = ["zeros", "dead", "saturated", "entropy", "first_key", "choice", "idle", "dropped"];
+const OTHERS = ["outlier", "logit", "load", "update_ratio", "adam_rms", "momentum", "lr", "nonfinite"];
 
 export const site: View = {
   key: "site",
@@ -126,7 +126,7 @@ async function further(page: Page, at: number, phase: string): Promise<HTMLEleme
   const shares = await Promise.all(SHARES.map((stat) => seriesOf(page.source, page.run, at, stat, phase)));
   const known = SHARES.map((name, place) => [name, shares[place]] as const).filter((one): one is [string, SiteSeries] => Boolean(one[1]));
   if (known.some(([, one]) => one.values.some((value) => value > 0))) {
-    found.push(h("h3", {}, "shares: zeros, dead units, saturated, entropy of attention"));
+    found.push(h("h3", {}, "shares"));
     found.push(chart({ x: known[0]![1].x, curves: known.map(([name, one]) => ({ name, values: one.values })), isLog: false, height: 140, xName: "step" }));
   }
   for (const stat of OTHERS) {

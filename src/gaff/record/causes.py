@@ -19,6 +19,7 @@ CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
 _LEAST_LR = 1e-6  # a weight of 1 changes by 6e-8 at the least, in float32
 _FIRST = 5
+_LEAST_NORMS = 20  # before a norm of gradients can be called unusual
 _EARLY = 50  # steps in which a learning rate is warmed up, where it is
 
 
@@ -50,7 +51,11 @@ class RunCase:
     many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
     ``guess``: for a loss that is a mean cross entropy the value that guessing among its classes gives, by its name;
     ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
-    was done; ``backwards``: backward passes of a run in which no optimizer made a step.
+    was done; ``backwards``: backward passes of a run in which no optimizer made a step; ``norms``: steps with the L2
+    norm of all gradients, before they were clipped where that is known; ``is_acting``: most steps are those of an
+    agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
+    multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations,
+    each with its step.
     """
 
     findings: tuple[Finding, ...]
@@ -62,6 +67,10 @@ class RunCase:
     optimizers: int = 1
     experiments: Experiments | None = None
     backwards: int = 0
+    norms: tuple[tuple[int, float], ...] = ()
+    is_acting: bool = False
+    factors: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
@@ -76,9 +85,10 @@ class RunCase:
     def rise(self) -> tuple[str, int, float, float] | None:
         """Of the one loss of a run with one optimizer: its name, the step from which it rises, its lowest, its last.
 
-        None where it does not rise, and in runs with several losses or optimizers, where one may rise as another falls.
+        None where it does not rise, in runs with several losses or optimizers, where one may rise as another falls, and
+        in those of an agent.
         """
-        if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None:
+        if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
             return None
         name, curve = self.loss
         rise = curve.rise()
@@ -112,7 +122,12 @@ def claims(case: RunCase) -> list[Claim]:
 
 
 def _is_refuted(claim: Claim, case: RunCase) -> bool:
-    """Whether experiments were made that would have shown that it is so, and none has."""
+    """Whether experiments were made that would have shown that it is so, and none has.
+
+    What was read from the process stays so, though the loss falls without the parts that it is about.
+    """
+    if claim.name in FACTS:
+        return False
     known = case.experiments
     tried = [one for one in map(known.get, claim.experiments) if one is not None] if known is not None else []
     if known is None or claim.certainty != "possible" or len(tried) < len(claim.experiments) or not tried:
@@ -129,9 +144,12 @@ def _symptom(finding: Finding) -> Claim:
 
 
 # What the process has done or left out: the finding is the cause itself.
-_READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
+READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
          "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "never_updated",
          "train_mode_in_eval")  # fmt: skip
+
+# Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
+FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {
@@ -159,7 +177,7 @@ _EXPERIMENTS = {
 @cause
 def read_from_the_process(case: RunCase) -> Claim | None:
     """An error that was read from what the process does, such as gradients that are never cleared. Certain."""
-    finding = case.found(*_READ)
+    finding = case.found(*READ)
     if finding is None or _is_too_slow(finding):
         return None
     told = [_evidence(finding)]
@@ -225,13 +243,37 @@ def steps_too_large(case: RunCase) -> Claim | None:
 
 
 @cause
+def spiked(case: RunCase) -> Claim | None:
+    """A loss that jumps at one step: gradients that had grown in the steps before, or else the batch of that step.
+
+    Gradients have grown where a norm of the ten steps before is five times the median one of the hundred before these.
+    """
+    finding = case.found("loss_spike")
+    if finding is None or case.rise is not None:
+        return None
+    at = finding.since
+    before = [value for step, value in case.norms if at - 110 <= step < at - 10 and math.isfinite(value)]
+    late = [(value, step) for step, value in case.norms if at - 10 <= step < at and math.isfinite(value)]
+    usual = sorted(before)[len(before) // 2] if before else math.nan
+    largest, step = max(late, default=(math.nan, at))
+    if len(before) >= _LEAST_NORMS and largest > 5 * usual > 0:
+        text = f"gradients grew before the loss jumped: norm {largest:.4g} at step {step}, usually {usual:.3g}"
+        return Claim("gradient_spike", "likely", text, (_evidence(finding),), step,
+                     f"clip gradients to a norm of about {2 * usual:.2g}, or lower the learning rate",
+                     ("loss_spike", "exploding", "update_large"), ("clip", "lr=0.1x"))  # fmt: skip
+    calm = f"; gradients were as usual before it (norm {usual:.3g})" if len(before) >= _LEAST_NORMS and late else ""
+    return Claim("loss_spike", "possible", f"{_told(finding)}{calm}", (_evidence(finding),), at, finding.remedy, (),
+                 ("clip", "lr=0.1x"))  # fmt: skip
+
+
+@cause
 def not_finite(case: RunCase) -> Claim | None:
     """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, only what it came from
     is told by another cause."""
     finding = case.found("nonfinite")
     if finding is None or case.rise is not None:
         return None
-    return Claim("nonfinite", "certain", finding.message or _told(finding), (_evidence(finding),), finding.since,
+    return Claim("nonfinite", "certain", finding.message or _told(finding), _origin(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
 
 
@@ -255,15 +297,23 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
 @cause
 def input_is_lost(case: RunCase) -> Claim | None:
     """A model that returns the same for every example from its first steps on, and nothing has broken it before."""
-    finding = case.found("input_constant", "output_constant") or _lost_at_once(case)
+    finding = case.found("input_constant") or _lost_at_once(case) or case.found("output_constant")
     if finding is None or finding.since > _EARLY or case.found("weight_decay_too_high", "nonfinite") is not None:
         return None
+    dead = case.found("dead_units")
+    if dead is not None and finding.rule != "input_constant" and _called(finding) > _called(dead):
+        return None  # the signal is there until units turn it into zeros
     if _jump(case) is not None or case.rise is not None:
         return None
     return Claim("input_not_used", "likely", f"what the model returns does not depend on its input: {_told(finding)}",
                  (_evidence(finding),), finding.since, finding.remedy,
                  ("output_constant", "input_constant", "no_signal", "dead_units", "sparse_gradient", "zero_gradient",
                   "input_scale", "nothing_learned"), ("blind", "one-batch"))  # fmt: skip
+
+
+def _called(finding: Finding) -> float:
+    """The place of a finding in the order in which tensors were seen in a step; the last where it is not known."""
+    return float(finding.evidence.get("called", math.inf))
 
 
 def _lost_at_once(case: RunCase) -> Finding | None:
@@ -314,13 +364,36 @@ def nothing_learned(case: RunCase) -> Claim | None:
                  ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
 
 
+@cause
+def learned_by_heart(case: RunCase) -> Claim | None:
+    """A classifier whose training loss falls below guessing, while that of every evaluation stays above it.
+
+    What it learns then holds for the training examples alone. Asked where nothing else was found in a hundred steps.
+    """
+    if case.loss is None or case.steps < 100 or case.findings:
+        return None
+    name, curve = case.loss
+    guess = case.guess.get(name, math.nan) / case.factors.get(name, 1.0)
+    told = next((case.evaluated[one] for one in ("cross_entropy", "nll_loss") if case.evaluated.get(one)), ())
+    values = [value for _, value in told]
+    trained = curve.last / case.factors.get(name, 1.0)
+    if len(values) < 2 or not trained < 0.99 * guess or min(values) < 0.99 * guess:
+        return None
+    numbers = f"the loss {name!r} went down to {trained:.4g}, that of evaluations was {min(values):.4g} at best, and " \
+              f"guessing gives {guess:.4g}"  # fmt: skip
+    text = "what is learned holds for the training examples alone: inputs and labels may not belong together"
+    return Claim("labels_do_not_belong", "possible", text, (numbers,), 0,
+                 "compare a few inputs with their labels, after all that loads and shuffles them; if they do, the task "
+                 "is learned by heart: more data, or a smaller model", (), ("scramble", "one-batch"))  # fmt: skip
+
+
 def _jump(case: RunCase) -> tuple[int, float, float] | None:
     """Of the one loss of a run with one optimizer: the step and the height of its early peak, and its first value.
 
     None where that is not ten times the first value, or the first is not positive. Of a cross entropy it is enough that
     it is twice the first value, and above twice of what guessing gives, plus 1: so wrong is only who is sure.
     """
-    if case.optimizers != 1 or len(case.losses) != 1 or case.loss is None:
+    if case.optimizers != 1 or len(case.losses) != 1 or case.loss is None or case.is_acting:
         return None
     name, curve = case.loss
     step, peak = curve.early_peak
@@ -377,6 +450,15 @@ def _evidence(finding: Finding) -> str:
         for name, value in finding.evidence.items()
     )
     return f"{finding.rule} at {finding.address} since step {finding.since}{': ' if numbers else ''}{numbers}"
+
+
+def _origin(finding: Finding) -> tuple[str, ...]:
+    """What is known of the op that made a NaN: its line, why it does, what it was given; else the finding's numbers."""
+    known = finding.evidence
+    if "op" not in known:
+        return (_evidence(finding),)
+    lines = [f"{known['line']}: {known['code']}"] if known.get("line") and known.get("code") else []
+    return (*lines, finding.cause, *map(str, known.get("inputs", ())), *(str(one) for one in known.get("notes", ())))
 
 
 def by_severity(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 
-from gaff.record.causes import LEAST_GAIN, Claim, RunCase, cause
+from gaff.record.causes import FACTS, LEAST_GAIN, READ, Claim, RunCase, cause
 from gaff.record.experiments import KINDS, Experiment, Experiments, Outcome
 
 _ALIKE = 0.75  # of the best gain: what reaches that much does as well
 _TOO_LOW = 0.75  # of all that was gained: with less a higher learning rate is merely faster
 _LEAST_STEPS = 50  # before "no difference" says anything
 _SAME = 1e-5  # relative: losses of the first steps that are the same but for rounding
+# With these every input is as good as another, and no more follows from it.
+_HIDES_INPUTS = ("labels_constant", "batch_norm_of_few", "broadcast")
 # In this order: a remedy for one fault comes before those that soften many.
 _SPECIFIC = ("zero-grad", "train-mode", "unfreeze", "fp32", "decay")
 _NAMES = {
@@ -49,13 +51,17 @@ def told_by_what_helps(case: RunCase) -> Claim | None:
     first = next((one for kind in _SPECIFIC for one in alike if one.kind == kind), None)
     if first is not None:
         name, text = _NAMES[first.kind]
-        return Claim(name, "certain", f"{text}: {_compared(known, first)}", told, 0, _REMEDIES[first.kind],
+        seen = case.found(*FACTS) if first.kind == "unfreeze" else None
+        name = name if seen is None else seen.rule
+        return Claim(name, "certain", f"{text}: {_compared(known, first)}", told, _began(case), _REMEDIES[first.kind],
                      _AFTER_LARGE_STEPS)  # fmt: skip
     raised = [one for one in alike if one.kind == "lr" and _is_raised(one)]
     softer = [one for one in alike if one not in raised]
     if softer:
         return _too_large(case, known, softer, told)
-    if raised and known.gain(raised[0]) >= _TOO_LOW:
+    if (
+        raised and known.gain(raised[0]) >= _TOO_LOW and case.found(*READ) is None
+    ):  # else larger steps in the wrong loss
         rate = case.lr.first if case.lr is not None and case.lr.values else None
         text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
         return Claim("learning_rate_too_low", "certain", f"{text}: {_compared(known, raised[0])}", told, 0,
@@ -83,8 +89,14 @@ def _too_large(case: RunCase, known: Experiments, helping: list[Outcome], told: 
     if "clip" in kinds and "lr" in kinds:
         remedy += "; clipping gradients does as well"
     first = max(helping, key=known.gain)
-    return Claim("learning_rate_too_high", "certain", f"{text}: {_compared(known, first)}", told, 0, remedy,
+    return Claim("learning_rate_too_high", "certain", f"{text}: {_compared(known, first)}", told, _began(case), remedy,
                  _AFTER_LARGE_STEPS)  # fmt: skip
+
+
+def _began(case: RunCase) -> int:
+    """The first step at which watching has seen anything of what an experiment has told the cause of; else 0."""
+    seen = [one.since for one in case.findings if one.rule in _AFTER_LARGE_STEPS]
+    return min([*seen, *([case.rise[1]] if case.rise is not None else [])], default=0)
 
 
 def _is_raised(one: Outcome) -> bool:
@@ -105,7 +117,7 @@ def told_by_what_changes_nothing(case: RunCase) -> Claim | None:
     scrambled = known.get("scramble") if known is not None else None
     if known is None or scrambled is None or scrambled.loss is None or known.bare.loss is None:
         return None
-    if not _is_alone(case) or known.bare.steps < _LEAST_STEPS:
+    if not _is_alone(case) or known.bare.steps < _LEAST_STEPS or case.found(*_HIDES_INPUTS) is not None:
         return None
     if known.effect(scrambled) != "same":
         return _hardly_matters(known, scrambled)

@@ -25,6 +25,7 @@ from gaff.record.flight import Flight, read_left, read_ring
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
+from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
 from gaff.record.verdict import Verdict, judge
 
@@ -365,12 +366,27 @@ def _case(record: Record) -> RunCase:
             guesses.setdefault(str(one["guess_of"]), []).append(one["guess"])
     guess = {name: statistics.median(values) for name, values in guesses.items()}
     lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
+    norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
+                 None)  # fmt: skip
     made = part.latest("made") or {}
     unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guess, max(optimizers, default=1),
-        record.experiments, unstepped,
+        record.experiments, unstepped, tuple(norms) if norms is not None else (),
+        2 * sum(map(acts, looks)) > len(looks),
+        {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
+        _evaluated(part),
     )  # fmt: skip
+
+
+def _evaluated(part: RankPart) -> dict[str, tuple[tuple[int, float], ...]]:
+    """The losses of evaluations, by the names of torch's functions, each with its step."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step, one in part.events:
+        if one.get("kind") == "evaluated":
+            for name, value in one["losses"].items():
+                found.setdefault(str(name), []).append((step, float(value)))
+    return {name: tuple(pairs) for name, pairs in found.items()}
 
 
 def _tried(path: Path, known: dict[str, Any], name: str) -> tuple[list[float], dict[str, Any]]:

@@ -6,13 +6,17 @@ then the recorder writes it as tables.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from gaff.address.grammar import Site, parse_site
 from gaff.record.statistics import Numbers
+
+_MOST_ACTING = 16  # examples that an agent meets at a time
 
 Key = tuple[str, str]  # the model's name and the address in it
 
@@ -36,6 +40,42 @@ class Units:
     def dead(self) -> int:
         """How many units were never above 1e-5 in magnitude in what was seen of them."""
         return self.count - self.active.bit_count()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Where the tokens of a mixture of experts went in one sampled step.
+
+    ``counts``: tokens by expert; ``is_exact``: that is where they went, and not only which expert each would choose
+    first; ``tokens``: how many there were; ``dropped``: those of them that no expert got.
+    """
+
+    counts: tuple[int, ...]
+    is_exact: bool
+    tokens: int
+    dropped: int
+
+    @property
+    def heaviest(self) -> float:
+        """What the expert with most tokens has, over what each would have in a balanced router; NaN without tokens."""
+        total = sum(self.counts)
+        return max(self.counts) * len(self.counts) / total if total else math.nan
+
+    def number(self, name: str) -> float:
+        """One of the statistics of a router by its name in ``statistics``: ``load``, ``idle`` or ``dropped``.
+
+        NaN where it is not known: first choices alone tell neither who is idle nor what was dropped.
+        """
+        if name == "load":
+            return self.heaviest
+        if not self.is_exact or not self.tokens:
+            return math.nan
+        return len(self.idle) / len(self.counts) if name == "idle" else self.dropped / self.tokens
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The experts that no token went to."""
+        return tuple(at for at, count in enumerate(self.counts) if not count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +118,18 @@ class Sample:
     units: dict[Key, Units] = field(default_factory=dict)
     parameters: dict[Key, Parameter] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
-    shares: dict[tuple[str, Key], float] = field(default_factory=dict)  # "saturated" elements, "entropy" of attention
+    shares: dict[tuple[str, Key], float] = field(default_factory=dict)  # "entropy" of attention, ...
+    loads: dict[Key, Load] = field(default_factory=dict)  # of mixtures of experts, by what their gate returned
     facts: dict[str, Any] = field(default_factory=dict)  # what holds for the step as a whole
     ports: dict[str, dict[Key, Numbers]] = field(default_factory=dict)  # filled when first asked for
+
+    @property
+    def is_acting(self) -> bool:
+        """Whether the step is that of something that acts: its model ran often with few examples, for one loss.
+
+        Eight times or more for each backward pass, with sixteen examples at most: such losses follow what is met.
+        """
+        return acts(self.facts)
 
     def of(self, key: Key, port: str) -> Numbers | None:
         """The row of another port of the parameter that ``key`` is of (``grad``, ``param``, ``update``), or None."""
@@ -92,6 +141,12 @@ class Sample:
             for key, row in self.rows.items():
                 self.ports.setdefault(port_of(key[1]), {})[key] = row
         return self.ports.get(name, {})
+
+
+def acts(facts: Mapping[str, Any]) -> bool:
+    """As ``Sample.is_acting``, of the facts of a step as they are, or as a record's event about a look holds them."""
+    runs, backwards, batch = facts.get("runs", 0), facts.get("backwards", 0), facts.get("batch", _MOST_ACTING + 1)
+    return bool(backwards and runs >= 8 * backwards and batch <= _MOST_ACTING)
 
 
 def port_of(address: str) -> str:

@@ -77,6 +77,12 @@ STATISTICS = (
     Statistic("negative_inf", "elements", "that are -inf", NEGATIVE, "value", merge="sum"),
     _extra("saturated", "share", "of elements where the slope of tanh or sigmoid is below 6 %", ACTIVATIONS, "highest"),
     _extra("entropy", "share", "entropy of attention, of that of a uniform one", ACTIVATIONS, "lowest"),
+    _extra("first_key", "share", "of attention that goes to the first key", ACTIVATIONS, "highest"),
+    _extra("logit", "as the scores", "the largest score that attention takes a softmax of", ACTIVATIONS, "highest"),
+    _extra("choice", "share", "entropy of a router's choice, of that of an even one", ACTIVATIONS, "lowest"),
+    _extra("load", "ratio", "tokens of the expert with most, to those of a balanced router", ACTIVATIONS, "highest"),
+    _extra("idle", "share", "of the experts that no token goes to", ACTIVATIONS, "highest"),
+    _extra("dropped", "share", "of the tokens that no expert gets", ACTIVATIONS, "highest"),
     _extra("dead", "share", "of the units that were never above 1e-5 in magnitude", ACTIVATIONS, "highest"),
     _extra("outlier", "ratio", "the mean magnitude of the largest unit to the median one", ACTIVATIONS, "highest"),
     _extra("update_ratio", "ratio", "rms of the step's update to rms of the weight", PARAMETERS, "highest", "lowest",
@@ -123,9 +129,9 @@ def merged(rows: Sequence[Mapping[str, float]], name: str) -> float:
     how = BY_NAME[name].merge
     if how == "sum":
         return sum(value_of({key: (one,) for key, one in row.items()}, 0, name) or 0.0 for row in rows)
+    filled = [row for row in rows if row["count"] > 0]  # a process may have no part of a small tensor
     if how in ("least", "most"):
-        return (min if how == "least" else max)(row[name] for row in rows)
-    filled = [row for row in rows if row["count"] > 0]
+        return (min if how == "least" else max)((row[name] for row in filled), default=math.nan)
     count = sum(row["count"] for row in filled)
     if not count:
         return math.nan
@@ -240,6 +246,19 @@ class Numbers:
     def largest(self) -> float:
         """The largest magnitude of a finite element."""
         return max(abs(self._row[MIN]), abs(self._row[MAX])) if self.count else 0.0
+
+    @property
+    def median_magnitude(self) -> float:
+        """The middle of the magnitudes of the finite elements, up to a factor of two: it lies in the next bucket's.
+
+        That is the upper edge of the bucket of magnitudes in which half of what was counted is reached; 0 of nothing.
+        """
+        half, seen = self._row[SAMPLED] / 2, 0.0
+        for bucket, count in enumerate(self._row[SAMPLED + 1 :]):
+            seen += count
+            if seen >= half > 0:
+                return float(2.0 ** lower_edge(min(bucket + 1, BUCKETS - 1)))
+        return 0.0
 
     def share(self, first: int, last: int = BUCKETS - 1) -> float:
         """The share of the finite elements whose magnitude is in one of these buckets; 0 where none were counted."""

@@ -97,7 +97,14 @@ def _judged(case: RunCase) -> str:
     if case.loss is None:
         return f"{seen}; no loss was seen"
     name, curve = case.loss
-    told = f"{seen}; the loss {name!r} went from {curve.first:.4g} to {curve.last:.4g}"
+    factor = case.factors.get(name, 1.0)
+    times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
+    told = f"{seen}; the loss {name!r}{times} went from {curve.first:.4g} to {curve.last:.4g}"
+    for function, pairs in list(case.evaluated.items())[:1]:
+        at, least = min(pairs, key=lambda pair: pair[1])
+        told += f"; evaluated, {function} went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
+        if at != pairs[-1][0] and pairs[-1][1] > 1.1 * least > 0:
+            told += f", and was lowest at step {at} ({least:.4g}): since then it learns the training examples by heart"
     known = case.experiments
     if known is None:
         return told

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import need_module
-from gaff.compat import distributed, foreach
+from gaff.compat import distributed, flat_shards, foreach
 from gaff.engine.process.optimizer import AccumulationWatch, StepGuard, unwrap_optimizer
 from gaff.errors import NonFiniteError, PlanError
 from gaff.sessions.receipt import CHANGING
@@ -56,14 +56,21 @@ class Clipping:
             need_module(model)
         if limits.when == "backward" and views:
             raise PlanError("views= shows the stations of a step: expected when='step'")
-        spread_over = [one for group in real.param_groups for one in group["params"] if distributed.is_spread(one)]
+        every = [one for group in real.param_groups for one in group["params"]]
+        flat = flat_shards.flat_shards(every)
+        if flat and (limits.adaptive is not None or limits.when == "backward"):
+            what = "adaptive=" if limits.adaptive is not None else "when='backward'"
+            raise PlanError(f"{what} of parts of flat parameters: {flat_shards.FLAT}, or norm=, value=")
+        spread_over = [one for one in every if distributed.is_spread(one)]
         if spread_over and limits.when == "backward" and model is None:
             raise PlanError("when='backward' on parameters of several processes needs model=: expected the model")
-        if spread_over and limits.norm_type <= 0:
+        if (spread_over or flat) and limits.norm_type <= 0:
             raise PlanError(
                 f"norm_type={limits.norm_type:g} over several processes: expected a positive number, or inf"
             )
-        distributed.agree(distributed.ranks_of(spread_over), f"clip_gradients {limits}")
+        ranks = {rank for mesh in flat.values() for rank in mesh.mesh.flatten().tolist()}
+        ranks.update(distributed.ranks_of(spread_over))
+        distributed.agree(tuple(sorted(ranks)), f"clip_gradients {limits}")
         self.audit = Audit()
         self._limits = limits
         self._parameters = LimitedParameters(real, limits, model)
@@ -127,14 +134,16 @@ class Clipping:
         nothing of this waits for the device: the answer is a tensor. Raises NonFiniteError, and then nothing was
         stepped.
         """
-        given = [(number, one) for number, one in enumerate(self._parameters.all) if one.grad is not None]
+        flat = self._parameters.flat  # of which all processes must tell all, also those that have no part
+        all_of = enumerate(self._parameters.all)
+        given = [(number, one) for number, one in all_of if one.grad is not None or id(one) in flat]
         self._views.note("unscaled")
         if not given:
             self.audit.add(None)
             return False
         if self._limits.adaptive is not None and any(one.grad.is_sparse for _, one in given if one.grad is not None):
             raise PlanError("adaptive= cannot tell the units of a sparse gradient: expected norm= or value=")
-        gradients = [_dense(one) for _, one in given]
+        gradients = [flat_shards.as_spread(one, flat[id(one)]) if id(one) in flat else _dense(one) for _, one in given]
         numbers = [number for number, _ in given]
         norms, total = foreach.norms_of(gradients, self._limits.norm_type)
         is_told = self._guard.can_tell() and "skip" in (self._limits.nonfinite, self._limits.spike)
@@ -142,7 +151,9 @@ class Clipping:
         if not (is_told and self._limits.nonfinite == "skip") and not bool(total.isfinite()):
             if self._guard.is_overflow_of_scaler():
                 self.audit.add(total, skipped=True)
-                return False  # the scaler has this step skipped itself
+                return (
+                    True  # as the scaler would: but a fused optimizer makes its state then, of SGD one never written to
+                )
             bad = self._parameters.nonfinite(gradients, numbers)
             if bad and self._limits.nonfinite == "skip":
                 self.audit.add(total, skipped=True, nonfinite=bad)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gaff.address.resolve import iter_modules, join
 from gaff.compat import distributed
+from gaff.compat.flat_shards import flat_shards
 from gaff.errors import NonFiniteError, PlanError
 from gaff.training.clipping_limits import Limits
 
@@ -36,6 +37,7 @@ class LimitedParameters:
         self._optimizer = optimizer
         self._limits = limits
         self.model = model
+        self.flat: dict[int, Any] = {}  # by identity: the processes that share a part of a flat parameter
         self._units: list[Unit] = []
         self.look()
 
@@ -46,6 +48,7 @@ class LimitedParameters:
             return
         self.all = new
         self.numbers = {id(one): number for number, one in enumerate(new)}
+        self.flat = flat_shards(new)
         self.names[:] = _names(self._optimizer, self.model)
         if self._limits.adaptive is not None:
             owners = _owners(self.model)

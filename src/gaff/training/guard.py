@@ -28,6 +28,7 @@ from gaff.errors import NonFiniteError, PlanError
 from gaff.inspection.nonfinite.provenance import STEP, UPDATED
 from gaff.inspection.nonfinite.ranges import has_nonfinite, numbers_of, range_of
 from gaff.inspection.nonfinite.report import Report
+from gaff.inspection.op_log import iter_state
 from gaff.training.guard_runs import KEPT, KeptRuns, Probe, are_finite
 from gaff.training.guard_search import OPEN, OriginSearch
 from gaff.views.text import counted
@@ -67,6 +68,7 @@ class Guard:
             taps.append(CallTap(Found(Site(), root), self._entered, self._end))  # after the root's own probe
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
         self._closing = ExitStack()
+        self._bad_before: frozenset[str] = frozenset()  # sites of parameters that were bad when it was opened
 
     @property
     def is_traced(self) -> bool:
@@ -87,6 +89,7 @@ class Guard:
                 opening.enter_context(self._outermost)
             OPEN.append(self._search)
             opening.callback(OPEN.remove, self._search)
+            self._bad_before = self._bad_parameters()
             opening.push(self._look_last)
             self._closing = opening.pop_all()
         return self
@@ -170,17 +173,26 @@ class Guard:
         group = self._replicas
         return group is not None and distributed.any_of(is_bad, group, next(self._model.parameters()).device)
 
+    def _bad_parameters(self) -> frozenset[str]:
+        """The sites of parameters that are not finite in any process that shares the model. Waits for the device."""
+        if not self._search.anywhere(not are_finite(_norm(self._model.parameters()))):
+            return frozenset()
+        bad = [(str(site), has_nonfinite(one)) for one, site in iter_state(self._model) if site.port == "param"]
+        return frozenset(site for site, is_bad in bad if self._search.anywhere(is_bad))
+
     def _check_parameters(self) -> None:
         """Look at the parameters when the block ends: the last step may have spoiled what no run has used since."""
         if not self._search.anywhere(not are_finite(_norm(self._model.parameters()))) or self.reports:
             return
-        when, cause = ("update", UPDATED) if self.steps else ("before", "it was so before the guard was opened")
         bad = (
-            Report(True, str(Site(path, port="param")), direction=when, cause=cause, output=range_of(one, "value"))
-            for path, one in self._model.named_parameters()
-            if has_nonfinite(one)
+            Report(True, str(site), direction="update", cause=UPDATED, output=range_of(one, "value"))
+            for one, site in iter_state(self._model)
+            if site.port == "param" and has_nonfinite(one)
         )
-        self._tell(self._search.agreed(next(bad, Report(False))))
+        report = self._search.agreed(next(bad, Report(False)))
+        if report.site in self._bad_before:
+            report = replace(report, direction="before", cause="it was so before the guard was opened")
+        self._tell(report)
 
     def _explain(self, error: Exception) -> None:
         """Add a note to an exception of the user's code where what the model did before was not finite.
@@ -211,12 +223,13 @@ class Guard:
     def _tell(self, report: Report) -> None:
         """Keep a report that has found something, then raise NonFiniteError with it, or warn once.
 
-        A parameter that was bad before a step which is not the first was made so by the optimizer: the report then says
-        that.
+        A parameter that was bad before a step which is not the first, and was not when the guard was opened, was made
+        so by the optimizer: the report then says that.
         """
         if not report:
             return
-        if report.direction == "before" and report.site.endswith(":param") and self.steps > 1:
+        is_updated = report.direction == "before" and report.site.endswith(":param") and self.steps > 1
+        if is_updated and report.site not in self._bad_before:
             report = replace(report, direction="update", cause=UPDATED)
         self.reports.append(report)
         if self._action == "raise":

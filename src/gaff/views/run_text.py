@@ -145,7 +145,8 @@ def reasons(record: Record) -> list[str]:
     known = record.head.get("command")
     command = [str(word) for word in known] if isinstance(known, list) and known else ["COMMAND"]
     script = next((at for at, word in enumerate(command) if word.endswith(".py")), None)
-    if verdict.name == "nonfinite" and script is not None:
+    is_traced = any("op" in one.evidence for one in record.findings if one.rule == "nonfinite")
+    if verdict.name == "nonfinite" and not is_traced and script is not None and len(record.ranks) == 1:
         lines.append(f"  to find the op: gaff nan --again {shlex.join(command[script:])}")
     if verdict.experiments:
         lines.append(f"  to be sure: gaff try --only {','.join(verdict.experiments)} -- {shlex.join(command)}")

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gaff.compat import distributed, foreach
+from gaff.compat.compiler import uncompiled
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient
 
@@ -297,7 +298,7 @@ class AccumulationWatch:
     def open(self) -> None:
         """Hang a hook on each parameter; one that does not require grad is an error of torch's."""
         for parameter in self._parameters:
-            self._handles.callback(parameter.register_post_accumulate_grad_hook(self._seen).remove)
+            self._handles.callback(parameter.register_post_accumulate_grad_hook(uncompiled(self._seen)).remove)
 
     def close(self) -> None:
         """Remove the hooks."""

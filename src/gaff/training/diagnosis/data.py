@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from gaff.address.grammar import Key
 from gaff.address.nested import Arguments, iter_tensors, map_tensors, put
 from gaff.address.resolve import unwrap
-from gaff.engine.process.losses import LossCalls
+from gaff.engine.process.functions import loss_calls
 from gaff.training.diagnosis.changes import Change, Given
 
 # Names of arguments that are the truth, or say which part of the input counts; all others are input.
@@ -52,7 +52,7 @@ class OneBatch(Change):
             return _Repeated(self, loader, iterate(loader))
 
         DataLoader.__iter__ = iterated  # type: ignore[method-assign]
-        LossCalls(self._target).switch(is_on=True)
+        loss_calls(self._target).switch(is_on=True)
 
     def batch(self, loader: Any, batch: Any) -> Any:
         """The batch to be used instead of ``batch``: a copy of the loader's first one; outside of training itself."""

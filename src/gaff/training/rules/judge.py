@@ -18,6 +18,8 @@ from gaff.training.rules.registry import Activity, Hit, Past, Rule
 
 _FIRST = 5  # looks whose losses are kept as the beginning
 _RECENT = 10
+_LOADS = 16
+_NORMS = 32
 _MOST_SITES = 40  # of one finding
 _PATIENCE = 3  # looks that a finding must stand before anybody is alarmed: what explains it may come later
 
@@ -87,10 +89,7 @@ class Judge:
             for hit in hits:
                 self._note(one, hit, sample)
         if sample.phase == "train":
-            for key, row in sample.port("output").items():
-                if row.count:
-                    known = self.past.train_outputs.get(key, [])
-                    self.past.train_outputs[key] = [*known[-1:], (sample.step, row.rms)]
+            self._remember_norms(sample)
         self._tell()
 
     def add(self, finding: Finding) -> None:
@@ -207,16 +206,29 @@ class Judge:
         if sample.phase == "eval":
             return
         past.looks += 1
+        past.acting += sample.is_acting
         for key, units in sample.units.items():
             past.active.setdefault(key, Activity()).add(units.active, units.inputs)
         for (name, key), value in sample.shares.items():
             if name == "entropy":
                 past.entropy[key] = max(value, past.entropy.get(key, 0.0))
+        for key, load in sample.loads.items():
+            past.loads.setdefault(key, deque(maxlen=_LOADS)).append(load)
         for name, value in sample.losses.items():
             first = past.losses.setdefault(name, [])
             if len(first) < _FIRST:
                 first.append(value)
             past.recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
+
+    def _remember_norms(self, sample: Sample) -> None:
+        """Take in what a look at training has told, after the rules were asked: they compare it with those before."""
+        for port in ("grad", "update"):
+            for key, row in sample.port(port).items():
+                self.past.norms.setdefault(key, deque(maxlen=_NORMS)).append(row.norm)
+        for key, row in sample.port("output").items():
+            if row.count:
+                known = self.past.train_outputs.get(key, [])
+                self.past.train_outputs[key] = [*known[-1:], (sample.step, row.rms)]
 
     def about(self, finding: Finding, path: str) -> Finding:
         """The finding with the line of Python that looks closer, into the record at ``path``.

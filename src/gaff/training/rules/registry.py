@@ -26,7 +26,7 @@ from typing import Any
 from gaff.address.grammar import nearest
 from gaff.errors import PlanError
 from gaff.record.finding import SEVERITIES
-from gaff.record.sample import Key, Sample
+from gaff.record.sample import Key, Load, Sample
 
 
 class Hit:
@@ -87,9 +87,12 @@ class Past:
     """What earlier looks have seen, for rules that compare. Rules read it; only the judge writes."""
 
     looks: int = 0  # at training steps
+    acting: int = 0  # of them, at steps of what acts (``Sample.is_acting``)
     train_outputs: dict[Key, list[tuple[int, float]]] = field(default_factory=dict)  # step, rms: the latest two looks
     active: dict[Key, Activity] = field(default_factory=dict)
     entropy: dict[Key, float] = field(default_factory=dict)  # the highest so far
+    norms: dict[Key, deque[float]] = field(default_factory=dict)  # of gradients and updates, at the latest 32
+    loads: dict[Key, deque[Load]] = field(default_factory=dict)  # of routers, at the latest sixteen
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones
 

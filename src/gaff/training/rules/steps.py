@@ -11,11 +11,15 @@ learning model training", 2021. Where none is named the limit was chosen on heal
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 
 from gaff.record.sample import Key, Parameter, Sample
 from gaff.training.rules.registry import Hit, Past, rule
+
+_LEAST_USUAL = 8  # looks that tell what is usual
+_SPIKE = 10.0
 
 
 @rule(
@@ -90,8 +94,14 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.95,
 )
 def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
-    """``.grad`` is None when its optimizer makes a step. In nearly all looks: experts may be idle in some. Certain."""
+    """``.grad`` is None when its optimizer makes a step. In nearly all looks. Certain.
+
+    What was not called is left out in a model with a router: ``dead_experts`` tells of experts that are never chosen.
+    """
+    routed = {model for model, _ in sample.loads}
     for key, one in sample.parameters.items():
+        if not one.was_called and key[0] in routed:
+            continue
         if one.requires_grad and one.optimizer is not None and not one.has_grad:
             why = "its module was called" if one.was_called else "its module was not called"
             yield Hit(key, f"{key[1]} gets no gradient; {why}", was_called=one.was_called, elements=one.elements)
@@ -107,8 +117,15 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def zero_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
-    """100 % zeros in the gradient of a parameter (SageMaker Debugger, AllZero)."""
-    for key, row in sample.port("grad").items():
+    """100 % zeros in the gradient of a parameter (SageMaker Debugger, AllZero).
+
+    Not of a bias whose weight gets one: a loss that asks for differences alone, as a Wasserstein critic's, has none.
+    """
+    rows = sample.port("grad")
+    for key, row in rows.items():
+        weight = rows.get((key[0], key[1].replace(".bias:grad", ".weight:grad"))) if "bias" in key[1] else None
+        if weight is not None and weight.count and weight.zeros < 1.0:
+            continue
         if row.count and row.zeros == 1.0:
             yield Hit(key, elements=row.count)
 
@@ -147,8 +164,14 @@ def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
 def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this).
 
-    Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise.
+    Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise. So
+    are steps that change nothing at all, in runs of which a loss has fallen to half: an optimizer that has arrived
+    (L-BFGS) makes such.
     """
+    updates = [row for row in sample.port("update").values() if row.count]
+    is_still = all(row.zeros == 1.0 for row in updates)
+    if is_still and any(has_fallen(past, name, 0.5) for name in past.losses):
+        return
     largest: dict[str, float] = {}
     for key, row in sample.port("grad").items():
         largest[key[0]] = max(largest.get(key[0], 0.0), row.rms if row.count else 0.0)
@@ -207,6 +230,52 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
             yield Hit(
                 key, update_ratio=large[key], lr=sample.parameters[key].lr, weights=f"{len(large)} of {len(ratios)}"
             )
+
+
+@rule(
+    "gradient_spike",
+    severity="info",
+    means="gradients were far larger than usual at one step",
+    cause="an example that is wrong or rare, or weights that have come to where the loss is steep",
+    remedy="clip gradients; look at the batch of that step",
+    least=1,
+    share=0.0,
+)
+def gradient_spike(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The norm of all gradients above ten times the median one of the last 32 looks, of eight at the least.
+
+    Told at the parameter whose gradient has grown most over its own median.
+    """
+    yield from _spikes(sample, past, "grad")
+
+
+@rule(
+    "update_spike",
+    severity="info",
+    means="a step was far larger than usual",
+    cause="a gradient that was, a learning rate that jumped, or moments of Adam that lag behind",
+    remedy="clip gradients, or limit updates; look at the learning rate's schedule",
+    least=1,
+    share=0.0,
+)
+def update_spike(sample: Sample, past: Past) -> Iterator[Hit]:
+    """As ``gradient_spike``, of what a step adds to the parameters."""
+    yield from _spikes(sample, past, "update")
+
+
+def _spikes(sample: Sample, past: Past, port: str) -> Iterator[Hit]:
+    """A hit for each model in which the norm over all rows of a port is far above its usual one."""
+    known: dict[str, list[tuple[Key, float]]] = {}
+    for key, row in sample.port(port).items():
+        if len(past.norms.get(key, ())) >= _LEAST_USUAL:
+            known.setdefault(key[0], []).append((key, row.norm))
+    for pairs in known.values():
+        usual = {key: statistics.median(past.norms[key]) for key, _ in pairs}
+        norm, expected = math.hypot(*(one for _, one in pairs)), math.hypot(*usual.values())
+        if norm > _SPIKE * expected > 0:
+            key, value = max(pairs, key=lambda pair: pair[1] / usual[pair[0]] if usual[pair[0]] else 0.0)
+            yield Hit(key, f"{key[1]} has a norm of {value:.4g}, usually {usual[key]:.3g}; all together {norm:.4g}, "
+                      f"usually {expected:.3g}", norm=norm, usual=expected)  # fmt: skip
 
 
 @rule(

@@ -6,8 +6,7 @@ ran, since numbers alone do not tell them; what is missing there was not found, 
 
 Sources of thresholds: AutoTrainer is Zhang et al., "AUTOTRAINER: an automatic DNN training problem detection and repair
 system", 2021; DeepFD is Cao et al., "DeepFD: automated fault diagnosis and localization for deep learning programs",
-2022; TheDeepChecker and SageMaker Debugger are told in ``steps``. Zhai et al. is "Stabilizing transformer training by
-preventing attention entropy collapse", 2023.
+2022; TheDeepChecker and SageMaker Debugger are told in ``steps``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from gaff.record.sample import Key, Sample, path_of
+from gaff.record.sample import Key, Sample, path_of, port_of
 from gaff.record.statistics import Numbers
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
@@ -29,18 +28,22 @@ from gaff.training.rules.steps import has_fallen
     cause="a step that was too large, a bias that is too negative, or inputs that are far from zero",
     remedy="lower the learning rate, reset the bias, normalise the input, or use LeakyReLU or GELU",
     least=3,
-    hides=("zero_gradient", "sparse_gradient", "vanishing", "no_signal"),
+    hides=("zero_gradient", "sparse_gradient", "vanishing", "output_constant"),
 )
 def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
     """More than half of the units below 1e-5 in magnitude (TheDeepChecker) on at least 256 inputs, the latest ones."""
+    order = {key: at for at, key in enumerate(sample.rows)}
+    first = next((at for key, at in order.items() if path_of(key[1]) and port_of(key[1]) == "output"), 0)
     for key in sample.units:
+        if order.get(key, -1) < first:  # what the first layer is given has no units of the model's
+            continue
         known, row = past.active.get(key), sample.rows.get(key)
         if known is None or row is None or known.seen < 256 or past.looks < 3 or row.zeros <= 0.4:
             continue
         count = sample.units[key].count
         dead = count - known.active.bit_count()
         if dead > count / 2:
-            yield Hit(key, dead=dead, units=count, inputs=known.seen)
+            yield Hit(key, dead=dead, units=count, inputs=known.seen, called=order[key])
 
 
 @rule(
@@ -54,8 +57,10 @@ def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
 def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
     """More than half of the values where the slope is below 6 % of its largest: |tanh| > 0.97 (Karpathy, "makemore 3").
 
-    Gates are meant to be at their ends: a sigmoid counts from 0.8 on.
+    Gates are meant to be at their ends: a sigmoid counts from 0.8 on. Not where a loss has fallen to half.
     """
+    if any(has_fallen(past, name, 0.5) for name in past.losses):
+        return
     for (name, key), share in sample.shares.items():
         row = sample.rows.get(key)
         if name == "saturated" and row is not None:
@@ -117,22 +122,30 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "sparse_gradient",
     severity="warning",
-    means="most elements of a weight's gradient are exactly zero: its units have died, or nearly",
-    cause="a ReLU behind it that is off for almost every input",
-    remedy="lower the learning rate, reset the bias, or use LeakyReLU or GELU",
+    means="most elements of a weight's gradient are exactly zero: most of its units do not learn",
+    cause="units behind it that are off for almost every input, or a loss that asks for few of them",
+    remedy="look at what follows it: where a ReLU is off, lower the learning rate, reset the bias, or use LeakyReLU",
     share=0.5,
 )
 def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     """At least 70 % exact zeros (AutoTrainer's gamma; DeepFD), where the layer's own input is not mostly zero.
 
-    Embeddings are left out: rows that were not asked for get no gradient.
+    Embeddings are left out: rows that were not asked for get no gradient. So are layers most of whose bias gets one:
+    then it is the input of which much is always zero. Not where a loss has fallen by a tenth: enough units learn.
     """
+    if any(has_fallen(past, name) for name in past.losses):
+        return
     for key, row in sample.port("grad").items():
         known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
         if known is None or known.kind != "weight" or not 0.7 <= row.zeros < 1.0:
             continue
+        bias = sample.rows.get((key[0], f"{path_of(key[1]).rpartition('.')[0]}.bias:grad"))
+        if bias is not None and bias.count and bias.zeros < 0.5:
+            continue
         if _zeros_of_input(sample, key) < 0.5:
-            yield Hit(key, zeros=row.zeros)
+            behind = _zeros_behind(sample, key)
+            why = "" if behind is None else f"; {behind[0]} behind it returns {behind[1]:.0%} zeros"
+            yield Hit(key, f"{row.zeros:.0%} of the gradient of {key[1]} are zeros{why}", zeros=row.zeros)
 
 
 @rule(
@@ -146,14 +159,30 @@ def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
 def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
     """Standard deviation below 1e-6 of the rms, in a layer's output of more than eight elements; the first such layer.
 
-    Zeros everywhere count where the layer has a weight that is not zero: a rectifier may return them.
+    Zeros everywhere count where the layer has a weight that is not zero: a rectifier may return them, and what follows
+    is not asked. An activation counts also where each of its units returns one number for all examples of a batch, and
+    so does what the very first layer is given.
     """
-    for key, row in sample.port("output").items():
-        if row.count <= 8 or not key[1] or key[1].startswith(":") or row.std > 1e-6 * row.rms:
+    has_begun = False  # a module has returned something
+    for at, (key, row) in enumerate(sample.rows.items()):
+        if row.count <= 8 or not path_of(key[1]):
             continue
+        port, units = port_of(key[1]), sample.units.get(key)
+        is_one = row.std <= 1e-6 * row.rms
+        if port == "input" and not has_begun and is_one:
+            told = f"the first layer is given the same number everywhere ({key[1]})"
+            yield Hit(key, told, mean=row.mean, std=row.std,
+                      called=at)  # fmt: skip
+            return
+        if units is not None and row.zeros == 1.0:
+            return
+        if port != "output":
+            continue
+        has_begun = True
+        is_alike = units is not None and units.is_constant and sample.facts.get("batch", 0) >= 2
         weight = sample.rows.get((key[0], f"{key[1]}.weight:param"))
-        if row.rms > 0 or (weight is not None and weight.rms > 0):
-            yield Hit(key, mean=row.mean, std=row.std)
+        if (is_one or is_alike) and (row.rms > 0 or (weight is not None and weight.rms > 0)):
+            yield Hit(key, mean=row.mean, std=row.std, called=at)
             return
 
 
@@ -197,9 +226,16 @@ def input_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
-    """|mean| above 5 or a standard deviation outside [0.01, 10]; the published [-1, 1] rejects standardised data."""
+    """|mean| above 5 or a standard deviation outside [0.01, 10]; the published [-1, 1] rejects standardised data.
+
+    Asked of the first floating tensor that a model is given, by position or by name.
+    """
+    asked: set[str] = set()
     for key, row in sample.port("input").items():
-        if key[1] == ":input" and row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01):
+        if path_of(key[1]) or key[0] in asked or "mask" in key[1]:
+            continue
+        asked.add(key[0])
+        if row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01):
             yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
 
 
@@ -243,7 +279,10 @@ def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
     if past.looks > 1 or sample.step or not classes:
         return
     name, expected = classes["loss"], math.log(classes["count"])
+    factor = sample.facts.get("factor", {})
     value = sample.losses.get(name)
+    if value is not None and factor.get("loss") == name:
+        value /= factor["by"]
     if value is not None and value > 2 * expected + 1:
         yield Hit(("", ""), f"the first loss is {value:.4g}; guessing gives ln({classes['count']}) = {expected:.4g}",
                   loss=value, expected=expected, classes=classes["count"])  # fmt: skip
@@ -311,9 +350,10 @@ def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
 def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median of the last ten looks' losses above twice the first five's, in runs with one optimizer.
 
-    A negative loss that keeps falling beyond a hundred times its first magnitude diverges as well.
+    A negative loss that keeps falling beyond a hundred times its first magnitude diverges as well. Not where most steps
+    run the model eight times or more for each loss, with sixteen examples at most: an agent's loss follows its returns.
     """
-    if sample.facts.get("optimizers", 1) != 1:
+    if sample.facts.get("optimizers", 1) != 1 or 2 * past.acting > past.looks:
         return
     for name, first in past.losses.items():
         recent = past.recent.get(name)
@@ -324,42 +364,6 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
         fell = now < 0 and now < -100 * max(abs(start), 1e-3)
         if grew or fell:
             yield Hit(("", ""), f"the loss {name!r} went from {start:.4g} to {now:.4g}", first=start, now=now)
-
-
-@rule(
-    "half_range",
-    severity="warning",
-    means="values come close to the largest number of float16, or most gradients are too small for it",
-    cause="float16 reaches from 6e-8 to 65504",
-    remedy="use bfloat16, or a GradScaler for gradients; normalise before large sums",
-    share=0.2,
-)
-def half_range(sample: Sample, past: Past) -> Iterator[Hit]:
-    """In runs that use float16: a magnitude above 65504 / 4, or more than half of a gradient's elements below 2^-25."""
-    if sample.facts.get("precision") != "float16":
-        return
-    for key, row in sample.rows.items():
-        is_gradient = key[1].endswith(":grad_output")
-        if not is_gradient and key[1].partition(":")[2] in ("", "output") and row.largest > 16376:
-            yield Hit(key, largest=row.largest)
-        elif is_gradient and row.underflow("float16") > 0.5:
-            yield Hit(key, underflow=row.underflow("float16"), scale=sample.facts.get("scale"))
-
-
-@rule(
-    "attention_collapse",
-    severity="warning",
-    means="attention looks at one place only: its entropy has collapsed",
-    cause="logits that grow without bound, often by a learning rate that is too high",
-    remedy="normalise queries and keys, lower the learning rate, or warm it up for longer",
-    least=8,
-    share=0.2,
-)
-def attention_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Mean entropy of all heads below 5 % of a uniform one's, and half of what it has been (Zhai et al., 2023)."""
-    for (name, key), value in sample.shares.items():
-        if name == "entropy" and value < 0.05 and value < 0.5 * past.entropy.get(key, 0.0):
-            yield Hit(key, entropy=value, highest=past.entropy[key])
 
 
 @rule(
@@ -401,7 +405,7 @@ def _change(looks: list[tuple[int, float]]) -> float:
 @rule(
     "random_in_eval",
     severity="warning",
-    means="something draws random numbers while the model is in eval mode",
+    means="dropout is active while the model is in eval mode: what it returns is random",
     cause="dropout that ignores the mode: F.dropout without training=self.training, or a module left in train mode",
     remedy="pass training=self.training to F.dropout; call model.eval() on the whole model",
     phase="eval",
@@ -409,9 +413,12 @@ def _change(looks: list[tuple[int, float]]) -> float:
     share=0.5,
 )
 def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
-    """The generator's state differs after a forward in eval mode. Certain; sampling inside the model does it, too."""
-    for model in sample.facts.get("random_in_eval", ()):
-        yield Hit((model, ""))
+    """A dropout of torch's drops something in a forward of a model in eval mode. Certain.
+
+    Other random numbers, as those of a model that samples, are not meant.
+    """
+    for model, path in sample.facts.get("dropout_in_eval", ())[:1]:
+        yield Hit((model, path))
 
 
 @rule(
@@ -450,6 +457,15 @@ def _weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
             module = key[0], path_of(key[1]).rpartition(".")[0]
             found.setdefault(key[0], []).append((order.get(module, len(order)), key, row))
     return {model: [(key, row) for _, key, row in sorted(one, key=lambda it: it[0])] for model, one in found.items()}
+
+
+def _zeros_behind(sample: Sample, key: Key) -> tuple[str, float] | None:
+    """What the module called after the layer of a weight returns, where at least two fifths of it are zeros."""
+    module = path_of(key[1]).rpartition(".")[0]
+    outputs = [(address, row) for (model, address), row in sample.port("output").items() if model == key[0]]
+    at = next((at for at, (address, _) in enumerate(outputs) if address == module), len(outputs))
+    address, row = outputs[at + 1] if at + 1 < len(outputs) else ("", None)
+    return (address, row.zeros) if row is not None and row.zeros >= 0.4 else None
 
 
 def _zeros_of_input(sample: Sample, key: Key) -> float:

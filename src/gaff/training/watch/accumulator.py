@@ -101,6 +101,12 @@ class Accumulator:
         known, number = self.shares.get((name, key), (0.0, 0))
         self.shares[name, key] = known + value.double(), number + count
 
+    def add_largest(self, name: str, key: Key, value: Tensor) -> None:
+        """Keep the largest of what is given under this name, where a share would be a mean. No synchronisation."""
+        known = self.shares.get((name, key))
+        value = value.double()
+        self.shares[name, key] = value if known is None else torch.maximum(known[0], value), 1
+
     def alias(self, key: Key, known: Key) -> None:
         """Let ``key`` have the numbers of ``known``, which is the same tensor stream, and come just after it."""
         if known in self._rows:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gaff.engine.process.functions import calling_module
 from gaff.training.watch import step_facts
+from gaff.training.watch.evaluation_calls import EvaluationCalls
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.sampled_step import SampledStep
@@ -18,6 +20,7 @@ from gaff.training.watch.shield import Shield
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _EVER = 1 << 62
 _ODD = 4
+_OFTEN = 5  # steps: what runs without gradients more often than that is a rollout or a teacher, and no evaluation
 _MOST_RUNS = 256  # without any step
 
 
@@ -25,14 +28,15 @@ class Looks:
     """Decides which runs are looked at, and hands what hooks tell to the sampled step in progress.
 
     The watcher makes one, begins and ends looks at training steps by it, and tells it of each run. Looks at an
-    evaluation it opens by itself, and closes with the run: ``evaluated`` gets each of them. ``eval_mode``: models with
+    evaluation it opens by itself, and closes with the run: ``evaluated`` gets each of them, ``heard`` what its losses
+    came to. ``eval_mode``: models with
     dropout or BatchNorm that ran with gradients in eval mode since the look before. ``is_endless``: so many
     runs came without an optimizer's step that nobody can be training with one. All on the thread that trains.
     """
 
     def __init__(
         self, models: Models, calls: ModelCalls, setup: SetupFacts, shield: Shield,
-        evaluated: Callable[[SampledStep], None],
+        evaluated: Callable[[SampledStep], None], heard: Callable[..., None],
     ) -> None:  # fmt: skip
         self.sampled: SampledStep | None = None  # of the step in progress, if it is looked at
         self.is_endless = False
@@ -48,7 +52,7 @@ class Looks:
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
         self._odd = 0  # evaluations in training mode
         self.eval_mode: set[str] = set()  # models that ran with gradients though in eval mode, since the look before
-        self._random: Tensor | None = None  # state of the random numbers when an evaluation began
+        self._heard = EvaluationCalls(models, shield, heard)
 
     @property
     def is_idle(self) -> bool:
@@ -65,6 +69,7 @@ class Looks:
         """Look at nothing any more, and leave no hook on; the look that was in progress, None where there was none."""
         sampled, self.sampled, self._target = self.sampled, None, None
         self._calls.look(is_on=False)
+        self._heard.over()  # first: it stands before what the look has put in the place of torch's functions
         self._setup.look(is_on=False)
         if sampled is not None:
             sampled.facts.update(self._setup.take())
@@ -77,6 +82,7 @@ class Looks:
 
     def drop(self) -> None:
         """Give up the look in progress: whatever its hooks still bring is seen by nobody. The hooks stay on."""
+        self._heard.over()  # first: it stands before what the look has put in the place of torch's functions
         self._setup.look(is_on=False)
         if self.sampled is not None:
             self.sampled.is_open = False
@@ -89,6 +95,7 @@ class Looks:
         the look is called endless.
         """
         self._evals = 0
+        self._heard.over()
         self._in_training_mode.clear()
         sampled = self._target = self.sampled
         if sampled is not None and sampled.runs >= _MOST_RUNS and step == 0:
@@ -123,17 +130,19 @@ class Looks:
         if module.training and not torch.is_grad_enabled():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs
         self._target = None
+        if since >= _OFTEN:
+            self._heard.listen(step)
         if self._evals in _LOOKED_AT and (
             self._evals > 1 or self._may_evaluate(step, distance, is_odd=module.training)
         ):
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
             sampled.facts["training"] = module.training
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
-            if (often >= 10 or (often and since >= 5)) and step_facts.has_modes(module):
+            if (often >= 10 or (often and since >= _OFTEN)) and step_facts.has_modes(module):
                 sampled.facts["train_mode"] = [model.name]
             sampled.root_given(model.name, *given)
             self._calls.switch(is_on=True)
-            self._random = torch.get_rng_state()
+            self._heard.run_begins(sampled, is_training=module.training)
         elif self.sampled is None:
             coming = next((one for one in _LOOKED_AT if one > self._evals), _EVER) - self._evals - 1
             self._calls.count_only(coming, trains=False)
@@ -145,14 +154,11 @@ class Looks:
     def run_ends(self, step: int, model: Model, module: nn.Module) -> None:
         """An outermost call has returned, or raised: a look at an evaluation is over with it.
 
-        Random numbers that an evaluation in eval mode has drawn are noted for the rules: they make its result
-        uncertain. What a checkpoint recomputes later belongs to the training step in progress.
+        What a checkpoint recomputes later belongs to the training step in progress.
         """
         target, self._target = self._target, self.sampled  # for what a checkpoint recomputes
         if target is not None and target.phase == "eval":
-            random, self._random = self._random, None
-            if random is not None and not module.training and not torch.equal(random, torch.get_rng_state()):
-                target.facts["random_in_eval"] = [model.name]
+            self._heard.run_ends()
             target.close()
             self._looked_at_eval = step
             self._evaluated(target)
@@ -175,6 +181,17 @@ class Looks:
         """A module has returned: tell whoever looks. ``stands`` is that of ``SampledStep.left``."""
         if self._target is not None:
             self._target.left(module, args, output, stands)
+
+    def compiled(self, function: Any) -> None:
+        """``torch.compile`` was called: from now on nothing may stand in the place of torch's functions."""
+        self._heard.over()
+        self._setup.look(is_on=False)
+        self._calls.compiled(function)
+
+    def attended(self, _: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Fused attention has run: tell the sampled step, unless an evaluation is under way in its middle."""
+        if self._target is not None and self._target is self.sampled:
+            self._target.attended(calling_module(), args, kwargs)
 
     def _may_evaluate(self, step: int, distance: int, *, is_odd: bool) -> bool:
         """Whether the last evaluation looked at is long enough ago, ten steps at least.

@@ -23,8 +23,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     Follows the first input of each node, ten nodes deep, past views. ``classes``: how many classes a mean of the
     negative log-likelihood has that is the loss itself, and no part of a sum; ``nll``: that it was not given
     log-probabilities; ``axis``: that its log_softmax ran over the batch; ``doubled``: that a softmax or a sigmoid was
-    applied twice; ``negated``: that the loss is minus one that is never negative. Reads no value of a tensor, so it
-    waits for no device.
+    applied twice; ``negated``: that the loss is minus one that is never negative; ``factor``: by what it was multiplied
+    at last, as where gradients are accumulated. Reads no value that is on a device, so it waits for none.
     """
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
@@ -32,8 +32,13 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     while node is not None and len(chain) < _DEPTH:
         chain.append(node)
         node = next((one for one, _ in node.next_functions if one is not None), None)
+    factor = 1.0
+    while chain and (last := _factor_of(chain[0])) is not None:
+        factor, chain = factor * last, chain[1:]
     names = [one.name().rstrip("0123456789") for one in chain]
-    _note_sign(names, name, found)
+    if factor not in (1.0, -1.0):
+        found["factor"] = {"loss": name, "by": abs(factor)}
+    _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
     for at, one in enumerate(names):
         behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
         if one.startswith("NllLoss") and behind != "LogSoftmaxBackward":
@@ -45,6 +50,18 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
             outer = "log_softmax" if one == "LogSoftmaxBackward" else "sigmoid (with logits)"
             found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
     return found
+
+
+def _factor_of(node: Any) -> float | None:
+    """The number by which a node multiplies, or divides, what comes; None where it does something else."""
+    kind = node.name().rstrip("0123456789")
+    other = getattr(node, "_saved_other", None) if kind in ("MulBackward", "DivBackward") else None
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
+        return None
+    value = float(other)
+    if kind == "DivBackward":
+        return 1 / value if value else None
+    return value or None
 
 
 def _note_classes(chain: list[Any], names: list[str], at: int, name: str, found: dict[str, Any]) -> None:

@@ -7,7 +7,9 @@ before that is meant. Values are added up over the backward passes of a step, si
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,6 +23,7 @@ from gaff.training.watch.variable_names import caller, name_of_loss
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
 _LEAST = 32
 _DEVIATIONS = 6.0
+_HIGH = 3.0  # deviations above which a loss has left what it was lately
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,14 @@ class Noted(NamedTuple):
 class StepNumbers(NamedTuple):
     """What the losses of a step tell, at one moment; values and scale may be tensors on a device.
 
-    ``lr``: the learning rate of the leading optimizer's first parameter group when it stepped last, NaN before that.
+    ``lr``: the learning rate of the leading optimizer's first parameter group when it stepped last, NaN before that;
+    ``unclipped``: the norm that ``clip_grad_norm_`` has found in this step, None where it was not called.
     """
 
     lr: float
     losses: dict[str, Any]
     scale: Any
+    unclipped: Any = None
 
 
 class Losses:
@@ -64,9 +69,12 @@ class Losses:
     rules so far. Used on the thread that trains.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rises: Callable[[], None] = lambda: None) -> None:
+        """``rises`` is called when a loss leaves what it was lately, by three deviations from the mean, upwards."""
+        self._rises = rises
         self.names: dict[Any, str] = {}  # by place in the code
         self.lr = math.nan
+        self.unclipped: Any = None  # the norm that this step's gradients had before they were clipped
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
         self.count = 0  # backward passes from losses, in the whole run
@@ -82,6 +90,11 @@ class Losses:
         """
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
+
+    def clipped(self, norm: Any, most: Any) -> None:
+        """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits."""
+        self.unclipped = norm.detach() if isinstance(norm, Tensor) else float(norm)
+        self.facts["clipped"] = {"norm": self.unclipped, "most": float(most)}
 
     def note(self, tensor: Tensor, at: int = 0, *, is_sampled: bool = False) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
@@ -112,13 +125,20 @@ class Losses:
         """The mean of each loss, by name, over the backward passes of this step so far; tensors where on a device."""
         return {name: total / count for name, (total, count) in self._now.items()}
 
+    @property
+    def in_step(self) -> int:
+        """Backward passes from losses in the step in progress."""
+        return sum(count for _, count in self._now.values())
+
     def numbers(self) -> StepNumbers:
         """The losses, the learning rate and the factor of a GradScaler as they are now, for the row of this step."""
-        return StepNumbers(self.lr, self.values(), self.scale)
+        return StepNumbers(self.lr, self.values(), self.scale, self.unclipped)
 
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now = {}
+        self.unclipped = None
+        self.facts.pop("clipped", None)
 
     def _name(self, loss: Tensor | None, at: int) -> str:
         """What a loss is called that comes from the place in the code that leads here, as it was at the first time.
@@ -145,15 +165,22 @@ class Losses:
         """The spike that ``value`` is, or None; it is remembered for later ones either way.
 
         A spike is six standard deviations above the mean of the last 128 values (as in OLMo-core's SkipStep), above
-        three times that mean, and above half of the first value: the last two conditions leave out jumps that are small
-        beside the loss itself. With fewer than 32 values none is told.
+        three times that mean, above half of the first value, and above twice the largest of these values: the
+        conditions leave out jumps that are small beside the loss itself. Its logarithm must be five standard deviations
+        above those of the last 32, too, which leaves out noise with a heavy tail. With fewer than 32 values none is
+        told, nor where one of the last 32 was not positive.
         """
         past = self._past.setdefault(name, PastLosses(value))
-        found = None
+        found, is_above = None, False
         if len(past.values) >= _LEAST:
             mean, deviation = past.moments()
-            if value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean) and value > 0.5 * abs(past.first):
+            is_above = value > mean + _HIGH * deviation > mean
+            is_far = value > mean + _DEVIATIONS * deviation and value > 3 * abs(mean)
+            if is_far and value > max(0.5 * abs(past.first), 2 * max(past.values)) and not past.is_restless(value):
                 found = Spike(name, value, mean, deviation)
+        if is_above and not past.is_above:
+            self._rises()
+        past.is_above = is_above
         past.add(value)
         return found
 
@@ -169,6 +196,7 @@ class PastLosses:
         self.values: deque[float] = deque()
         self._sum = 0.0  # of differences to the first
         self._squares = 0.0
+        self.is_above = False  # the newest value is three deviations above the mean of those before
 
     def add(self, value: float) -> None:
         """Take in a new value; the one before the last 128 is forgotten, and taken out of the sums."""
@@ -180,6 +208,18 @@ class PastLosses:
             difference = self.values.popleft() - self.first
             self._sum -= difference
             self._squares -= difference * difference
+
+    def is_restless(self, value: float) -> bool:
+        """Whether such a value is within five deviations of the latest 32, by their logarithms.
+
+        Logarithms, since a factor is what tells noise with a heavy tail from a jump. A loss that was not positive
+        lately has none, and is taken for restless: a policy's is about zero.
+        """
+        latest = list(self.values)[-_LEAST:]
+        if min(latest) <= 0:
+            return True
+        logs = [math.log(one) for one in latest]
+        return math.log(value) < statistics.fmean(logs) + 5 * statistics.pstdev(logs)
 
     def moments(self) -> tuple[float, float]:
         """Mean and standard deviation (of the population) of the values held; there must be one at least."""

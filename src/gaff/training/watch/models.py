@@ -20,6 +20,7 @@ from gaff.engine.exported import trees_of
 from gaff.engine.process.calls import is_compiled
 from gaff.errors import SiteError
 from gaff.record.sample import Key
+from gaff.training.watch.routers import Routing, routings_of
 from gaff.training.watch.variable_names import holder_of
 
 _RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus,
@@ -45,6 +46,7 @@ class WatchedModule:
     kind: str  # "rectifier", "tanh", "sigmoid", "dropout", "softmax", "attention", "mixing" or ""
     channels_at: int | None  # the dimension of its units, 1 or -1; None: of those of what came before
     is_wanted: bool
+    routing: Routing | None = None  # what it is to a mixture of experts
     keys: dict[tuple[str, Place], Key] = field(default_factory=dict)
 
     def key(self, port: str, place: Place = ()) -> Key:
@@ -188,11 +190,12 @@ class Models:
         except SiteError as error:  # of one of several models; told when the run ends
             self.missed.append(f"{model.name}: {error}")
             wanted = set()
+        routings = routings_of(unwrap(root))
         for path, module, _ in iter_modules(root):
             if module not in self.entries and not is_container(module):
                 is_wanted = wanted is None or id(module) in wanted
                 self.entries[module] = WatchedModule(
-                    model.name, path, _kind_of(module), _channels_of(module), is_wanted
+                    model.name, path, _kind_of(module), _channels_of(module), is_wanted, routings.get(module)
                 )
         model.graphs.update(trees_of(module for _, module, _ in iter_modules(root)))
 

@@ -18,6 +18,7 @@ _SMOOTH = 0.3  # weight of the newest measurement
 _REMEMBERED = 9  # looks whose costs tell what one costs
 _LEARNING = 5  # looks until that is known
 _PATIENCE = 5.0  # times the cost of a look that pass before the next one, while it is not, for each look until then
+_WANTED = 3  # steps that are looked at where something happens
 _OUTLIER = 4.0  # times what a look costs: more is an accident, such as another process, and held against no later look
 
 
@@ -46,6 +47,7 @@ class Pace:
         self._waited_s = 0.0  # time since the last look
         self._step_s = 0.0  # of a step without a look, watching left out
         self._latest = 1  # distance, when it was last asked for
+        self._wanted = 0  # steps to come that are looked at in any case
         self._presence_s = 0.0  # what watching costs in such a step
         self.startup_s = 0.0
         self.spent_s = 0.0
@@ -75,6 +77,9 @@ class Pace:
         """
         if self._every is not None:
             return step % self._every == 0
+        if self._wanted:
+            self._wanted -= 1
+            return True
         if step % 10 and self._latest >= 10:  # a multiple of ten then
             return False
         distance = self._latest = self.distance
@@ -89,6 +94,16 @@ class Pace:
         elif charged > self._allowance_s + self._share * self.total_s:
             return False  # a costly beginning is paid back
         return step % distance == 0
+
+    def want(self) -> None:
+        """Something happens just now: look at the next three steps, whatever their number.
+
+        As long as looks have not cost more than twice their share, so that a loss which is always restless gets no more
+        than others; never with a fixed distance.
+        """
+        is_cheap = self._charged_s <= self._allowance_s + 2 * self._share * self.total_s
+        if self._every is None and is_cheap and not self._wanted:
+            self._wanted = _WANTED
 
     def stepped(self, step: int, seconds: float, cost_s: float, is_look: bool) -> None:
         """Take in step number ``step``; of the first one only the cost, which is that of the preparations, too."""

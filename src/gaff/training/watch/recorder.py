@@ -8,6 +8,7 @@ stream turns up that has no line yet.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,17 +148,24 @@ def _magnitudes(rows: Tensor) -> bytes:
     return bytes_of(torch.where(shares > 0, scaled, 0.0).to(torch.uint8).t())
 
 
-def bytes_of(values: Tensor) -> bytes:
-    """A copy of a CPU tensor's elements as bytes, in the order of its indices, without a detour by NumPy."""
+def bytes_of(values: Tensor, most: int = sys.maxsize) -> bytes:
+    """A copy of a CPU tensor's elements as bytes, in the order of its indices, without a detour by NumPy.
+
+    ``most`` bytes of it, where less than all is wanted.
+    """
     values = values.contiguous()
-    return ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
+    size = min(values.numel() * values.element_size(), most)
+    return ctypes.string_at(values.data_ptr(), size) if size else b""
 
 
 def _number(sample: Sample, name: str, key: Key) -> float:
     """One statistic of a stream that is in no row, such as ``dead`` or ``update_ratio``; NaN where there is none."""
     nothing = float("nan")
-    if name in ("saturated", "entropy"):
+    if name in ("saturated", "entropy", "first_key", "logit", "choice"):
         return sample.shares.get((name, key), nothing)
+    if name in ("load", "idle", "dropped"):
+        load = sample.loads.get(key)
+        return nothing if load is None else load.number(name)
     if name in ("dead", "outlier"):
         units = sample.units.get(key)
         if units is None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gaff.compat.distributed import replicas_of
 from gaff.record.finding import Finding
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.judge import Judge
@@ -29,7 +30,7 @@ from gaff.training.watch.models import Model
 from gaff.training.watch.pace import Pace
 from gaff.training.watch.recorder import Recorder
 from gaff.training.watch.sampled_step import SampledStep
-from gaff.training.watch.sampling import reading_of
+from gaff.training.watch.sampling import plain, reading_of
 from gaff.training.watch.settings import Settings
 from gaff.training.watch.step_series import Pulse, StepSeries
 from gaff.training.watch.worker import Worker
@@ -89,7 +90,7 @@ class Reporter:
         root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
-                "replicated": type(root).__name__ == "DistributedDataParallel",
+                "replicated": replicas_of(root) is not None,
                 **(step_facts.spread_over(root) if root is not None else {}),
                 **(step_facts.inventory(root) if root is not None else {})}  # fmt: skip
 
@@ -123,8 +124,8 @@ class Reporter:
         self._worker.put(job)
 
     def tell(self, kind: str, step: int, **told: Any) -> None:
-        """Hand over an event that is to stand in the record, with what is told of it as JSON takes it."""
-        self._worker.put(lambda: self._recorder.event(kind, step, **told))
+        """Hand over an event that is to stand in the record, with what is told of it as JSON takes it, or tensors."""
+        self._worker.put(lambda: self._recorder.event(kind, step, **plain(told)))
 
     def pulse(
         self, step: int, seconds: float, numbers: StepNumbers, skipped: int, samples: int, alone: tuple[float, float]
@@ -309,8 +310,12 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     of the number of classes.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
+    factor = told.get("factor", {"loss": "", "by": 1.0})
+    if factor["loss"]:
+        plain.update(factor_of=factor["loss"], factor=factor["by"])
     classes = told.get("classes")
     if not classes:
         return plain
     entropy = next((one["entropy"] for one in told.get("targets", ()) if "entropy" in one), math.inf)
-    return {**plain, "guess_of": classes["loss"], "guess": min(entropy, math.log(classes["count"]))}
+    by = factor["by"] if factor["loss"] == classes["loss"] else 1.0
+    return {**plain, "guess_of": classes["loss"], "guess": by * min(entropy, math.log(classes["count"]))}

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site
 from gaff.address.nested import iter_tensors
-from gaff.compat import autograd, memory
-from gaff.engine.gradients.tensor_hooks import keep_gradient
+from gaff.compat import autograd, compiler, memory
+from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge, keep_gradient
+from gaff.engine.process.functions import ATTENTION
 from gaff.record.sample import Key, port_of
 from gaff.record.statistics import NAN, NEGATIVE
+from gaff.training.watch import attention
 from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models, Place, WatchedModule, units_of
+from gaff.training.watch.routers import Routes
 from gaff.training.watch.shield import Shield
 
-_LEAST_ROWS = 2  # of an attention matrix that is looked at
 _MOST_INPUTS = 8
 
 
@@ -95,6 +97,7 @@ class SampledStep:
         self.step = step
         self.phase = phase
         self.numbers = Accumulator()
+        self.routes = Routes(self.numbers)
         self.runs = 0
         self.notes: set[str] = set()
         self.facts: dict[str, Any] = {}
@@ -145,6 +148,7 @@ class SampledStep:
     def root_given(self, model: str, args: Any, kwargs: Any) -> None:
         """The outermost module is about to be called: the first of its floating tensors are looked at."""
         self.runs += 1
+        self.routes.run_begins()
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None
             if value is not None and at < _MOST_INPUTS:
@@ -169,12 +173,28 @@ class SampledStep:
         if entry.kind == "mixing" and args and type(args[0]) is Tensor and self._stands is None:
             self._given(entry, args[0])
         if entry.kind in ("dropout", "softmax", "attention"):
-            self._attended(entry, args, output)
-        if isinstance(output, Tensor):
-            self._returned(entry, (), output)
-        else:
-            for key, tensor in iter_tensors(output):
-                self._returned(entry, key, tensor)
+            shown = attention.shown_by(entry.kind, args, output)
+            if shown is not None:
+                self.numbers.add_share("entropy", entry.key("output"), attention.entropy_of(shown), 1)
+        places = [((), output)] if isinstance(output, Tensor) else list(iter_tensors(output))
+        if entry.routing is not None and self._stands is None:
+            place = next((key for key, tensor in places if tensor.is_floating_point()), ())
+            self.routes.returned(entry.model, entry.routing, entry.key("output", place), output)
+        for key, tensor in places:
+            self._returned(entry, key, tensor)
+
+    def attended(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A fused attention has run in the forward of ``module``: look at some of its weights, which it does not show.
+
+        Not in a recomputation, in which the first pass's come once more.
+        """
+        entry = self._models.entries.get(module) if module is not None else None
+        if entry is None or not entry.is_wanted or not self.is_open or autograd.backward_task() != -1:
+            return
+        key = entry.model, str(Site(entry.path, op=ATTENTION, port="weights"))
+        untold = attention.observe_fused(self.numbers, key, args, kwargs)
+        if untold:
+            self.notes.add(f"{key[1]}: {untold}")
 
     def _given(self, entry: WatchedModule, tensor: Tensor) -> None:
         """What a layer outside of compiled code was given, where no module returned it: what a functional op made."""
@@ -249,6 +269,9 @@ class SampledStep:
         """A gradient has come by, inside backward."""
         if not self.is_open:
             return
+        if compiler.is_loaded() and is_at_edge():
+            self.notes.add(f"{key[1]}: {EDGE}")
+            return
         value = readable(gradient)
         if value is not None:
             self.numbers.observe(key, value)
@@ -271,27 +294,6 @@ class SampledStep:
             far = value.abs() > 0.97 if kind == "tanh" else (value - 0.5).abs() > 0.485
             self.numbers.add_share("saturated", key, far.sum(), value.numel())
 
-    def _attended(self, entry: WatchedModule, args: Any, output: Any) -> None:
-        """Note the entropy of attention probabilities, of the first input of the batch, where a module shows some.
-
-        They are what a softmax returned, what a dropout was given (if its rows sum to one, which is waited for), or the
-        weights that MultiheadAttention returns. Of the two former only tensors of four dimensions or more count, as
-        attention's are.
-        """
-        found: Any = output if entry.kind == "softmax" else args[0] if args else None
-        if entry.kind == "attention":
-            found = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if not isinstance(found, Tensor) or found.dim() < (3 if entry.kind == "attention" else 4):
-            return
-        value = readable(found)
-        if value is None or value.shape[-1] < _LEAST_ROWS or value.shape[-2] < _LEAST_ROWS:
-            return
-        with torch.no_grad():
-            some = value[:1].float()
-            if entry.kind == "dropout" and not _are_probabilities(some):
-                return
-            self.numbers.add_share("entropy", entry.key("output"), _entropy(some), 1)
-
 
 def _first(rows: Iterable[tuple[Key, Tensor]], last: int) -> Key | None:
     """The first key whose row, on the CPU, counts anything in the columns from that of NaN to ``last``."""
@@ -300,19 +302,3 @@ def _first(rows: Iterable[tuple[Key, Tensor]], last: int) -> Key | None:
         return None
     bad = torch.stack([row for _, row in pairs])[:, NAN : last + 1].any(1)
     return pairs[int(bad.int().argmax())][0] if bool(bad.any()) else None
-
-
-def _entropy(probabilities: Tensor) -> Tensor:
-    """Shannon's entropy of the rows of attention over that of uniform ones, which a causal mask makes smaller."""
-    queries, keys = probabilities.shape[-2:]
-    behind = torch.arange(queries, device=probabilities.device) + keys - queries + 1.0
-    is_causal = (probabilities.triu(keys - queries + 1) == 0).all()
-    largest = torch.where(is_causal & (behind > 0), behind, float(keys)).log()
-    rows = torch.special.entr(probabilities).sum(-1)
-    mean: Tensor = rows.mean(tuple(range(rows.dim() - 1)))
-    return mean.sum() / largest.sum().clamp(min=1e-9)
-
-
-def _are_probabilities(value: Tensor) -> bool:
-    """Whether the rows sum to one and nothing is negative. Waits for the device; only asked of inputs of a dropout."""
-    return bool(((value.sum(-1) - 1).abs().max() < 1e-2) & (value.min() >= 0))

@@ -13,6 +13,7 @@ from gaff.record.sample import Key, Sample, Units
 from gaff.record.statistics import WIDTH, Numbers
 from gaff.training.watch import losses, step_facts
 from gaff.training.watch.recorder import bytes_of
+from gaff.training.watch.routers import load_of
 from gaff.training.watch.sampled_step import SampledStep
 
 
@@ -28,6 +29,7 @@ def reading_of(
     keys, rows = sampled.numbers.take()
     units, inputs = dict(sampled.numbers.units), dict(sampled.numbers.inputs)
     shares, told = dict(sampled.numbers.shares), dict(sampled.facts)
+    loads = sampled.routes.take()
     step, phase, scale = sampled.step, sampled.phase, sampled.scale
 
     def read() -> tuple[Sample, Sequence[Key], Tensor]:
@@ -40,21 +42,22 @@ def reading_of(
         sample.rows = {key: Numbers(known[at * WIDTH : (at + 1) * WIDTH]) for at, key in enumerate(keys)}
         sample.units = _all_units(units, inputs)
         sample.shares = {name: float(total) / max(1, count) for name, (total, count) in shares.items()}
+        sample.loads = {key: load_of(one) for key, one in loads.items()}
         sample.parameters = {key: step_facts.read(one) for key, one in parameters.items()}
         sample.losses = {name: losses.read(value) for name, value in values.items()}
-        sample.facts = {name: _plain(one) for name, one in told.items()}
+        sample.facts = {name: plain(one) for name, one in told.items()}
         return sample, keys, table
 
     return read
 
 
-def _plain(fact: Any) -> Any:
+def plain(fact: Any) -> Any:
     """A fact with numbers in place of tensors, which may be on a device, also inside tuples and dicts."""
     if isinstance(fact, Tensor):
         return losses.read(fact)
     if isinstance(fact, tuple):
-        return tuple(map(_plain, fact))
-    return {name: _plain(one) for name, one in fact.items()} if isinstance(fact, dict) else fact
+        return tuple(map(plain, fact))
+    return {name: plain(one) for name, one in fact.items()} if isinstance(fact, dict) else fact
 
 
 def _all_units(tables: Mapping[Key, Tensor], inputs: Mapping[Key, int]) -> dict[Key, Units]:

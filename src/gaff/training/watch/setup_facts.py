@@ -1,7 +1,8 @@
-"""How a training is set up, as far as torch's own functions are told: targets of losses, clipping, DataLoaders."""
+"""How a training is set up, as far as torch's own functions are told: targets of losses, DataLoaders."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
-from gaff.engine.process.losses import LossCalls
+from gaff.engine.process.functions import ATTENTION, FunctionCalls, loss_calls
 from gaff.training.watch import step_facts
 from gaff.training.watch.shield import Shield
 
@@ -19,32 +20,29 @@ _MOST_TARGETS = 8  # calls of loss functions in a step
 class SetupFacts:
     """Collects them for the step that is looked at; between looks only DataLoaders that begin anew are counted.
 
-    Used on the thread that trains.
+    ``attended`` is told of each fused attention meanwhile, as ``FunctionCalls`` tells it. Used on the thread that
+    trains.
     """
 
-    def __init__(self, shield: Shield) -> None:
+    def __init__(self, shield: Shield, attended: Callable[..., None]) -> None:
         self._note_target = shield.around(self._target)
-        self._calls = LossCalls(self._loss_called)
+        self._calls = loss_calls(self._loss_called), FunctionCalls((ATTENTION,), shield.around(attended), is_after=True)
         self._targets: list[dict[str, Any]] = []
-        self._clipped: dict[str, Any] | None = None
         self._latest = self._fingerprint = ""  # of the first batch of the look before, and of this one
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
 
     def look(self, *, is_on: bool) -> None:
-        """A look begins, or has ended. Loss functions are followed meanwhile, unless code is compiled somewhere."""
-        self._calls.switch(is_on=is_on and not has_asked_to_compile())
+        """A look begins, or has ended. torch's functions are followed meanwhile, unless code is compiled somewhere."""
+        for calls in self._calls:
+            calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
-            self._targets, self._clipped = [], None
+            self._targets = []
             self._latest, self._fingerprint = self._fingerprint or self._latest, ""
 
     def batch_given(self, args: Any, kwargs: Any) -> None:
         """A model is called that trains, in a step that is looked at: the first such batch gets a checksum."""
         self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
-
-    def clipped(self, norm: Any, most: Any) -> None:
-        """``clip_grad_norm_`` has found this norm; the tensor is read later, by another thread."""
-        self._clipped = {"norm": norm.detach() if isinstance(norm, Tensor) else float(norm), "most": float(most)}
 
     def iterated(self, loader: Any) -> None:
         """A DataLoader begins anew; one without a length does not count."""
@@ -64,8 +62,6 @@ class SetupFacts:
         if self._fingerprint:
             facts["fingerprint"] = self._fingerprint
             facts["is_repeated"] = self._fingerprint == self._latest
-        if self._clipped is not None:
-            facts["clipped"] = self._clipped
         if self._batches:
             facts["batches"] = {"count": self._batches, "begun": self._begun}
         return facts

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address.nested import iter_tensors
+from gaff.address.nested import flat_tensors, iter_tensors
 from gaff.address.resolve import iter_modules, join, unwrap
-from gaff.compat import distributed, elements, libraries
+from gaff.compat import distributed, elements, flat_shards, libraries
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.models import Models
 from gaff.training.watch.recorder import bytes_of
@@ -38,11 +38,16 @@ def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
     to be waited for, and so are wrappers of others.
     """
     crc = 0
-    for _, tensor in iter_tensors((args, kwargs)):
-        is_plain = tensor.device.type == "cpu" and elements.is_plain(tensor) and elements.is_readable(tensor)
-        if is_plain and tensor.numel():
-            flat = _beginning(tensor.detach(), most_bytes // tensor.element_size())
-            crc = zlib.crc32(bytes_of(flat), crc)
+    tensors = flat_tensors(args, kwargs)
+    if tensors is None:
+        tensors = [tensor for _, tensor in iter_tensors((args, kwargs))]
+    for tensor in tensors:
+        if not tensor.is_cpu or not elements.is_plain(tensor) or not elements.is_readable(tensor):
+            continue
+        if tensor.is_contiguous():
+            crc = zlib.crc32(bytes_of(tensor, most_bytes), crc)
+        elif tensor.numel():
+            crc = zlib.crc32(bytes_of(_beginning(tensor.detach(), most_bytes // tensor.element_size())), crc)
     return f"{crc:08x}"
 
 
@@ -78,8 +83,6 @@ def _beginning(tensor: Tensor, most: int) -> Tensor:
 
     Each dimension is narrowed first, so that no more than a few times as many are copied, whatever the strides are.
     """
-    if tensor.is_contiguous():
-        return tensor.view(-1)[:most]
     for dimension, size in enumerate(tensor.shape):
         inside = tensor.numel() // size  # elements of one index of this dimension
         if tensor.numel() > most:
@@ -214,5 +217,5 @@ def spread_over(root: nn.Module) -> dict[str, Any]:
     weights compute on the same rows of a batch.
     """
     model = unwrap(root)
-    places = distributed.places_of(model)
+    places = {**distributed.places_of(model), **flat_shards.place_of(root)}
     return {"places": places, "has_parts": distributed.shares_rows(model)} if places else {}

@@ -66,7 +66,8 @@ class StepSeries:
     def columns(self, pulses: Sequence[Pulse]) -> dict[str, list[float]]:
         """The numbers of consecutive steps as columns by name, NaN where there is none. Waits for devices.
 
-        ``scale`` and ``skipped`` are there only with a GradScaler, ``to_forward`` and ``to_backward`` (see ``Alone``)
+        ``unclipped_norm`` is there only where ``clip_grad_norm_`` is called, ``scale`` and ``skipped`` only with a
+        GradScaler, ``to_forward`` and ``to_backward`` (see ``Alone``)
         only where several processes train together.
         """
         nothing = math.nan
@@ -78,6 +79,10 @@ class StepSeries:
             "lr": [one.numbers.lr for one in pulses],
             "grad_norm": [self._norms.pop(one.step, nothing) for one in pulses],
         }
+        if any(one.numbers.unclipped is not None for one in pulses):
+            columns["unclipped_norm"] = [
+                nothing if one.numbers.unclipped is None else losses.read(one.numbers.unclipped) for one in pulses
+            ]
         for name in names:
             columns[f"loss:{name}"] = [losses.read(one.numbers.losses.get(name, nothing)) for one in pulses]
         scales: list[Any] = [one.numbers.scale for one in pulses]

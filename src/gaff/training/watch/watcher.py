@@ -61,22 +61,22 @@ class Watcher:
         self.shield = Shield(self._failed)
         self._models = Models(settings.only, settings.skip)
         self._flight = FlightRecorder(settings.out, keeps_batches=settings.keep_batch)
-        self._alone = Alone()
-        self._batches = StepBatches()
+        self._alone, self._batches = Alone(), StepBatches()
         told = CallsTold(lambda model: self.reporter.model(model, self.step), self._run_begins, self._run_ends,
                          self._run_ends_late, lambda *given: self._looks.left(*given))  # fmt: skip
         self._calls = ModelCalls(self._models, told, self.shield, is_given=models is not None)
-        setup = SetupFacts(self.shield)
+        setup = SetupFacts(self.shield, lambda *given: self._looks.attended(*given))
         self._looks = Looks(self._models, self._calls, setup, self.shield,
-                            lambda evaluated: self.reporter.look(evaluated, {}, {}))  # fmt: skip
+                            lambda one: self.reporter.look(one, {}, {}),
+                            lambda *told, **more: self.reporter.tell(*told, **more))  # fmt: skip
         self._steps = OptimizerSteps(optimizers, self._models, is_any=models is None)
         for name, model in (models or {}).items():
             self._models.select(model)
             self._calls.know(self._models.add(name, model), model)
         self.reporter = Reporter(settings, self._flight)
-        self._losses = Losses()
+        self._losses = losses = Losses(self.pace.want)
         told_of: list[Any] = [self._backward_begins, self._step_begins, self._step_ended, self._step_skipped,
-                              self._losses.note_scale, self._calls.compiled, setup.clipped, setup.iterated]  # fmt: skip
+                              losses.note_scale, self._looks.compiled, losses.clipped, setup.iterated]  # fmt: skip
         self._outer = Outer(Told(*map(self.shield.around, told_of)))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))
@@ -295,8 +295,8 @@ class Watcher:
         sampled, steps = self._looks.end(), self._steps
         if sampled is not None:
             counts = steps.optimizers.counts
-            sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped)
-            sampled.facts["scale"] = self._losses.scale
+            sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped, runs=sampled.runs,
+                                 scale=self._losses.scale, backwards=self._losses.in_step)  # fmt: skip
             known = step_facts.parameters(self._models, steps.updates.values(), counts, sampled.modules_called)
             self.reporter.look(sampled, known, self._losses.values())
         return sampled

@@ -1,0 +1,118 @@
+"""Calls of some of torch's functions, while one looks: losses with what they are given, attention with its module.
+
+Functions that a program has imported by name before are not told of, since only the name in ``torch.nn.functional`` is
+replaced; modules such as ``nn.CrossEntropyLoss`` and ``nn.MultiheadAttention`` look them up there. Not to be on where
+code is compiled: it would be compiled with what stands there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gaff.compat.modes import call_frames
+from gaff.engine.process.stack_room import passed_over
+
+LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+          "binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss", "soft_margin_loss",
+          "multilabel_margin_loss", "multilabel_soft_margin_loss", "poisson_nll_loss")  # fmt: skip
+ATTENTION = "scaled_dot_product_attention"
+_ON_BY_DEFAULT = ("dropout", "dropout1d", "dropout2d", "dropout3d", ATTENTION)  # where nothing says otherwise
+_ARGUMENTS = {ATTENTION: ("query", "key", "value", "attn_mask", "dropout_p")}
+DROPOUTS = (*_ON_BY_DEFAULT, "alpha_dropout", "feature_alpha_dropout")
+
+
+class FunctionCalls:
+    """Tells of the calls of functions of ``torch.nn.functional``, while it is on: ``told(name, args, kwargs)``.
+
+    Before a call, which is made with the arguments that ``told`` returns, if any; with ``is_after`` once it is over,
+    with its result as a fourth argument.
+    """
+
+    def __init__(self, names: tuple[str, ...], told: Callable[..., Any], *, is_after: bool = False) -> None:
+        self._names = names
+        self._told = told
+        self._is_after = is_after
+        self._is_on = False
+
+    def switch(self, *, is_on: bool) -> None:
+        """Listen, or listen no more: the last of several that listen to a function puts it back, in whatever order."""
+        for name in self._names if is_on != self._is_on else ():
+            if is_on:
+                _placed(name)[2].append(self)
+                continue
+            original, ours, listeners = _PLACED.get(name, (None, None, []))
+            listeners[:] = [one for one in listeners if one is not self]
+            if not listeners and ours is not None and getattr(F, name) is ours:  # else somebody has replaced it since
+                setattr(F, name, original)
+                del _PLACED[name]
+        self._is_on = is_on
+
+    def before(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Tell of a call that is about to be made; the arguments to make it with, None for those that were given."""
+        return None if self._is_after else self._told(name, args, kwargs)
+
+    def after(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Tell of a call that has returned."""
+        if self._is_after:
+            self._told(name, args, kwargs, output)
+
+
+_PLACED: dict[str, tuple[Any, Any, list[FunctionCalls]]] = {}  # what was there, what stands there now, who listens
+
+
+def _placed(name: str) -> tuple[Any, Any, list[FunctionCalls]]:
+    """What stands in the place of a function, put there if it does not yet: one for all who listen."""
+    known = _PLACED.get(name)
+    if known is not None and getattr(F, name) is not known[0]:
+        return known
+    original, listeners = getattr(F, name), list[FunctionCalls]()
+
+    @wraps(original)
+    @passed_over
+    def around(*args: Any, **kwargs: Any) -> Any:
+        there = list(listeners)
+        for one in there:
+            args, kwargs = one.before(name, args, kwargs) or (args, kwargs)
+        output = original(*args, **kwargs)
+        for one in there:
+            one.after(name, args, kwargs, output)
+        return output
+
+    setattr(F, name, around)
+    _PLACED[name] = original, around, listeners
+    return _PLACED[name]
+
+
+def loss_calls(told: Callable[[str, Any, Tensor], Tensor]) -> FunctionCalls:
+    """Calls of torch's loss functions: ``told(name, input, target)`` returns what is to be given as the target."""
+
+    def given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
+        if not isinstance(known.get("target"), Tensor):
+            return None
+        target = told(name, known.get("input"), known["target"])
+        return ((args[0], target, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "target": target})
+
+    return FunctionCalls(LOSSES, given)
+
+
+def drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of one of ``DROPOUTS`` draws random numbers."""
+    known = {**dict(zip(_ARGUMENTS.get(name, ("input", "p", "training")), args, strict=False)), **kwargs}
+    is_on = known.get("training", name in _ON_BY_DEFAULT)
+    return bool(is_on and (known.get("dropout_p", 0.0) if name == ATTENTION else known.get("p", 0.5)))
+
+
+def calling_module() -> nn.Module | None:
+    """The innermost module whose call is in progress on this thread, by torch's own function that calls modules."""
+    codes, frame = call_frames().codes, sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back  # type: ignore[assignment]
+    found = frame.f_locals.get("self") if frame is not None else None
+    return found if isinstance(found, nn.Module) else None

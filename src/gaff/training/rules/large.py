@@ -1,0 +1,143 @@
+"""Rules about what large models have besides: half precision, attention, mixtures of experts, massive activations.
+
+Each check's docstring tells when it hits; ``docs/rules.md`` repeats it word for word. Sources of thresholds: Zhai et
+al. is "Stabilizing transformer training by preventing attention entropy collapse", 2023; Sun et al. is "Massive
+activations in large language models", 2024; Fedus et al. is "Switch transformers", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gaff.record.sample import Load, Sample
+from gaff.training.rules.registry import Hit, Past, rule
+from gaff.training.rules.steps import has_fallen
+
+_LEAST_LOADS = 8
+_LEAST_TOKENS = 64  # that each expert would have had in a balanced router, before it is called idle
+
+
+@rule(
+    "attention_collapse",
+    severity="warning",
+    means="attention looks at one place only: its entropy has collapsed",
+    cause="logits that grow without bound, often by a learning rate that is too high",
+    remedy="normalise queries and keys, lower the learning rate, or warm it up for longer",
+    least=8,
+    share=0.2,
+)
+def attention_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Mean entropy of all heads below 5 % of a uniform one's, and half of what it has been (Zhai et al., 2023)."""
+    for (name, key), value in sample.shares.items():
+        if name == "entropy" and value < 0.05 and value < 0.5 * past.entropy.get(key, 0.0):
+            yield Hit(key, entropy=value, highest=past.entropy[key])
+
+
+@rule(
+    "half_range",
+    severity="warning",
+    means="values come close to the largest number of float16, or most gradients are too small for it",
+    cause="float16 reaches from 6e-8 to 65504",
+    remedy="use bfloat16, or a GradScaler for gradients; normalise before large sums",
+    share=0.2,
+)
+def half_range(sample: Sample, past: Past) -> Iterator[Hit]:
+    """In runs that use float16: a magnitude above 65504 / 4, or more than half of a gradient's elements below 2^-25."""
+    if sample.facts.get("precision") != "float16":
+        return
+    for key, row in sample.rows.items():
+        is_gradient = key[1].endswith(":grad_output")
+        if not is_gradient and key[1].partition(":")[2] in ("", "output") and row.largest > 16376:
+            yield Hit(key, largest=row.largest)
+        elif is_gradient and row.underflow("float16") > 0.5:
+            yield Hit(key, underflow=row.underflow("float16"), scale=sample.facts.get("scale"))
+
+
+@rule(
+    "attention_logits",
+    severity="warning",
+    means="the scores of attention have grown so large that its softmax chooses one key, and hardly learns",
+    cause="queries and keys whose norms grow without bound, often by a learning rate that is too high",
+    remedy="normalise queries and keys, lower the learning rate, or warm it up for longer",
+    least=5,
+    share=0.3,
+)
+def attention_logits(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The largest score of a fused attention above 1,000 (chosen; scores of trained models are below 100), and no loss
+    has fallen to half."""
+    if any(has_fallen(past, name, 0.5) for name in past.losses):
+        return
+    for (name, key), value in sample.shares.items():
+        if name == "logit" and value > 1000:
+            yield Hit(key, largest_score=value, entropy=sample.shares.get(("entropy", key)))
+
+
+@rule(
+    "massive_activation",
+    severity="info",
+    means="a few activations are thousands of times larger than all others: harmless, but quantisation suffers",
+    cause="transformers learn such constants by themselves, mostly at the first token, where attention rests",
+    remedy="keep them in float16 or better, or outside of what is quantised; look at attention's first key",
+    least=5,
+    share=0.5,
+)
+def massive_activation(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A magnitude above 100 and above 1,000 times the median one, in what a module returns (Sun et al., 2024)."""
+    for key, row in sample.port("output").items():
+        if row.largest > 100 and row.largest > 1000 * row.median_magnitude > 0:
+            yield Hit(key, largest=row.largest, median=row.median_magnitude)
+
+
+@rule(
+    "dead_experts",
+    severity="warning",
+    means="some experts get no token at all: they do not learn",
+    cause="a router that came to prefer others early, without a loss that balances it, or with one that is too weak",
+    remedy="add or raise the balancing loss, add noise to the router's scores, or lower its learning rate",
+    least=5,
+    share=0.5,
+    hides=("no_gradient",),
+)
+def dead_experts(sample: Sample, past: Past) -> Iterator[Hit]:
+    """An expert without a token in the latest eight to sixteen looks, where 64 tokens would have been an even share.
+
+    Only where the router returns what it has chosen, or each expert is a module that is called with its tokens.
+    """
+    for key in sample.loads:
+        recent = list(past.loads.get(key, ()))
+        idle = _idle(recent)
+        if idle:
+            tokens = sum(sum(one.counts) for one in recent)
+            yield Hit(key, f"experts {', '.join(map(str, idle))} of {len(recent[-1].counts)} got none of {tokens} "
+                      "tokens", idle=idle, experts=len(recent[-1].counts), tokens=tokens)  # fmt: skip
+
+
+@rule(
+    "router_collapse",
+    severity="warning",
+    means="the router sends nearly all tokens to one expert: the others are hardly used",
+    cause="a router that is not balanced by a loss, or scores that have grown without bound",
+    remedy="add or raise the balancing loss (Fedus et al., 2022), add noise to the scores, or lower the learning rate",
+    least=5,
+    share=0.5,
+    hides=("dead_experts",),
+)
+def router_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
+    """One of four or more experts is chosen by more than 95 % of the tokens of the latest eight to sixteen looks."""
+    for key in sample.loads:
+        recent = list(past.loads.get(key, ()))
+        tokens = sum(one.tokens for one in recent)
+        if len(recent) < _LEAST_LOADS or len(recent[-1].counts) < 4 or tokens < 4 * _LEAST_TOKENS:
+            continue
+        counts = [sum(several) for several in zip(*(one.counts for one in recent), strict=True)]
+        per_token = max(1.0, sum(counts) / tokens)  # experts of each token
+        if per_token < 1.5 and max(counts) > 0.95 * sum(counts):
+            yield Hit(key, expert=counts.index(max(counts)), share=max(counts) / sum(counts), tokens=tokens)
+
+
+def _idle(recent: Sequence[Load]) -> list[int]:
+    """The experts that got no token in these looks; none where that is not known, or too little was seen to say it."""
+    if len(recent) < _LEAST_LOADS or not all(one.is_exact for one in recent):
+        return []
+    counts = [sum(several) for several in zip(*(one.counts for one in recent), strict=True)]
+    return [at for at, count in enumerate(counts) if not count] if sum(counts) >= _LEAST_TOKENS * len(counts) else []

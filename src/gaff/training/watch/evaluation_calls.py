@@ -1,0 +1,74 @@
+"""What torch's functions are heard doing while a model is evaluated: dropouts that are active, and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.compat.compiler import has_asked_to_compile
+from gaff.engine.process.functions import DROPOUTS, LOSSES, FunctionCalls, calling_module, drops
+from gaff.training.watch.models import Models
+from gaff.training.watch.sampled_step import SampledStep
+from gaff.training.watch.shield import Shield
+
+
+class EvaluationCalls:
+    """Listens in one run of an evaluation for dropouts, and from its beginning to the next training run for losses.
+
+    ``told`` gets the means of these, by the name of the function, which may be on a device, as ``Reporter.tell`` takes
+    an event "evaluated". Nothing is heard where code is compiled. Used on the thread that trains.
+    """
+
+    def __init__(self, models: Models, shield: Shield, told: Callable[..., None]) -> None:
+        self._models = models
+        self._told = told
+        self._sampled: SampledStep | None = None  # the run of an evaluation that is looked at
+        self._dropouts = FunctionCalls(DROPOUTS, shield.around(self._dropped))
+        self._losses = FunctionCalls(LOSSES, shield.around(self._loss_returned), is_after=True)
+        self._sums: dict[str, tuple[Any, int]] = {}
+        self._step: int | None = None  # since which losses are listened for
+
+    def run_begins(self, sampled: SampledStep, *, is_training: bool) -> None:
+        """A run of an evaluation begins that is looked at; ``is_training``: the model's mode, wrong as that may be."""
+        if has_asked_to_compile():
+            return
+        self._sampled = sampled
+        self._dropouts.switch(is_on=not is_training)
+
+    def listen(self, step: int) -> None:
+        """An evaluation begins at this step: listen for its losses."""
+        if self._step is None and not has_asked_to_compile() and not torch.is_grad_enabled():
+            self._step = step
+            self._losses.switch(is_on=True)
+
+    def run_ends(self) -> None:
+        """That run is over: dropouts are not listened for any more."""
+        self._dropouts.switch(is_on=False)
+        self._sampled = None
+
+    def over(self) -> None:
+        """Training goes on, or all is over: hand over what the evaluation came to, and listen for nothing."""
+        if self._sampled is not None:
+            self.run_ends()
+        if self._step is None:
+            return
+        self._losses.switch(is_on=False)
+        step, sums, self._step, self._sums = self._step, self._sums, None, {}
+        if sums:
+            self._told("evaluated", step, losses={name: total / count for name, (total, count) in sums.items()})
+
+    def _dropped(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A dropout is called in an evaluation in eval mode: if it is active, the result is uncertain."""
+        module, sampled = calling_module(), self._sampled
+        entry = self._models.entries.get(module) if module is not None and drops(name, args, kwargs) else None
+        if sampled is not None and entry is not None:
+            sampled.facts.setdefault("dropout_in_eval", []).append([entry.model, entry.path])
+
+    def _loss_returned(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A loss was computed without gradients: add it up, as a mean over calls."""
+        if isinstance(output, Tensor) and output.numel() == 1 and not torch.is_grad_enabled():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + output.detach().double(), count + 1

@@ -1,0 +1,211 @@
+"""What merely looks like a fault is not told as one, and what is told names what is there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+
+
+def rules(record):
+    return {one.rule: one for one in record.findings}
+
+
+class Sampling(nn.Module):
+    """A model that draws random numbers by design, as a VAE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.body(x) + torch.randn_like(x)
+
+
+class Careless(nn.Module):
+    """Dropout that ignores the mode."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.body, self.drop = nn.Linear(8, 8), drop
+
+    def forward(self, x):
+        return self.drop(self.body(x))
+
+
+class Forgotten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def eval(self):
+        super().eval()
+        self.drop.train()
+        return self
+
+    def forward(self, x):
+        return self.drop(self.body(x))
+
+
+class Attending(nn.Module):
+    def forward(self, x):
+        x = x[:, None, None].expand(-1, 1, 4, -1)
+        return F.scaled_dot_product_attention(x, x, x, None, 0.1)[:, 0, 0]
+
+
+def evaluated(model, tmp_path):
+    optimizer = torch.optim.SGD([*model.parameters()], 1e-2)
+    with gaff.watch(model, out=tmp_path / "run", every=5):
+        for step in range(60):
+            model.train()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 20 == 19:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(16, 8))
+    return gaff.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("model", "is_told"),
+    [
+        (Sampling(), False),
+        (Careless(lambda x: F.dropout(x, 0.2)), True),
+        (Careless(lambda x: F.dropout(x, 0.2, training=False)), False),
+        (Careless(lambda x: F.dropout(x, p=0.0)), False),
+        (Careless(lambda x: F.alpha_dropout(x, 0.2)), False),
+        (Forgotten(), True),
+        (Careless(Attending()), True),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), False),
+    ],
+)
+def test_active_dropout_in_eval_mode_is_told_and_sampling_is_not(model, is_told, tmp_path):
+    dropout = F.dropout
+    record = evaluated(model, tmp_path)
+    assert ("random_in_eval" in rules(record)) == is_told
+    assert F.dropout is dropout
+
+
+def test_an_agents_loss_that_rises_with_its_returns_is_no_divergence(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for step in range(60):
+            outputs = [model(torch.randn(1, 4)) for _ in range(20)]
+            loss = torch.stack([one.square().mean() for one in outputs]).sum() * (1 + step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    record = gaff.load(tmp_path / "run")
+    assert record.verdict.state == "healthy"
+    assert "diverging" not in rules(record)
+
+
+def test_a_model_that_is_run_once_for_each_loss_still_diverges(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for step in range(60):
+            (model(torch.randn(16, 4)).square().mean() * (1 + step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "diverging" in rules(gaff.load(tmp_path / "run"))
+
+
+class Masked(nn.Module):
+    """A net without any rectifier, of whose units most do not reach the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 1)
+        self.act = nn.Tanh()
+
+    def forward(self, x):
+        hidden = self.act(self.first(x))
+        return self.second(torch.cat([hidden[:, :8], hidden[:, 8:].detach()], 1))
+
+
+def test_a_sparse_gradient_blames_no_rectifier_where_there_is_none(tmp_path):
+    torch.manual_seed(0)
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for _ in range(30):
+            (5 + 1e-6 * model(torch.randn(16, 8)).mean()).backward()  # a loss that does not fall
+            optimizer.step()
+            optimizer.zero_grad()
+    found = rules(gaff.load(tmp_path / "run"))["sparse_gradient"]
+    assert found.message == "88% of the gradient of first.weight:grad are zeros"
+    assert "a loss that asks for few of them" in found.cause
+
+
+def trained(tmp_path, steps=120):
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 8), torch.randint(0, 4, (64,))
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    told = []
+    with gaff.watch(model, out=tmp_path / "run", every=5):
+        for step in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if step % 20 == 19:
+                model.eval()
+                with torch.no_grad():
+                    out = model(torch.randn(64, 8))
+                    told.append(F.cross_entropy(out, torch.randint(0, 4, (64,))).item())
+                model.train()
+    return gaff.load(tmp_path / "run"), told
+
+
+def test_losses_of_evaluations_are_kept_also_of_the_last(tmp_path):
+    names = [getattr(F, name) for name in ("cross_entropy", "mse_loss", "dropout")]
+    record, told = trained(tmp_path)
+    kept = [one["losses"]["cross_entropy"] for _, one in record.part(0).events if one["kind"] == "evaluated"]
+    assert kept == pytest.approx(told)
+    assert len(kept) == 6
+    assert [getattr(F, name) for name in ("cross_entropy", "mse_loss", "dropout")] == names
+
+
+def test_what_is_learned_by_heart_is_suspicious(tmp_path):
+    verdict = trained(tmp_path)[0].verdict
+    assert (verdict.state, verdict.name) == ("suspicious", "labels_do_not_belong")
+    assert "what is learned holds for the training examples alone" in verdict.cause
+
+
+def test_nothing_stands_in_torchs_functions_once_something_is_compiled(tmp_path):
+    before = F.cross_entropy, F.dropout, F.scaled_dot_product_attention
+    model = nn.Sequential(nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, out=tmp_path / "run", every=1) as watch:
+        for _ in range(8):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+            assert F.cross_entropy is not before[0]
+            watch._watcher._looks.compiled(len)  # as torch.compile tells; calling it would be felt by other tests
+            assert (F.cross_entropy, F.dropout, F.scaled_dot_product_attention) == before
+            assert not watch._watcher._calls.is_on
+
+
+def test_functions_are_put_back_in_whatever_order_who_listens_leaves():
+    from gaff.engine.process.functions import FunctionCalls
+
+    before, told = F.mse_loss, []
+    one, other = (FunctionCalls(("mse_loss",), lambda *given, at=at: told.append(at)) for at in (1, 2))
+    one.switch(is_on=True)
+    other.switch(is_on=True)
+    F.mse_loss(torch.ones(1), torch.ones(1))
+    one.switch(is_on=False)
+    F.mse_loss(torch.ones(1), torch.ones(1))
+    other.switch(is_on=False)
+    assert F.mse_loss is before
+    assert told == [1, 2, 2]

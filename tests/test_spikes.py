@@ -1,0 +1,85 @@
+"""Spikes of losses, gradients and updates, and what came first."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff.record.causes import RunCase
+from gaff.record.curve import Curve
+from gaff.record.finding import Finding
+from gaff.record.verdict import judge
+from gaff.training.watch.losses import Losses
+
+BAD = 60  # the step whose batch is wrong
+
+
+def run(tmp_path, clip=None, steps=90, every=1):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with gaff.watch(model, out=tmp_path / "run", every=every):
+        for step in range(steps):
+            x = torch.randn(16, 4)
+            y = x.sum(1, keepdim=True) * (1000 if step == BAD else 1)
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return gaff.load(tmp_path / "run")
+
+
+def test_a_spike_of_gradients_is_told_with_the_parameter_that_grew_most(tmp_path):
+    record = run(tmp_path)
+    found = {one.rule: one for one in record.findings}
+    assert found["gradient_spike"].since == BAD
+    assert found["update_spike"].since == BAD
+    assert found["gradient_spike"].severity == "info"
+    assert "usually" in found["gradient_spike"].message
+
+
+def test_the_norm_before_clipping_is_kept_of_every_step(tmp_path):
+    record = run(tmp_path, clip=1.0, every=30)
+    norms = record.scalar("unclipped_norm")
+    assert len(norms) == 90
+    assert norms.values[BAD] > 100 * sorted(norms.values)[45]
+
+
+def test_without_clipping_there_is_no_such_series(tmp_path):
+    assert "unclipped_norm" not in run(tmp_path, steps=5).scalars
+
+
+def case(norms):
+    found = Finding(rule="loss_spike", site="", model="", since=200, severity="warning", message="the loss jumped",
+                    cause="", remedy="look at the batch", evidence={"loss": 9.0}, last=200)  # fmt: skip
+    falling = Curve.of((step, 2.0 - step / 200) for step in range(300))
+    return RunCase((found,), 300, 50, {"loss": falling}, norms=norms)
+
+
+def test_gradients_that_grew_before_the_loss_jumped_are_its_cause():
+    norms = tuple((step, 30.0 if step == 197 else 1.0) for step in range(300))
+    verdict = judge(case(norms))
+    assert verdict.name == "gradient_spike"
+    assert verdict.since == 197
+    assert "norm 30 at step 197, usually 1" in verdict.cause
+
+
+def test_where_gradients_were_as_usual_it_is_the_batch():
+    norms = tuple((step, 30.0 if step >= 200 else 1.0) for step in range(300))
+    verdict = judge(case(norms))
+    assert verdict.name == "loss_spike"
+    assert "gradients were as usual before it (norm 1)" in verdict.cause
+    assert judge(case(())).cause == "the loss jumped"
+
+
+@pytest.mark.parametrize(("value", "is_spike"), [(9.0, True), (7.0, False)])
+def test_a_loss_with_a_heavy_tail_has_no_spike_within_twice_its_largest(value, is_spike):
+    losses = Losses()
+    spikes = []
+    for step in range(100):
+        number = value if step == 99 else 4.0 if step == 40 else 1.0 + 0.01 * (step % 3)
+        weight = torch.tensor(number, requires_grad=True)
+        spikes.append(losses.note(weight * 1).spike)
+    assert (spikes[99] is not None) == is_spike
