@@ -32,8 +32,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 26_400  # of code, without the page's script
-MOST_OF_CORE = 11_000  # of them in what sees, keeps and changes
+MOST_LINES = 28_200
+MOST_OF_CORE = 11_800
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -1,9 +1,11 @@
 """The grammar of addresses: parse and print are inverse, matching is by names, messages say where reading stopped."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gaff
 from gaff import Site, SiteError
 from gaff.address.grammar import ANY_DEPTH, PORTS, Name, Pattern, nearest, parse, parse_site
 
@@ -136,3 +138,19 @@ def test_a_pattern_where_one_site_is_needed():
 def test_near_names_come_by_spelling_then_by_last_name():
     assert nearest("fc9", ["fc1", "conv", "fc2"]) == ["fc2", "fc1"]
     assert nearest("query", ["encoder.layer.0.query", "pooler"]) == ["encoder.layer.0.query"]
+
+
+def test_a_class_below_a_wrapper_is_skipped_as_the_wrapper_is():
+    class OnlyOneDevice(torch.nn.DataParallel):
+        """As people write it, to reach the model's attributes."""
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+    wrapped = OnlyOneDevice(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    with gaff.capture(wrapped, "0") as got:
+        y = wrapped(torch.ones(1, 2))
+    assert torch.equal(got["0"], y)

@@ -719,3 +719,25 @@ def test_a_parameter_that_gets_no_gradient_is_left_alone_in_backward():
     clipping.remove()
     assert kept.grad.tolist() == [0.5] * 3
     assert ignored.grad is None
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise", "zero"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_first_step_that_a_scaler_skips_makes_no_state(kind, nonfinite):
+    model = nn.Linear(4, 3)
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(model.parameters(), 0.01, fused=True, **options)
+    scaler = torch.amp.GradScaler("cpu")
+    before = [one.detach().clone() for one in model.parameters()]
+    with gaff.clip_gradients(optimizer, norm=1.0, nonfinite=nonfinite) as clipping:
+        for factor in (math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3, 4)).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if factor == math.inf:
+                assert not optimizer.state
+                assert all(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+    assert clipping.audit.skipped == 1
+    assert all((one - old).abs().max() < 0.1 for one, old in zip(model.parameters(), before, strict=True))
+    assert optimizer.state

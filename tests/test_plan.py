@@ -87,8 +87,8 @@ def test_models_that_cannot_be_seen_truly_are_refused_before_a_hook():
     class DataParallel(nn.Sequential):
         device_ids = (0, 1)
 
-    with pytest.raises(gaff.PlanError, match="0: FullyShardedDataParallel is sharded"):
-        gaff.capture(nn.Sequential(FullyShardedDataParallel()), "0")
+    with pytest.raises(gaff.PlanError, match="0: FullyShardedDataParallel: the first FSDP lays parameters"):
+        gaff.guard(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2))))
     with pytest.raises(gaff.PlanError, match="0: DataParallel runs replicas on several devices"):
         gaff.capture(nn.Sequential(DataParallel()), gaff.maybe("x"), "**")
     with pytest.raises(gaff.PlanError, match="is TorchScript, which takes no hooks"):

@@ -95,14 +95,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 @lru_cache(maxsize=1024)
 def _wrapped_name(kind: type) -> str | None:
-    """The name under which a wrapper holds what it wraps, or None for any other class.
-
-    ``fully_shard`` makes a class of its own below that of a wrapper: there the bases tell.
-    """
-    name = _WRAPPERS.get(kind.__name__)
-    if name is None and kind.__name__.startswith("FSDP"):
-        name = next((known for base in kind.__mro__ if (known := _WRAPPERS.get(base.__name__))), None)
-    return name
+    """The name under which a wrapper, or a class below it, holds what it wraps, or None for any other class."""
+    return next((known for base in kind.__mro__ if (known := _WRAPPERS.get(base.__name__))), None)
 
 
 def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool]) -> list[Found]:

@@ -49,6 +49,21 @@ def is_wrapper(tensor: Tensor) -> bool:
 _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
+def is_edge_of_compiled() -> bool:
+    """Whether this thread brings a gradient to an output of compiled code that has other differentiable ones.
+
+    Asked in a tensor hook outside of that code. Such an output may also be used inside, and what that brings is not in
+    the gradient; of a single output nothing can come back but from outside. Where torch does not tell which outputs are
+    differentiable all count.
+    """
+    node: Any = current_node()
+    if node is None or type(node).__name__ != "CompiledFunctionBackward":
+        return False
+    known = getattr(getattr(type(node)._forward_cls, "metadata", None), "output_info", None)
+    several = [one.requires_grad for one in known] if known is not None else node._input_metadata
+    return sum(map(bool, several)) > 1
+
+
 def metadata_of(node: Node) -> dict[Any, Any]:
     """What anybody has put down at an autograd node: it lives and dies with the node, whose Python object may not."""
     found: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # torch declares a method

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
+
+_UNCOMPILED: set[CodeType] = set()  # code of hooks that Dynamo was told to leave alone
 
 
 def has_compiled() -> bool:
@@ -53,6 +57,49 @@ def leave_uncompiled(*functions: Callable[..., Any]) -> None:
 
     for function in functions:
         skip_code(function.__code__)
+
+
+def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook itself, which Dynamo from now on does not compile, nor what it calls.
+
+    A hook that autograd calls while compiled code calls ``backward`` would else be compiled, as if it belonged to that.
+    Hooks that Dynamo compiles into a graph stay as they are. Does nothing where the compiler has not been loaded.
+    """
+    if is_loaded():
+        function = hook.func if isinstance(hook, partial) else hook
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is not None and code not in _UNCOMPILED:
+            from torch._C._dynamo.eval_frame import set_code_exec_strategy
+            from torch._dynamo import types
+
+            skip: Any = types.FrameAction.SKIP  # type: ignore[attr-defined]
+            set_code_exec_strategy(code, types.FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+            _UNCOMPILED.add(code)
+    return hook
+
+
+def without_donated_buffers() -> Any:
+    """A context manager: what is compiled in it gives no buffer of its forward to its backward.
+
+    torch refuses ``retain_graph=True`` and ``create_graph=True`` where it has given one.
+    """
+    from torch._functorch import config  # loaded by whoever compiles
+
+    return config.patch(donated_buffer=False)
+
+
+def has_compiled_autograd() -> bool:
+    """Whether backward passes are compiled as a whole at this moment (compiled autograd)."""
+    known = sys.modules.get("torch._dynamo.compiled_autograd")
+    settings = sys.modules.get("torch._dynamo.config")
+    return bool(getattr(known, "compiled_autograd_enabled", False)) or bool(
+        getattr(settings, "compiled_autograd", False)
+    )
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether ``function`` is what ``torch.compile`` has returned for a function or method."""
+    return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def stance() -> str:

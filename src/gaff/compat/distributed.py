@@ -18,7 +18,9 @@ from torch import Tensor
 
 from gaff.errors import PlanError
 
-CONVERSIONS = ("_FromTorchTensor", "_ToTorchTensor", "Redistribute")  # autograd Functions of DTensor
+_PARALLEL = ("torch.distributed.tensor", "transformers.integrations.tensor_parallel")  # whose hooks place tensors
+# autograd Functions of DTensor, and the one through which FSDP2 hands a unit its inputs
+CONVERSIONS = ("_FromTorchTensor", "_ToTorchTensor", "Redistribute", "RegisterPostBackwardFunction")
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -103,6 +105,17 @@ def fsdp_first(module: Any) -> None:
     handle: Any = getattr(fsdp_state(module), "_pre_forward_hook_handle", None)
     if getattr(handle, "id", None) in module._forward_pre_hooks:
         module._forward_pre_hooks.move_to_end(handle.id, last=False)
+
+
+def parallel_first(module: Any) -> None:
+    """Move the hooks by which a layer is made parallel before all others of ``module``: they belong to the layer.
+
+    They make of what the layer itself returns, a sum that is still due, say, what its caller gets.
+    """
+    hooks = module._forward_hooks
+    theirs = [number for number, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_PARALLEL)]
+    for number in reversed(theirs):
+        hooks.move_to_end(number, last=False)
 
 
 def can_stop(model: Any) -> bool:
@@ -190,7 +203,8 @@ def any_of(flag: bool, group: Any, device: Any) -> bool:
 
 def replicas_of(model: Any) -> Any:
     """The process group over which DistributedDataParallel averages gradients; None for any other model."""
-    return getattr(model, "process_group", None) if type(model).__name__ == "DistributedDataParallel" else None
+    is_replicated = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    return model.process_group if is_replicated else None
 
 
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:
@@ -266,15 +280,21 @@ def places_of(model: Any) -> dict[str, str]:
 
 
 def shares_rows(model: Any) -> bool:
-    """Whether several processes compute on the same rows of a batch, each with a part of the weights.
+    """Whether several processes compute on the same rows of a batch, each with a part of the weights."""
+    return bool(meshes_of_rows(model))
+
+
+def meshes_of_rows(model: Any) -> list[Any]:
+    """The meshes of processes that compute on the same rows of a batch, each with a part of the weights.
 
     FSDP2 shards what lay whole in each process, in a mesh of one or two dimensions; tensor parallelism, also below it,
     has parameters that are spread already.
     """
     own = {one for unit in model.modules() for group in groups_of(fsdp_state(unit)) for one in group.fsdp_params}
     sharded = {id(one.sharded_param) for one in own}
-    others = (one for one in model.parameters() if id(one) not in sharded)
-    return any(getattr(one, "is_dtensor", False) for one in own) or any(map(is_spread, others))
+    specs = [getattr(one, "_unsharded_dtensor_spec", None) or getattr(one, "_tp_spec", None) for one in own]
+    others = _meshes(one for one in model.parameters() if id(one) not in sharded)
+    return list(dict.fromkeys([*(one.mesh for one in specs if one is not None), *others]))
 
 
 def agree(ranks: tuple[int, ...], request: str) -> None:

@@ -28,6 +28,19 @@ from gaff.compat import autograd, distributed
 _UNREADABLE = ("FakeTensor", "FunctionalTensor")  # told by name, for importing their modules takes long
 
 
+def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """As ``torch.can_cast``, in a form that Dynamo compiles: nothing imaginary, no fraction and no number is lost."""
+    return _rank(source) <= _rank(target)
+
+
+def _rank(dtype: torch.dtype) -> int:
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return 0 if dtype == torch.bool else 1
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the numbers lie in the tensor's memory just as its shape, strides and dtype say."""
     kind = type(tensor)

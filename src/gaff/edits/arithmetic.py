@@ -33,6 +33,11 @@ class Scale:
         """True but for a factor with dimensions: that broadcasts to the whole, not to the values of a sparse tensor."""
         return not isinstance(self.factor, Tensor) or self.factor.dim() == 0
 
+    @property
+    def acts_on_parts(self) -> bool:
+        """True for a number: a tensor may broadcast to the whole."""
+        return not isinstance(self.factor, Tensor)
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The product; gradients flow to both factors. Raises PlanError where the dtypes do not fit."""
         return tensor * (like(self.factor, tensor, self._known) if isinstance(self.factor, Tensor) else self.factor)
@@ -48,6 +53,11 @@ class Add:
     uses_event = False
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def acts_on_parts(self) -> bool:
+        """True for a number: a tensor may broadcast to the whole."""
+        return not isinstance(self.direction, Tensor)
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The sum; a tensor is added in one operation, without a scaled copy of it. Gradients flow to both."""
         if isinstance(self.direction, Tensor):
@@ -61,6 +71,7 @@ class Fill:
 
     value: float
     is_pure = True
+    acts_on_parts = True
     uses_event = False
 
     @property
@@ -82,6 +93,7 @@ class Clamp:
     low: float | None
     high: float | None
     is_pure = True
+    acts_on_parts = True
     uses_event = False
 
     @property
@@ -200,6 +212,7 @@ class Reverse:
 
     factor: float = 1.0
     is_pure = True
+    acts_on_parts = True
     keeps_zero = True
     uses_event = False
 
@@ -216,6 +229,7 @@ class Stop:
     """No gradient: zeros in its place. On a value: passes it as it is, cut off from the autograd graph."""
 
     is_pure = True
+    acts_on_parts = True
     keeps_zero = True
     uses_event = False
 

@@ -41,8 +41,7 @@ def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
         part = replace(edit, edit=Call(inner))
         return lambda tensor: part.change(tensor, _ANY_EVENT)
     if isinstance(edit, Call):
-        function = edit.function
-        return lambda tensor: function(tensor.clone())  # which may write into it: graphs do not tell
+        return edit.function
     if isinstance(edit, (Reverse, Stop)) and is_gradient:
         return _scale(Scale(-float(edit.factor))) if isinstance(edit, Reverse) else torch.zeros_like
     if isinstance(edit, (Reverse, Stop)):
@@ -60,6 +59,13 @@ def cuts(edit: Edit) -> bool:
     if isinstance(edit, Chain):
         return any(cuts(part) for part in edit.edits)
     return cuts(edit.edit) if isinstance(edit, At) else isinstance(edit, (Call, Fill, Stop, Replace, Patch, Ablate))
+
+
+def may_write(edit: Edit) -> bool:
+    """Whether ``edit`` may write into what it is given: a function of the user may."""
+    if isinstance(edit, Chain):
+        return any(may_write(part) for part in edit.edits)
+    return may_write(edit.edit) if isinstance(edit, At) else isinstance(edit, Call)
 
 
 def _chain(parts: tuple[Change, ...]) -> Change:

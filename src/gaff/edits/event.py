@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import Site
-from gaff.compat import distributed, memory, modes
+from gaff.compat import distributed, elements, memory, modes
+from gaff.compat.placements import placement_of, whole_of
 from gaff.errors import PlanError
 
 
@@ -41,10 +42,12 @@ class Event(NamedTuple):
 class Edit(Protocol):
     """Returns the tensor that the model goes on with: of the same shape, dtype and device; never writes into its own.
 
-    ``is_pure``: equal arguments give equal results, so that a recomputation needs no check. Two more attributes are
+    ``is_pure``: equal arguments give equal results, so that a recomputation needs no check. Three more attributes are
     read where an edit has them: ``uses_event`` False promises that the event is not asked for, which saves making one;
     ``keeps_zero`` True promises that zeros stay zero element by element, so that of a sparse gradient only the stored
-    values need be edited. A function of the user is wrapped into ``Call``.
+    values need be edited; ``acts_on_parts`` True promises that each element becomes what it would be if it stood alone,
+    so that a tensor which is spread over processes need not be put together. A function of the user is wrapped into
+    ``Call``.
     """
 
     @property
@@ -91,6 +94,11 @@ def uses_event(edit: Edit) -> bool:
     return bool(getattr(edit, "uses_event", True))
 
 
+def acts_on_parts(edit: Edit) -> bool:
+    """Whether an edit makes of each part of a tensor the part of what it makes of the whole; False where unknown."""
+    return bool(getattr(edit, "acts_on_parts", False))
+
+
 def with_event(function: Callable[[Tensor, Event], Tensor]) -> WithEvent:
     """An edit by a function that also gets the ``Event``: its ``site``, ``run``, ``call`` and ``step``."""
     return WithEvent(need_callable(function))
@@ -114,6 +122,15 @@ def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(number)
 
 
+def logical(value: Tensor) -> Tensor:
+    """All of a constant of which this process may hold a part: a DTensor, or a captured part of a module's output.
+
+    Communicates then: every process must be at the same edit.
+    """
+    placement = placement_of(value)
+    return value if placement is None else whole_of(value, placement)
+
+
 def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) -> Tensor:
     """``value`` on the device and in the dtype of ``tensor``; converted once, as long as it is not written to.
 
@@ -125,7 +142,7 @@ def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) 
         return distributed.part_of(like(value, distributed.local_of(tensor)), tensor)
     if value.device == tensor.device and value.dtype == tensor.dtype:
         return value
-    if not torch.can_cast(value.dtype, tensor.dtype):
+    if not elements.can_cast(value.dtype, tensor.dtype):
         raise PlanError(f"a constant of {value.dtype} would lose something as {tensor.dtype}, which passes")
     if known is None or value.requires_grad:
         return value.to(tensor.device, tensor.dtype)

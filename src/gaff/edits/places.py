@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.edits.event import Call, Edit, Event, need_callable, uses_event
+from gaff.edits.event import Call, Edit, Event, acts_on_parts, need_callable, uses_event
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
 from gaff.keep import Heads, Part
@@ -100,6 +100,11 @@ class Chain:
         """Whether all of them leave zeros zero."""
         return all(getattr(edit, "keeps_zero", False) for edit in self.edits)
 
+    @property
+    def acts_on_parts(self) -> bool:
+        """Whether all of them do."""
+        return all(acts_on_parts(edit) for edit in self.edits)
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """What the last one returns. All of them get the same event."""
         for edit in self.edits:
@@ -126,6 +131,11 @@ class When:
     def is_pure(self) -> bool:
         """Whether the inner edit is pure: a recomputation has the event of its forward, and so the same answer."""
         return self.edit.is_pure
+
+    @property
+    def acts_on_parts(self) -> bool:
+        """Whether the inner edit does."""
+        return acts_on_parts(self.edit)
 
     def holds(self, event: Event) -> bool:
         """Whether the edit acts at this event: its run, its call and its step must each be among those wanted."""

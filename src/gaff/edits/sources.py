@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import parse_site
-from gaff.edits.event import Event, generator, like
+from gaff.edits.event import Event, generator, like, logical
 from gaff.errors import PlanError
 
 
@@ -40,9 +40,11 @@ class Replace:
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """A copy of the value, on the device and in the dtype of the tensor. Raises PlanError where shapes differ."""
-        if self.value.shape != tensor.shape:
-            raise PlanError(f"replacement of shape {_text(self.value)} given where {_text(tensor)} passes")
-        return like(self.value, tensor, self._known).clone()  # the model may write into what it is given
+        value = logical(self.value)
+        if value.shape != tensor.shape:
+            raise PlanError(f"replacement of shape {_text(value)} given where {_text(tensor)} passes")
+        known = self._known if value is self.value else None
+        return like(value, tensor, known).clone()  # the model may write into what it is given
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,18 +98,18 @@ class Patch:
     def _value(self, event: Event) -> Tensor:
         """The tensor to patch in: the one given, or what the capture or the run has at the site and call."""
         if isinstance(self.values, Tensor):
-            return self.values
+            return logical(self.values)
         if self.values is None:
             raise PlanError(f"a patch from {self.source!r} of the same run acts in a session only: expected gaff.edit")
         if not isinstance(self.values, Source):
-            return self.values(event)
+            return logical(self.values(event))
         site = event.site if self.source is None else parse_site(self.source)
         if self.source is None or site.call is None:
             site = replace(site, call=event.call)
         found = self.values.run(self.run)[str(site)]
         if not isinstance(found, Tensor):
             raise PlanError(f"the capture holds a {type(found).__name__} at {site}: expected a tensor")
-        return found
+        return logical(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,8 +164,8 @@ def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
 def _rows(reference: Tensor | Source, event: Event) -> Tensor:
     """The activations of reference, ``[examples, ...]``: those given, or all of the capture at this site and call."""
     if isinstance(reference, Tensor):
-        return reference
-    return torch.cat(reference.all(str(replace(event.site, call=event.call))))
+        return logical(reference)
+    return torch.cat([logical(one) for one in reference.all(str(replace(event.site, call=event.call)))])
 
 
 def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

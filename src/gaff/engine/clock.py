@@ -203,12 +203,12 @@ class Clock:
     def enter_compiled(self, owner: Any) -> None:
         """Note that compiled code which begins at ``owner`` runs, and open a run if none is in progress around it.
 
-        Of the frames of compiled code nothing is to be seen, so a run in progress whose innermost call is none around
-        ``owner`` is taken for the leftover of an exception. The run is given no arguments, and counts as begun with
-        grad mode: compiled code itself runs without, also where it makes an autograd graph.
+        Of the frames of compiled code nothing is to be seen, so a run that began in it, and whose innermost call is
+        none around ``owner``, is taken for the leftover of an exception. The run is given no arguments, and counts as
+        begun with grad mode: compiled code itself runs without, also where it makes an autograd graph.
         """
         run = self.open.get(get_ident())
-        if run is not None and run.frames and run.frames[-1].owner not in owner.above:
+        if run is not None and run.frames and run.frames[-1].owner not in owner.above and not is_running(run.outermost):
             run = None  # what an exception in compiled code has left behind
         if run is None:
             run = self.begin((), {})

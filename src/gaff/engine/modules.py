@@ -63,6 +63,7 @@ def install(node: Node, handles: list[Any], make: Callable[..., Any] = Hook, *, 
         handles.append(module.register_forward_hook(make(left, node), with_kwargs=True))
         if side.is_edited:
             _order(module._forward_hooks, lambda hook: hook.func is left and hook.args[0].exit.is_edited, is_last=False)
+            distributed.parallel_first(module)
     if node.has_entry:
         handles.append(module.register_forward_hook(make(ended, node), with_kwargs=True, always_call=always))
     if node.scope is not None:

@@ -1,9 +1,10 @@
-"""Functions of Python or torch that stand aside for one of ours, as long as some session needs it."""
+"""What is another way in the whole process, as long as some session needs it: functions, and settings of torch."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 Place = tuple[Any, str, Callable[[Any], Any]]  # a class or module, the name in it, what makes ours of what is there
@@ -42,3 +43,38 @@ class Replacements:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, own)
+
+
+class Held:
+    """A setting of the process, held as long as any session needs it; sessions may close in any order.
+
+    ``make`` gives the context manager of torch, which puts back what it found. So it is entered when the first holder
+    comes and left when the last one goes; a lock guards the count.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._held: AbstractContextManager[Any] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a session holds it: what is set may then be gaff's doing, and not the user's."""
+        return self._holders > 0
+
+    def __enter__(self) -> None:
+        """Hold it; the first holder sets it."""
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                self._held = self._make()
+                self._held.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        """Hold it no longer; with the last holder what was there before comes back."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._held is not None:
+                self._held.__exit__(None, None, None)
+                self._held = None

@@ -15,7 +15,9 @@ from typing import Any
 from torch import nn
 
 from gaff.address.nested import iter_tensors
-from gaff.engine import surroundings
+from gaff.compat import distributed
+from gaff.compat.flat_shards import FLAT
+from gaff.engine import placements, surroundings
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import WHY_EAGER, run_as, trees_of
 from gaff.engine.force_eager import keep_eager
@@ -57,12 +59,14 @@ class Session:
         threads: str = "own",
         *,
         is_traceable: bool = False,
+        allows_flat: bool = False,
     ) -> None:
         """Look at the model and refuse what cannot work; installs nothing.
 
         ``taps``: what is asked of ``model``, ``tensors``: plain tensors whose gradients are asked for, which need no
         model. ``threads``: whose runs are seen, those of the thread that opens ("own") or of "all". ``is_traceable``:
         whoever looks is content with what compiled code tells; else such code runs eagerly while the session is open.
+        ``allows_flat``: what is asked is about calls alone, or about parameters that no first FSDP has laid end to end.
 
         Raises PlanError for a model that cannot be looked at, and for a tensor that gets no gradient.
         """
@@ -73,7 +77,9 @@ class Session:
         self.threads = threads
         self.released = Release()
         self.lingering: Lingering | None = None
-        self._around = surroundings.look(model) if model is not None else None
+        self._around = surroundings.look(model, allows_flat=allows_flat) if model is not None else None
+        if self._around is not None and self._around.has_flat:
+            self._refuse_parameters(taps)
         self._model = model
         self._taps = taps
         self._tensors = tensors
@@ -83,12 +89,22 @@ class Session:
         self._inside: Any = None  # hooks inside compiled code
         self._is_forced = False  # compiled code runs eagerly
 
+    def _refuse_parameters(self, taps: Sequence[AnyTap]) -> None:
+        """Raises PlanError where a parameter or its gradient is asked for, of which no process has all.
+
+        Also for ``:outer_grad``, for which the caller of a unit is given another tensor than the one that the first
+        FSDP has hooked.
+        """
+        for tap in taps:
+            if tap.found.site.port in ("param", "grad", "outer_grad"):
+                raise PlanError(f"{tap.found.site}: {FLAT}")
+
     def __enter__(self) -> Session:
         self.open()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close()
+        self.close(error)
         tell_where(error, self._model)
 
     @property
@@ -135,6 +151,8 @@ class Session:
                     self._inside.install(node, hooks[-1][1])
                 else:
                     install(node, hooks[-1][1])
+            if self._model is not None and self._inside is None and distributed.shares_rows(self._model):
+                placements.follow(self._model, opening)  # before all hooks that ask
             wiring.follow_leaves(opening)
             if wiring.scopes:
                 opening.enter_context(worker_watch)
@@ -144,15 +162,15 @@ class Session:
             opening.enter_context(StepCount(parameters, self.clock.count_step))
             self._handles = opening.pop_all()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Remove everything, then tell the streams what a backward pass left out. May be called twice.
 
         Where a living autograd graph would recompute an edited module, its hooks stay, as ``lingering``. Raises
-        ExactnessError where edits inside compiled code would still have to act.
+        ExactnessError where edits inside compiled code would still have to act, unless an ``error`` is on its way.
         """
         if self._handles is not None:
             handles, self._handles = self._handles, None
-            handles.close()
+            handles.__exit__(type(error) if error is not None else None, error, None)
 
     def _prepare(self) -> Wiring:
         """Make the clock and the wiring; at another opening look around again and let the clock begin anew."""
@@ -182,6 +200,8 @@ class Session:
                 opening, self._model, wiring.taps, self.notes, reason, has_marks=wiring.has_marks
             )
             self._is_forced = self._inside is None
+            if not self._is_forced:
+                wiring.gradients.meet_compiled()
         elif self._around is not None:
             keep_eager(opening, self.clock.at_end, self.notes)
         edits = [tap.found for tap in wiring.taps if isinstance(tap, EditTap)]

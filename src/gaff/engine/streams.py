@@ -65,14 +65,21 @@ class Stream(Protocol):
 class EditStream(Stream, Protocol):
     """Changes what passes one site. ``add`` returns the gradient that backward goes on with, or None for no change.
 
-    What cannot be changed truly must not go on unchanged: ``refuse`` raises. ``switch``, ``edit`` and ``check_finite``
-    are read by ``compiled``, which makes the edit itself, in a compiled graph.
+    What cannot be changed truly must not go on unchanged: ``refuse`` raises. ``switch``, ``edit``, ``check_finite``
+    and ``is_spread`` are read by ``compiled``, which makes the edit itself, in a compiled graph.
     """
 
     place: object  # equal for edits at one site: they act in the order given
     switch: Any
     edit: Any
     check_finite: bool
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the model's tensors are spread over processes, and edits are of the whole."""
+
+    def expect(self, tensor: Tensor) -> None:
+        """The gradient of ``tensor`` is to come: called as the hook for it is set."""
 
     def change(self, value: Tensor, crossing: Crossing) -> Tensor:
         """The tensor that the model goes on with in the place of ``value``, which it must not write into.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gaff.compat import distributed
 from gaff.compat.compiler import has_asked_to_compile, has_compiled, stance
+from gaff.compat.flat_shards import FLAT
 from gaff.compat.memory import memory_of
 from gaff.engine.force_eager import forced_eager
 from gaff.engine.node import Node
@@ -56,6 +57,7 @@ class Surroundings:
     inside: tuple[tuple[Any, ...], ...]
     held: tuple[dict[str, Any], ...]
     own: tuple[nn.Module, ...]
+    has_flat: bool = False  # parameters lie end to end: the first FSDP
 
     def renewed(self, model: nn.Module) -> Surroundings:
         """What ``look`` would find now: the addresses are read anew, the modules only where some were replaced.
@@ -65,19 +67,19 @@ class Surroundings:
         kinds = {type(tensor) for table in self.held for tensor in table.values()}
         is_same = tuple([tuple(table.values()) for table in self.tables]) == self.inside
         if not is_same or kinds - {nn.Parameter, Tensor, type(None)}:
-            return look(model)
+            return look(model, allows_flat=self.has_flat)
         memory = _memory_of(self.held, self.own)
         return replace(self, is_compiled=self.is_compiled or has_compiled(), memory=memory)
 
 
-def look(model: nn.Module) -> Surroundings:
+def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
     """Refuse what gaff cannot see truly yet, and tell what else stands between a call and the hooks of ``model``.
 
     It counts as compiled with compiled modules in it, and as soon as this process has compiled anything at all: a
     compiled function may call the model, and torch ignores hooks that come after the first compilation without a word.
-    Raises PlanError; installs nothing.
+    Raises PlanError; installs nothing. ``allows_flat``: whoever asks knows what to do with the first FSDP's parameters.
     """
-    is_compiled = has_compiled()
+    is_compiled, has_flat = has_compiled(), False
     fused: list[nn.Module] = []
     own: list[nn.Module] = []
     tables: list[dict[str, Any]] = []
@@ -101,7 +103,9 @@ def look(model: nn.Module) -> Surroundings:
             is_compiled = is_compiled or kind == "compiled"
             if kind == "fused":
                 fused.append(module)
-            _refuse(model, module, kind)
+            has_flat = has_flat or kind == "sharded"
+            if not (allows_flat and kind == "sharded"):
+                _refuse(model, module, kind)
         is_compiled = is_compiled or inside.get("_compiled_call_impl") is not None
         for parameter in inside["_parameters"].values():
             if type(parameter) is not nn.Parameter and parameter is not None:
@@ -109,7 +113,7 @@ def look(model: nn.Module) -> Surroundings:
         held += [inside["_parameters"], inside["_buffers"]]
     insides = tuple([tuple(table.values()) for table in tables])
     memory = _memory_of(held, own)
-    return Surroundings(is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own))
+    return Surroundings(is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own), has_flat)
 
 
 def _memory_of(held: Iterable[dict[str, Any]], own: Iterable[nn.Module]) -> frozenset[int]:
@@ -134,14 +138,14 @@ def _memory_of(held: Iterable[dict[str, Any]], own: Iterable[nn.Module]) -> froz
 def _kind(module: nn.Module) -> str:
     """What a module's class means for hooks; empty for the ordinary ones of torch itself.
 
-    Wrappers are told by the name of their class, so that what is not used need not be imported. The class that
-    ``fully_shard`` makes has FSDP before the name of the module's own.
+    Wrappers are told by the name of their class or of one above it, so that what is not used need not be imported.
     """
     if isinstance(module, _PECULIAR):
         return "script" if isinstance(module, torch.jit.ScriptModule) else "fused"
     cls = type(module)
-    known = _KINDS.get(cls.__name__) or (_KINDS.get(cls.__name__[4:]) if cls.__name__.startswith("FSDP") else None)
-    return known or ("" if cls.__module__.startswith("torch.nn.modules.") else _OWN)
+    if cls.__module__.startswith("torch.nn.modules."):
+        return ""
+    return next((kind for base in cls.__mro__ if (kind := _KINDS.get(base.__name__))), _OWN)
 
 
 def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
@@ -154,7 +158,7 @@ def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
     if kind == "script":
         raise PlanError(f"{at} is TorchScript, which takes no hooks: expected the model it was made from")
     if kind == "sharded":
-        raise PlanError(f"{at} is sharded by the first FSDP: expected torch.distributed.fsdp.fully_shard (FSDP2)")
+        raise PlanError(f"{at}: {FLAT}")
     if kind.startswith("Uninitialized"):
         raise PlanError(f"{at} is not initialised yet (lazy): run the model once first")
     if kind == "replicated" and len(getattr(module, "device_ids", ())) > 1:

@@ -239,8 +239,10 @@ class Wiring:
         if not self.swaps:
             self._clock.at_begin.append(self.swaps.begin)
         self.swaps.append(swap)
-        around = [module for module in tap.found.chain if not is_container(module)]
-        for module in dict.fromkeys([unwrap(model), *around, *owners]):
+        around = [unwrap(model), *(module for module in tap.found.chain if not is_container(module))]
+        if sharded is not None:  # modules around the unit are entered before the parameter is gathered
+            around = around[around.index(sharded[1]) :] if sharded[1] in around else [sharded[1]]
+        for module in dict.fromkeys([*around, *owners]):
             node = self._node(module)
             node.has_entry = node.has_swaps = True
             _edit(node.entry, swap.scope(node))

@@ -70,7 +70,9 @@ class Capture(Captured):
         self._taps = self._make_taps(model) if model is not None else []
         tensor_taps = [self._make_tensor_tap(name, tensor) for name, tensor in tensors.items()]
         is_traceable = not (options.graph or options.reference)
-        self._session = Session(model, self._taps, tensor_taps, options.threads, is_traceable=is_traceable)
+        self._session = Session(
+            model, self._taps, tensor_taps, options.threads, is_traceable=is_traceable, allows_flat=True
+        )
 
     def __enter__(self) -> Capture:
         """Install the hooks, all or none, and tell the keepers whose memory they must not share.

@@ -5,15 +5,25 @@ A wrong shape, a write into the argument, or another result in a recomputation r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import Site
+from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.compat import elements, memory, modes
-from gaff.edits.event import Edit, Event, uses_event
+from gaff.compat.placements import (
+    ANY_PARTS,
+    PARTS,
+    is_equal_everywhere,
+    part_again,
+    placement_of,
+    whole_of,
+    whole_on,
+)
+from gaff.edits.event import Edit, Event, acts_on_parts, uses_event
 from gaff.edits.files import tensors_of
 from gaff.errors import ExactnessError, GaffError, PlanError, note
 from gaff.sessions.edit_size import plain
@@ -30,10 +40,12 @@ class CheckedEdit:
     ``has_failed``: its last event ended in an error; closing must then not complain that the edit never acted.
     """
 
-    __slots__ = ("_any_event", "_constants", "_edit", "_is_pure", "_site", "_sources", "has_failed")
+    __slots__ = ("_any_event", "_constants", "_edit", "_is_pure", "_meshes", "_site", "_sources", "has_failed")
 
-    def __init__(self, edit: Edit, site: Site) -> None:
+    def __init__(self, edit: Edit, site: Site, meshes: Sequence[Any] = ()) -> None:
+        """``meshes``: those over which the model spreads its tensors while every process computes on the same rows."""
         self.has_failed = False
+        self._meshes = () if acts_on_parts(edit) else tuple(meshes)
         self._edit = edit
         self._site = site
         self._is_pure = edit.is_pure
@@ -46,36 +58,68 @@ class CheckedEdit:
 
         Errors of a function of the user pass as they are, with a note of the site; those of torch in an edit of our own
         are about its constants, and become a PlanError. Our own edits get float8 as float32, rounded back afterwards,
-        since torch computes with no float8.
+        since torch computes with no float8. A tensor that is spread over processes is put together for it, unless the
+        edit acts on parts: an address means the whole tensor, and so does an edit.
         """
-        edit, is_pure = self._edit, self._is_pure
-        version = 0 if is_pure else memory.version_of(value)
         try:
-            event = self._any_event or event_at(self._site, run, call)
-            if value.is_sparse:
-                new = _change_sparse(edit, value, event)
-            elif is_pure and elements.is_small_float(value):
-                new = edit.change(value.float(), event).to(value.dtype)
+            placement = placement_of(value) if ANY_PARTS or type(value) is not Tensor else None
+            if placement is None or (acts_on_parts(self._edit) and not placement.is_sum):
+                if self._meshes and placement is None:
+                    self._need_whole(value)
+                new = self._made(value, run, call)
             else:
-                new = edit.change(value, event)
+                if value.requires_grad and self._site.port in GRADIENT_PORTS:
+                    raise PlanError(
+                        "a gradient lies in parts here (tensor parallelism), and this backward pass is differentiated "
+                        "(create_graph=True): what puts parts together has no derivative there; expected scale, or "
+                        "another edit of single elements"
+                    )
+                new = part_again(self._made(whole_of(value, placement), run, call), value, placement)
         except Exception as error:
             self.has_failed = True
             self._raise_ours(error, value)
             note(error, f"gaff: in the edit at {self._site}, run {run.index}, call {call}")
             raise
         self.has_failed = True  # unless what follows is right
-        if not is_pure and memory.version_of(value) != version:
-            raise PlanError(
-                f"{self._site}: the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
-            )
-        if not isinstance(new, Tensor):
-            raise PlanError(f"{self._site}: the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
-        if not _is_alike(new, value):
-            raise PlanError(f"{self._site}: the edit returned {_text(new, value)} where {_text(value, new)} passes")
         if strength != 1.0:
             new = _mix(value, new, strength, self._site)
+        if placement is not None and type(new) is Tensor:
+            PARTS[new] = placement
         self.has_failed = False
         return new
+
+    def _made(self, value: Tensor, run: Any, call: int) -> Tensor:
+        """What the edit makes of a whole tensor. Raises PlanError for what cannot take its place."""
+        edit, is_pure = self._edit, self._is_pure
+        version = 0 if is_pure else memory.version_of(value)
+        new: Any
+        event = self._any_event or event_at(self._site, run, call)
+        if value.is_sparse:
+            new = _change_sparse(edit, value, event)
+        elif is_pure and elements.is_small_float(value):
+            new = edit.change(value.float(), event).to(value.dtype)
+        else:
+            new = edit.change(value, event)
+        if not is_pure and memory.version_of(value) != version:
+            raise PlanError("the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)")
+        if not isinstance(new, Tensor):
+            raise PlanError(f"the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
+        if not _is_alike(new, value):
+            raise PlanError(f"the edit returned {_text(new, value)} where {_text(value, new)} passes")
+        return new
+
+    def locate(self, tensor: Tensor) -> None:
+        """Note that ``tensor`` lies whole in every process, if it does; a gradient alone, of a sum, may not tell it."""
+        if self._meshes and placement_of(tensor) is None and is_equal_everywhere(tensor, list(self._meshes)):
+            PARTS[tensor] = whole_on(self._meshes[0], tensor)
+
+    def _need_whole(self, value: Tensor) -> None:
+        """Raises PlanError for what may be a part of a tensor, of which nothing is known: processes hold other ones."""
+        if not is_equal_everywhere(value, list(self._meshes)):
+            raise PlanError(
+                "this process holds a part of the tensor here (tensor parallelism), and nothing tells which: expected "
+                "the output of a parallel layer, or of an activation right behind it, or a DTensor"
+            )
 
     def first_pass(self, value: Tensor, new: Tensor, strength: float, event: Event) -> FirstPass:
         """What ``again`` needs of a first pass that a checkpoint may repeat: sums only, where the edit is not pure.

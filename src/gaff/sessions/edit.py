@@ -45,13 +45,14 @@ class Editing:
             raise PlanError("the plan captures: expected one of edits, Plan.edit({'layer3': gaff.edits.scale(0.5)})")
         self._plan = plan
         self._model = model
-        self._family = Family(check_finite=plan.options.check_finite)
+        meshes = distributed.meshes_of_rows(model) if model is not None else ()
+        self._family = Family(check_finite=plan.options.check_finite, meshes=meshes)
         self._streams = self._family.streams  # one for each edited site, then those of single ops as they come
         self._missing: list[str] = []
         self._sources = SameRun(model)
         self._taps = self._make_taps(model) if model is not None else []
         tensors = [self._make_tensor_tap(request) for request in plan.requests if isinstance(request.target, Tensor)]
-        self._session = Session(model, self._taps, tensors, plan.options.threads, is_traceable=True)
+        self._session = Session(model, self._taps, tensors, plan.options.threads, is_traceable=True, allows_flat=True)
 
     def __enter__(self) -> Editing:
         if self._state == "attached" and self._session.is_open:

@@ -6,6 +6,7 @@ the engine, and what must hold of an edit in ``checked_edit``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ class Family:
     ``streams`` grows while the session is open, where a site names several ops. ``is_open`` ends with the session.
     """
 
-    def __init__(self, *, check_finite: bool) -> None:
+    def __init__(self, *, check_finite: bool, meshes: Sequence[Any] = ()) -> None:
         self.is_open = True
+        self.meshes = meshes  # over which tensors are spread, every process computing on the same rows
         self.check_finite = check_finite
         self.streams: list[EditedSite] = []
 
@@ -81,9 +83,10 @@ class EditedSite:
         self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
         self.size = EditSize()
         self.edit = edit
-        self.checked = CheckedEdit(edit, site)
+        self.checked = CheckedEdit(edit, site, family.meshes)
         self.check_finite = family.check_finite
-        self._direct_event = None if uses_event(edit) or self.check_finite else Event(site)  # for the short way
+        is_long = uses_event(edit) or self.check_finite or family.meshes
+        self._direct_event = None if is_long else Event(site)  # for the short way
         self._passed = 0  # events at which the edit did not act, by ``when`` or by its switch
         self._reasons: dict[str, int] = {}
 
@@ -127,6 +130,10 @@ class EditedSite:
         if hits <= _MEASURED_FIRST or not hits & (hits - 1):
             self.size.add(old, new)
 
+    def expect(self, tensor: Tensor) -> None:
+        """The gradient of ``tensor`` is to come: under tensor parallelism its values tell whether it is whole."""
+        self.checked.locate(tensor)
+
     def absent(self, run: Any, call: int, reason: str) -> None:
         """The site was reached, and there is no tensor to edit."""
         self.none += 1
@@ -160,6 +167,11 @@ class EditedSite:
         self.spawned.append(new)
         self.family.streams.append(new)
         return new
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the model's tensors are spread over processes, and the edit is of the whole."""
+        return bool(self.family.meshes)
 
     @property
     def is_skip(self) -> bool:

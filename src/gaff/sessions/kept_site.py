@@ -7,7 +7,7 @@ the ``Ledger`` its size, and counts for the receipt what could not be kept and w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from gaff.address.nested import iter_tensors
 from gaff.compat import elements, memory
 from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
 from gaff.compat.memory import memory_of
+from gaff.compat.placements import ANY_PARTS, PARTS, Placement
 from gaff.engine.ops.attention import Weights
 from gaff.errors import GaffError, PlanError, note
 from gaff.keep import in_graph
@@ -47,6 +48,7 @@ class KeptSite:
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()
+    parts: Mapping[tuple[int, int], Mapping[Key, Placement]] = {}  # by run and call: where tensors lie
     is_replaced = False  # what fires is no longer what the address names
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
@@ -69,6 +71,8 @@ class KeptSite:
         if self.is_replaced:
             self.refuse(run, call, REPLACED)
             return
+        if ANY_PARTS:
+            self._note_parts(value, run, call)
         held = self._hold(value, run) if type(value) is Tensor and self._lazy is not None else None
         if held is not None:
             self.records.append((run, call, held))
@@ -90,9 +94,20 @@ class KeptSite:
         if self._last is not None:
             self._trim()
 
+    def _note_parts(self, value: Any, run: Any, call: int) -> None:
+        """Note which tensors of a value are this process's part of one that is spread, and say so in the receipt."""
+        found = {key: PARTS[tensor] for key, tensor in iter_tensors(value) if tensor in PARTS}
+        if found and self._keeper.reduce is None:
+            self.parts = {**self.parts, (run.index, call): found}
+        more = "got.full(...) puts it together" if self._keeper.reduce is None else "what is kept is of that part"
+        for part in found.values():
+            if not part.is_whole:
+                self.remark(f"this rank's part of {part}: {more}")
+
     def restart(self) -> None:
         """Let go of all events and of what was counted: the capture is opened again."""
         self.records.clear()
+        self.parts = {}
         if self.reasons or self.remarks or self.inner or self.evicted:
             self.reasons.clear()
             self.inner.clear()

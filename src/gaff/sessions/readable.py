@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site
 from gaff.address.nested import describe
+from gaff.compat import distributed
+from gaff.compat.placements import placement_of, whole_of
+from gaff.errors import SiteError
 from gaff.sessions.exact import Refused
 from gaff.sessions.reading import Reading, Wanted
 from gaff.sessions.receipt import Receipt
@@ -68,6 +71,22 @@ class Readable(Mapping[str, Any]):
         for what was not captured.
         """
         return self._reading().all(address)
+
+    def full(self, address: Wanted) -> Tensor:
+        """The value of a site that fired once, put together of the parts that processes hold (tensor parallelism).
+
+        For a DTensor, and for a part of which it is known where it lies; every other tensor is returned as it is. All
+        processes of the mesh must ask for it, and wait for each other. Raises SiteError where the value is no tensor,
+        and PlanError where a process does not ask within five minutes.
+        """
+        value = self[address]
+        if not isinstance(value, Tensor):
+            raise SiteError(f"got.full({str(address)!r}): its value is no tensor, and only a tensor is put together")
+        placement = placement_of(value)
+        if placement is None:
+            return value
+        distributed.agree(tuple(sorted(placement.mesh.mesh.flatten().tolist())), f"got.full({str(address)!r})")
+        return whole_of(value, placement)
 
     def stack(self, *addresses: Wanted | Iterable[Wanted]) -> Tensor:
         """The values of several sites as one tensor ``[sites, ...]``: ``got.stack("h.*")``, ``got.stack("a", "b")``.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS, Key, Pattern, Site, fits_op, nearest, parse, print_key
 from gaff.address.nested import describe, dig, iter_tensors
+from gaff.compat.placements import PARTS, Placement
 from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Kept, own, read
 
@@ -226,7 +228,8 @@ class Reading:
         """The events of one stream of the wanted run and call (None: any); ``rest`` leads on into each value."""
         for run, number, kept in stream.records:
             if (call is None or number == call) and (self.index is None or run.index == self.index):
-                yield ReadEvent(run.index, number, lambda kept=kept: _read(stream, kept, rest))  # type: ignore[misc]
+                parts = getattr(stream, "parts", {}).get((run.index, number), {})
+                yield ReadEvent(run.index, number, partial(_read, stream, kept, rest, parts))
 
     def _near(self, address: str) -> list[str]:
         """Addresses that were captured, the most similar first, for a message."""
@@ -258,15 +261,23 @@ def _parsed(wanted: Any) -> Site | Pattern | nn.Module | None:
     return wanted if isinstance(wanted, (Site, Pattern, nn.Module)) else None
 
 
-def _read(stream: ReadSite, kept: Any, rest: Key) -> Any:
-    """A kept value, checked, followed by ``rest`` of a key, and made the reader's own unless it is handed out loose."""
+def _read(stream: ReadSite, kept: Any, rest: Key, parts: Mapping[Key, Placement]) -> Any:
+    """A kept value, checked, followed by ``rest`` of a key, and made the reader's own unless it is handed out loose.
+
+    Of ``parts``, tensors of which a process has a part, by their keys, the placement is known from then on.
+    """
     value = read(kept, stream.site)
     if rest and value is not None:
         try:
             value = dig(value, rest)
         except KeyError as error:
             raise SiteError(f"{stream.site}: {error.args[0]}") from None
-    return value if stream.is_loose else own(value, is_shared=type(kept) is Kept)
+    value = value if stream.is_loose else own(value, is_shared=type(kept) is Kept)
+    for key, tensor in iter_tensors(value) if parts else ():
+        place = (*rest, *key)
+        if place in parts:
+            PARTS[tensor] = parts[place]
+    return value
 
 
 def _several(address: str, site: Site | None, events: Sequence[ReadEvent]) -> str:

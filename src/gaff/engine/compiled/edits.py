@@ -17,10 +17,16 @@ from gaff.address.grammar import Site
 from gaff.address.nested import Arguments, iter_tensors, put
 from gaff.compat import autograd, checkpoints, memory
 from gaff.edits.arithmetic import Project
+from gaff.edits.compiled import may_write
 from gaff.edits.files import tensors_of
-from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell
+from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, sign_of_edge, tell
+from gaff.engine.compiled.tracing import was_written
+from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge
 from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
+
+_WROTE = "the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
+_UNFIT = "the edit returned "
 
 
 class TracedEdit(Receiver):
@@ -36,6 +42,7 @@ class TracedEdit(Receiver):
         self.stream = stream
         self.apply = apply
         self.switch = stream.switch
+        self.may_write = may_write(stream.edit)
         self.is_cut = is_cut  # while it acts nothing leads back to what passed: another graph than while it is off
         self.repeats: WeakSet[Any] = WeakSet()  # checkpoints that will recompute it
         self.constants = _versions(stream.edit)
@@ -51,10 +58,12 @@ class TracedEdit(Receiver):
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The compiled graph has made the edit: tell the stream what passed and what went on.
 
-        ``values`` are these two, ``what`` is a remark or empty. A recomputation is not told again. Raises
-        ExactnessError where directions of a projection were written to, since the graph holds what was computed of
-        them when it was compiled.
+        ``values`` are these two, ``what`` is a remark or empty. A recomputation is not told again. Raises PlanError for
+        a result that is no edit, and ExactnessError where directions of a projection were written to, since the graph
+        holds what was computed of them when it was compiled.
         """
+        if what == _WROTE or what.startswith(_UNFIT):
+            raise PlanError(f"{self.site}: {what}")
         if self.constants != _versions(self.stream.edit):
             raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
         if autograd.backward_task() == -1:
@@ -64,28 +73,34 @@ class TracedEdit(Receiver):
 
     def _changed(self, old: Tensor, remark: str) -> Tensor:
         """While Dynamo compiles: the edited tensor, after an op that tells both."""
-        new = self._mix(old)
-        tell([old.detach(), new.detach()], self.token, self.ticket, new_place(), remark)
+        new, wrong = self._mix(old)
+        tell([old.detach(), new.detach()], self.token, self.ticket, new_place(), wrong or remark)
         return new
 
-    def _mix(self, old: Tensor) -> Tensor:
+    def _mix(self, old: Tensor) -> tuple[Tensor, str]:
         """While Dynamo compiles: the edited tensor, mixed with the old one by the gate of the switch.
+
+        The text is what is wrong with it, empty if nothing is. Torch would give an exception raised here, while it
+        compiles, a class of its own.
 
         A fully on or off edit must give the very bits of the one or the other, so they are selected, not multiplied by
         1 or 0. An edit that cuts the autograd graph is compiled apart for fully on and for off: the branch that is not
-        taken would send back 0 times NaN. Raises PlanError for a result of another shape, type or device.
+        taken would send back 0 times NaN.
         """
         if self.is_cut and not self.switch.is_on:
-            return old.clone()
-        new = self.apply(old)
+            return old.clone(), ""
+        given = old.clone() if self.may_write else old
+        new = self.apply(given)
+        if self.may_write and was_written(given):
+            return old, _WROTE
         if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-            raise PlanError(f"{self.site}: the edit returned another shape, type or device inside compiled code")
+            return old, _unfit(new, old)
         if self.is_cut and self.switch.is_plain:
-            return new
+            return new, ""
         gate = self.switch.gate[0].to(old.device)
         if not (old.is_floating_point() or old.is_complex()):  # refused where it is told
-            return torch.where(gate == 0, old, new)
-        return torch.where(gate == 0, old, torch.where(gate == 1, new, torch.lerp(old, new, gate.to(old.dtype))))
+            return torch.where(gate == 0, old, new), ""
+        return torch.where(gate == 0, old, torch.where(gate == 1, new, torch.lerp(old, new, gate.to(old.dtype)))), ""
 
 
 class TracedGradientEdit(TracedEdit):
@@ -105,7 +120,15 @@ class TracedGradientEdit(TracedEdit):
         """Do nothing, though the gradient of a frame is to come: the op that told it has noted its ticket already."""
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
-        """The backward has made the edit: tell the stream the old gradient and the new one."""
+        """The backward has made the edit: tell the stream the old gradient and the new one.
+
+        ``number`` is that of what is wrong with the result. Raises PlanError for that, and ExactnessError at the edge
+        of a graph, where a part of the gradient may be missing.
+        """
+        if number:
+            raise PlanError(f"{self.site}: {_WROTE if number == 1 else f'{_UNFIT}another shape, type or device'}")
+        if is_at_edge():
+            raise ExactnessError(f"{self.site}: its gradient was not edited: {EDGE}")
         self.stream.told(*gradients, "")
 
     def _hook(self, tensor: Tensor) -> None:
@@ -117,11 +140,24 @@ class TracedGradientEdit(TracedEdit):
 
         def arrived(gradient: Tensor) -> Tensor:
             old = gradient.detach()
-            new = self._mix(old)
-            torch.ops.gaff.arrive([old, new], ticket, place, 0)
+            new, wrong = self._mix(old)
+            torch.ops.gaff.arrive([old, new], ticket, place, sign_of_edge(1 if wrong == _WROTE else 2 if wrong else 0))
             return new
 
         tensor.register_hook(arrived)
+
+
+def _unfit(new: Any, old: Tensor) -> str:
+    """While Dynamo compiles: why a result cannot take the place of what passes, in the words of ``CheckedEdit``."""
+    if not isinstance(new, Tensor):
+        return f"{_UNFIT}{type(new).__name__} {'None' if new is None else 'object'}: expected a tensor"
+    where = "" if new.device == old.device else f" on {new.device}"
+    here = "" if new.device == old.device else f" on {old.device}"
+    return f"{_UNFIT}{_size(new)}{where} where {_size(old)}{here} passes"
+
+
+def _size(tensor: Tensor) -> str:
+    return f"{'x'.join([str(one) for one in tensor.shape]) or 'a scalar'} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _remark(output: Any, tensor: Tensor, args: Any) -> str:

@@ -1,9 +1,6 @@
 """Inside compiled code: hooks that Dynamo puts into the graph, and two ops by which the graph tells what passes.
 
-torch guards no table of hooks that was empty when a graph was made, but it does guard a module's own ``forward``. A
-session therefore lets each hooked module have its class's ``forward`` as an attribute of its own: compiled code
-without taps no longer fits, code with them is compiled once, and fits again whenever the same modules are tapped; once
-the session is closed the old code fits again.
+How they come into it is told in ``own_forward``.
 
 A graph holds no number and no name of a session, only tensors: a *ticket*, the number of the receiver that hears of a
 call, and a token that keeps the order. What is told runs in ordinary Python while the graph runs.
@@ -17,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from types import MethodType
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, ref
+from threading import get_ident
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from gaff.address.nested import NO_ARGUMENTS, Arguments
+from gaff.address.nested import NO_ARGUMENTS, Arguments, iter_tensors
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Run
-from gaff.engine.compiled.structure import has_grad_mode, rebuild, stand_ins, structure_of
+from gaff.engine.compiled.own_forward import OwnForward, calls_exits
+from gaff.engine.compiled.structure import has_grad_mode, has_gradients, rebuild, stand_ins, structure_of
 from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell, tell_gradients
 from gaff.engine.crossing import Crossing
 from gaff.engine.modules import MISSING
@@ -105,32 +103,55 @@ class ExitHook(HookInside):
     """After a module: its output, and the gradients of its tensors when they come.
 
     Inside it has the edits made, then tells what goes on. Gradients are told for tensors that need one and are no
-    views.
+    views; by ``at_forward``, where there is one.
     """
 
     def __init__(self, inside: Inside, func: Any, node: Node) -> None:
         super().__init__(inside, func, node)
+        self.at_forward: ForwardHook | None = None
         self.side, self.taps = node.exit, node.exit.taps
         self.acts = () if node.exit.is_edited else node.exit.acts  # edits are part of the graph
+
+    def with_forward(self, inside: Inside) -> None:
+        """Let gradients be heard inside the module's forward, where that can be.
+
+        Not where an older session changes what it returns: a gradient is then that of the changed tensor.
+        """
+        module = self.node.module
+        is_changed = any(edit.site.port == "output" for hook in module._forward_hooks.values() for edit in _edits(hook))
+        if calls_exits(module) and (self.acts or self.edits) and not is_changed:
+            self.at_forward = ForwardHook(inside, self.func, self.node)
+            self.at_forward.edits = self.edits
+            self.outside = torch.compiler.disable(self._left)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = MISSING) -> Any:
         if not torch.compiler.is_compiling():
             return self.outside(self.node, module, args, kwargs, output)
-        before = output
-        if (self.acts or self.edits) and isinstance(module, nn.Linear) and is_view(output):
+        is_copy = bool((self.acts or self.edits) and isinstance(module, nn.Linear) and is_view(output))
+        if is_copy:
             output = output.clone()  # of a product in two dimensions that nobody else sees
-        for edit in self.edits:
+        values: list[Tensor] = []
+        is_told = self.at_forward is not None and has_gradients(structure_of(output, values))
+        edits = () if is_told else self.edits
+        for edit in edits:
             output = edit.change(output, Arguments(args, kwargs or {}))
         if self.taps or self.acts:
-            values: list[Tensor] = []
+            values = []
             what = structure_of(output, values)
             ticket = self.ticket.clone() if self.acts else self.ticket  # as it is now: torch may set hooks later
             place = new_place()
             given = self.parts(values) if self.taps else []
             tell(given, self.token, ticket, place, what)
-            if self.acts:
+            if self.acts and not is_told:
                 tell_gradients(values, ticket, place, self.reduce)
-        return None if output is before else output
+        return output if is_copy or edits else None
+
+    def _left(self, node: Node, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Outside of compiled code: what ``func`` does, unless the forward has told of gradients already."""
+        inner = self.at_forward
+        if inner is not None and output is not MISSING and inner.has_told(output):
+            return inner.left(output)
+        return self.func(node, module, args, kwargs, output)
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The module has returned in compiled code: count the call, tell the taps, set gradient hooks on stand-ins.
@@ -141,7 +162,8 @@ class ExitHook(HookInside):
         if clock.closed:
             return
         if autograd.backward_task() != -1:
-            self._told_again(call, what)
+            if self.at_forward is None or not has_gradients(what):
+                self._told_again(call, what)
             return
         run = clock.run_of_compiled(self.node)
         if run is not None:
@@ -151,7 +173,7 @@ class ExitHook(HookInside):
                 output = rebuild(what, values.__getitem__)
                 for tap in self.taps:
                     tap(output, run, number)
-            if self.acts:
+            if self.acts and not (self.at_forward is not None and has_gradients(what)):
                 self._pass(call, what, run, number)
 
     def _pass(self, call: Call, what: str, run: Run, number: int) -> None:
@@ -191,6 +213,74 @@ class ExitHook(HookInside):
             self.waiting[call] = stands = stand_ins(what)
             output = rebuild(what, stands.__getitem__)
         self.side.act(output, NO_ARGUMENTS, crossing)
+
+
+class ForwardHook(ExitHook):
+    """As part of a module's forward: the gradients of its output; see ``own_forward``.
+
+    The module's hooks may be called outside of the graph, after it. They then ask whether it ``has_told``, which it has
+    not where the forward ran eagerly.
+    """
+
+    def __init__(self, inside: Inside, func: Any, node: Node) -> None:
+        super().__init__(inside, func, node)
+        self.taps = ()
+        self._eager: list[int] = []  # threads on which the forward has just run eagerly
+        self.ran_eagerly = torch.compiler.disable(self._ran_eagerly)
+
+    def exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The forward returns ``output``: tell its gradients where that is compiled. None, or a copy to go on with."""
+        if not torch.compiler.is_compiling():
+            self.ran_eagerly()
+            return None
+        is_copy = isinstance(module, nn.Linear) and is_view(output)
+        if is_copy:
+            output = output.clone()  # of a product in two dimensions that nobody else sees
+        values: list[Tensor] = []
+        what = structure_of(output, values)
+        if not has_gradients(what):
+            return None
+        for edit in self.edits:
+            edit.change(output, Arguments(args, kwargs))
+        if self.acts:
+            ticket, place = self.ticket.clone(), new_place()
+            tell([], self.token, ticket, place, what)
+            tell_gradients(values, ticket, place, self.reduce)
+        return output if is_copy else None
+
+    def told(self, call: Call, values: list[Tensor], what: str) -> None:
+        """The forward has returned in compiled code: set gradient hooks on stand-ins. The call is counted elsewhere."""
+        if self.node.clock.closed:
+            return
+        if autograd.backward_task() != -1:
+            self._told_again(call, what)
+            return
+        run = self.node.clock.run_of_compiled(self.node)
+        if run is not None:
+            self._pass(call, what, run, run.left[self.node.index])
+
+    def has_told(self, output: Any) -> bool:
+        """Outside of compiled code: whether the gradients of ``output`` are heard inside of it."""
+        thread = get_ident()
+        if thread in self._eager:
+            self._eager.remove(thread)
+            return False
+        return any(tensor.requires_grad for _, tensor in iter_tensors(output))
+
+    def left(self, output: Any) -> None:
+        """Outside, after it has told: count the call and tell the taps, which the hooks of ``modules`` would do."""
+        node, run = self.node, self.node.open.get(get_ident())
+        if run is None or autograd.backward_task() != -1:
+            return
+        number = run.left[node.index]
+        run.left[node.index] = number + 1
+        for tap in node.exit.taps:
+            tap(output, run, number)
+        if node.mark is not None:
+            node.mark(output, run)
+
+    def _ran_eagerly(self) -> None:
+        self._eager.append(get_ident())
 
 
 class LeaveHook(HookInside):
@@ -236,14 +326,21 @@ class LookHook(Receiver):
     from inside only with ``has_args``, since what is told cannot be fused away.
     """
 
+    is_gaffs = False  # they are of no node, and no order is kept among them
+
     def __init__(self, inside: Inside, module: nn.Module, listener: Any, *, has_args: bool) -> None:
         super().__init__(inside)
         self.module = ref(module)
         self.listener = listener
         self.has_args = has_args
         self.outside = torch.compiler.disable(self._outside)
+        self.at_forward: LookHook | None = None  # itself, where the forward calls it; known when it is put there
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self.at_forward is not None else self.exit(module, args, None, output)
+
+    def exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The module returns ``output``: None, or a copy of it that has another memory."""
         if not torch.compiler.is_compiling():
             return self.outside(module, args, output)
         if torch.compiler.is_exporting():
@@ -296,6 +393,7 @@ class LookHooks:
         for reference, look in () if self._handles else self._looks:
             module = reference()
             if module is not None:
+                look.at_forward = look if calls_exits(module) else None
                 self._handles += [module.register_forward_hook(look), OwnForward(module)]
 
     def switch_off(self) -> None:
@@ -312,41 +410,9 @@ class LookHooks:
         self._inside.close()
 
 
-class OwnForward:
-    """Lets ``module`` have a ``forward`` as an attribute of its own, which torch guards, until all are removed.
-
-    It runs what was there before: the method of the class, or an attribute of the user's or a ``StandIn``, which is
-    wrapped. Counted over all sessions in the process.
-    """
-
-    _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, ours, what was there
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        known = self._standing.get(module)
-        if known is not None:
-            known[0] += 1
-            return
-        before = module.__dict__.get("forward")
-        own: Any = MethodType(type(module).forward, module) if before is None else _passing_on(before)
-        self._standing[module] = [1, own, before]
-        module.__dict__["forward"] = own
-
-    def remove(self) -> None:
-        """Count one less; with the last one what was there before comes back, unless somebody replaced it."""
-        known = self._standing[self._module]
-        known[0] -= 1
-        if not known[0]:
-            del self._standing[self._module]
-            inside = self._module.__dict__
-            if inside.get("forward") is known[1]:
-                del inside["forward"]
-                if known[2] is not None:
-                    inside["forward"] = known[2]
-
-
-def _passing_on(forward: Any) -> Any:
-    return lambda *args, **kwargs: forward(*args, **kwargs)
+def _edits(hook: Any) -> tuple[Any, ...]:
+    """The edits that a hook of gaff makes in compiled code; of others none."""
+    return hook.edits if isinstance(hook, HookInside) else ()
 
 
 def _refuse_export() -> None:

@@ -17,8 +17,10 @@ from torch import nn
 from gaff.address.resolve import unwrap
 from gaff.compat import compiler, distributed
 from gaff.edits.compiled import cuts, traced
+from gaff.edits.event import acts_on_parts
 from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
-from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook, OwnForward
+from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook
+from gaff.engine.compiled.own_forward import OwnForward
 from gaff.engine.compiled.tell import Inside
 from gaff.engine.force_eager import EAGER, forced_eager
 from gaff.engine.modules import ended, entered, install
@@ -39,6 +41,8 @@ def why_not(taps: Sequence[Any]) -> str:
     """
     if not compiler.traces_gradient_hooks():
         return f"torch {torch.__version__} knows no gradient hooks in graphs, 2.13 does"
+    if compiler.has_compiled_autograd():
+        return "backward passes are compiled as a whole (compiled autograd)"
     if compiler.stance() != "default":
         return f"its stance is {compiler.stance()!r}"
     for tap in taps:
@@ -65,6 +69,8 @@ def _why_no_edit(tap: EditTap) -> str:
         return f"{site}: such an edit has no form in a graph"
     if site.call is not None:
         return f"{site}: a graph does not count calls"
+    if tap.stream.is_spread and not acts_on_parts(tap.stream.edit):
+        return f"{site}: the edit is of a tensor that is spread over processes, which is put together for it"
     if site.port != "grad" and _traced(tap) is None:
         return f"{site}: the edit asks when it acts, draws numbers, or rounds to a type"
     return ""
@@ -179,11 +185,12 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
     def install(self, node: Node, handles: list[Any]) -> None:
         """Put hooks on the module that act inside compiled code, and outside of it as others do.
 
-        Code may begin at a module that is compiled itself, at the root, and at any module if a function around it is
-        compiled.
+        Code may begin at a module that is compiled itself, at the root, and if a function around it is compiled at any
+        module whose calls are followed.
         """
         is_region = node.module is self._root or getattr(node.module, "_compiled_call_impl", None) is not None
-        is_bound = is_region or not self._is_inside
+        is_followed = node.has_entry or bool(node.exit.taps or node.exit.acts)
+        is_bound = is_region or (is_followed and not self._is_inside)
         node.has_entry = node.has_entry or is_bound
         edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
 
@@ -198,6 +205,8 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             )
             ports = ("input",) if is_entry else ("output", "grad_output")  # gradients are those of what is edited
             made.edits = tuple(edit for port in ports for edit in edits if edit.site.port == port)
+            if isinstance(made, ExitHook) and all(edit.site.port == "grad_output" for edit in made.edits):
+                made.with_forward(self._inside)
             return made
 
         # not always called: compiled code guards the numbers of such hooks, and would be compiled anew each time

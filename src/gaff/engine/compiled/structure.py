@@ -35,6 +35,11 @@ def has_grad_mode(what: str) -> bool:
     return what.startswith("1")
 
 
+def has_gradients(what: str) -> bool:
+    """Whether a tensor of the value requires grad; also answers while Dynamo compiles."""
+    return ",True," in what
+
+
 def rebuild(what: str, tensor_of: Callable[[int], Any]) -> Any:
     """The value of which ``what`` is the text, with ``tensor_of(number)`` for its tensors.
 

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.compat import compiler, memory
+from gaff.compat import autograd, compiler, memory
 from gaff.engine.compiled.structure import structure_of
+from gaff.engine.gradients.tensor_hooks import told_by_graph
 
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
@@ -111,11 +112,16 @@ def _tell(values: list[Tensor], token: Tensor, ticket: Tensor, place: int, what:
 
 
 def _arrive(gradients: list[Tensor], ticket: Tensor, place: int, number: int) -> None:
-    """The op itself, in the backward: hand the gradient of tensor ``number`` of a call to whoever hears of it."""
+    """The op itself, in the backward: hand the gradient of tensor ``number`` of a call to whoever hears of it.
+
+    ``~number`` stands for a gradient at the edge of a graph, of which a part may be missing.
+    """
     receiver = _RECEIVERS.get(int(ticket))
     if receiver is not None:
         _mark(gradients, receiver)
-        receiver.arrived((int(ticket), place, threading.get_ident()), number, gradients)
+        with told_by_graph(is_edge=number < 0):
+            number = ~number if number < 0 else number
+            receiver.arrived((int(ticket), place, threading.get_ident()), number, gradients)
 
 
 class Inside:
@@ -258,9 +264,19 @@ def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: 
 
     def arrived(gradient: Tensor) -> None:
         op = torch.ops.gaff.arrive_any if is_flexible else torch.ops.gaff.arrive
-        op([part_of(gradient.detach(), reduce)], ticket, place, number)
+        op([part_of(gradient.detach(), reduce)], ticket, place, sign_of_edge(number))
 
     return arrived
+
+
+def sign_of_edge(number: int) -> int:
+    """The number of a tensor for ``gaff::arrive``: in a graph as it is; ``~number`` at the edge of one.
+
+    torch sets a hook on what comes into a graph after that graph has run, on the tensor itself.
+    """
+    if not torch.compiler.is_compiling() and autograd.is_edge_of_compiled():
+        return ~number
+    return number
 
 
 def part_of(tensor: Tensor, reduce: Any) -> Tensor:

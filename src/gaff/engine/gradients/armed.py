@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gaff.compat import autograd, memory
+from gaff.compat.placements import ANY_PARTS, PARTS, Placement
 from gaff.engine.clock import Run
 from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import on_gradient
@@ -47,10 +48,11 @@ class Armed:
 
     Made by ``Gradients.arm`` in a forward, called by the hook in each backward pass that comes by, removed when the
     session closes or forgotten when the autograd graph is gone. ``fired``: the stream has heard something of it.
-    ``is_plain``: what arrives is the gradient, without further questions.
+    ``is_plain``: what arrives is the gradient, without further questions. ``placement``: where the gradient lies, if
+    the tensor is this process's part of one that is spread.
     """
 
-    __slots__ = ("call", "fired", "handle", "run", "stream")
+    __slots__ = ("call", "fired", "handle", "placement", "run", "stream")
     is_plain = True
 
     def __init__(self, stream: Stream, run: Run, call: int) -> None:
@@ -59,6 +61,12 @@ class Armed:
         self.call = call
         self.fired = False
         self.handle: Any = None
+        self.placement: Placement | None = None
+
+    def lie_as(self, tensor: Tensor) -> None:
+        """Note where the gradient lies: as ``tensor`` does, if that is known to be this process's part."""
+        if ANY_PARTS and tensor in PARTS:
+            self.placement = PARTS[tensor].of_gradient
 
     def receive(self, gradients: Passes, gradient: Tensor) -> Any:
         """Take a gradient that has arrived, and return what ``deliver`` does; called for kinds that are not plain.
@@ -70,6 +78,8 @@ class Armed:
     def deliver(self, gradient: Tensor) -> Any:
         """Tell the stream; returns the gradient that an edit puts in its place, else None."""
         self.fired = True
+        if self.placement is not None and type(gradient) is Tensor:
+            PARTS[gradient] = self.placement
         return self.stream.add(gradient, self.run, self.call)
 
     def refuse(self, reason: str) -> None:

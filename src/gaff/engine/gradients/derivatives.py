@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gaff.compat import autograd
+from gaff.compat.compiler import uncompiled
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, find_feeding
 from gaff.engine.replacements import Replacements
 
@@ -64,7 +65,7 @@ class Derivatives:
             if autograd.is_grad_enabled() and self.share.is_open and first:
                 self._made(handed, first[0])
 
-        self.share.handles += [node.register_prehook(before), node.register_hook(after)]
+        self.share.handles += [node.register_prehook(uncompiled(before)), node.register_hook(uncompiled(after))]
 
     def _made(self, handed: tuple[Tensor | None, ...], since: int) -> None:
         """A node has run with grad mode on and made others since ``since``: they belong to the call, too."""

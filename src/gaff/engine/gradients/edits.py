@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gaff.address.nested import Arguments, iter_tensors, put
 from gaff.compat import autograd, memory
+from gaff.compat.compiler import uncompiled
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
@@ -69,7 +70,7 @@ class ShareChange(GradientArm):
                     "the module writes into its input and uses it in other ways, too: edit :input_grad instead"
                 )
             node, position = feeding[0]
-            share.follow(node.register_hook(partial(self._gradients.share_arrived, share, position)))
+            share.follow(node.register_hook(uncompiled(partial(self._gradients.share_arrived, share, position))))
             if unseen is not None:
                 graph, told = self._gradients.pass_graph, partial(self._unseen, share)
                 share.follow_total(watch_unseen(graph, tensor, edge, unseen, mark(feeding), told))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gaff.compat.autograd import sequence_of
+from gaff.compat.compiler import uncompiled
 
 Gradients = Sequence["Tensor | None"]
 
@@ -108,7 +109,7 @@ class NodeWatch:
 
     def _add(self, node: Node, owner: Any) -> Seen:
         seen = self._seen[node] = Seen(node, owner)
-        self._handles.append(node.register_hook(partial(_after, self, seen)))
+        self._handles.append(node.register_hook(uncompiled(partial(_after, self, seen))))
         return seen
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from gaff.address.nested import iter_tensors
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
+from gaff.compat.compiler import uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView, MetLeaves
 from gaff.engine.gradients.reach import PassGraph
-from gaff.engine.gradients.tensor_hooks import on_gradient, original
+from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge, on_gradient, original
 from gaff.engine.streams import Stream
 
 NEEDS_NONE = "the tensor does not require grad"
@@ -41,6 +42,7 @@ class Gradients:
     The session makes it, arms set hooks through it, hooks call it from the threads of backward passes. It holds
     streams and hooks, no tensors of the user's. ``passes`` counts backward passes that came by an output of a run,
     ``has_backward`` tells that there was a backward pass: without any, a gradient that is missing is no finding.
+    ``has_edges``: compiled code runs beside eager code, at whose edges a part of a gradient may be all that is heard.
     """
 
     def __init__(self, *, has_edits: bool = False) -> None:
@@ -48,6 +50,7 @@ class Gradients:
         self.has_leaves = has_edits  # somebody asks whose backward pass it is
         self.passes = 0  # backward passes that came by what a run returned
         self.pass_graph = PassGraph()
+        self.has_edges = False
         self._task = -1  # the last of them
         self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
         self.has_edits = has_edits
@@ -57,6 +60,11 @@ class Gradients:
         self._prune_at = 256
         self._tasks: dict[int, list[Run]] = {}
         self._later: list[tuple[weakref.ref[Tensor], int, str, Stream, Run, int]] = []
+
+    def meet_compiled(self) -> None:
+        """Be ready for gradients from compiled code: hooks stay out of it, and at its edges they ask for more."""
+        self.has_edges = True
+        uncompiled(_arrived)
 
     def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
         """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad.
@@ -80,12 +88,16 @@ class Gradients:
             self.met.add(tensor, armed, is_shared=self.has_edits)
         else:
             armed = Armed(stream, run, call)
+        if self.has_edits and hasattr(stream, "expect"):
+            stream.expect(tensor)
+        armed.lie_as(tensor)
         self._hook(tensor, armed, has_edits=self.has_edits)
         return armed
 
     def arm_plain(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """As ``arm``, for a tensor inside an autograd graph that is no view, and where nothing is edited."""
         armed = Armed(stream, run, call)
+        armed.lie_as(tensor)
         armed.handle = tensor.register_hook(partial(_arrived, self, armed))  # no view: ``on_gradient`` asks for nothing
         self._armed.append(armed)
         if len(self._armed) > self._prune_at:
@@ -96,6 +108,9 @@ class Gradients:
 
         Not part of a chain: nobody else holds that view when its hook is set.
         """
+        stream: Any = share.stream
+        stream.expect(alias)
+        share.lie_as(alias)
         share.handle = on_gradient(alias, partial(_arrived, self, share))
         share.follow_base(alias, self)
         self.add(share)
@@ -285,7 +300,7 @@ class _Unheard(Stream):
 _UNHEARD = _Unheard()
 
 
-class _Mark(Stream):
+class _Mark(_Unheard):
     """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
 
     place = ""
@@ -310,9 +325,10 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any
             gradients.seen(armed.run)
     if is_wrapper(gradient):
         armed.refuse(BATCHED)
+    elif gradients.has_edges and not isinstance(armed.stream, _Unheard) and is_at_edge():
+        armed.refuse(EDGE)
     elif armed.is_plain:
-        armed.fired = True
-        return armed.stream.add(gradient, armed.run, armed.call)
+        return armed.deliver(gradient)
     else:
         return armed.receive(gradients, gradient)
     return None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gaff.address.resolve import Found
 from gaff.compat import distributed
+from gaff.compat.compiler import uncompiled
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Act
@@ -72,7 +73,7 @@ class ShardedGradient:
         if part is not self._part and part.requires_grad:
             if self._part_handle is not None:
                 self._part_handle.remove()
-            self._part, self._part_handle = part, part.register_post_accumulate_grad_hook(self._reduced)
+            self._part, self._part_handle = part, part.register_post_accumulate_grad_hook(uncompiled(self._reduced))
             part._post_accumulate_grad_hooks.move_to_end(self._part_handle.id, last=False)
         if whole is not self._whole and whole is not None and whole.requires_grad:
             if self._whole_handle is not None:

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node as GraphNode
 from gaff.address.nested import Arguments, holds_code, iter_deep
 from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
+from gaff.compat.compiler import uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
@@ -110,6 +111,7 @@ class InputShare(GradientArm):
                 self._stream.absent(run, call, "what the module returned does not depend on this input")
             else:
                 share = _Share(self._gradients, self._stream, run, call, len(feeding))
+                share.lie_as(tensor)
                 share.follow(feeding)
                 share.watch_writes(tensor, outputs)
                 if unseen is not None:
@@ -163,7 +165,7 @@ class _Share(Armed):
     def follow(self, feeding: Feeding) -> None:
         """Hook nodes that hand a gradient to the input, each at the given position of what it hands on."""
         for graph_node, position in feeding:
-            self.handles.append(graph_node.register_hook(partial(_share_arrived, self, position)))
+            self.handles.append(graph_node.register_hook(uncompiled(partial(_share_arrived, self, position))))
             if self._token is not None:
                 autograd.metadata_of(graph_node)[self._token] = None
 
@@ -314,7 +316,7 @@ def watch_unseen(
 
     if autograd.grad_edge_node(tensor) == edge:
         return on_gradient(tensor, total_arrived)
-    return edge[0].register_prehook(lambda given: total_arrived(given[position]))
+    return edge[0].register_prehook(uncompiled(lambda given: total_arrived(given[position])))
 
 
 def _lead_to(older: list[GraphNode], edge: Edge, stops: Set[GraphNode]) -> bool:

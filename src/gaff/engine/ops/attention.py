@@ -94,8 +94,12 @@ class Weights:
     def compute(self, part: Part | None = None) -> Tensor:
         """As ``make``, in the open: a computation of the model itself."""
         with without_autocast(self._given["query"].device):
-            scores = self._scores(part)
-            return attention.safe_softmax(scores, -1).to(self.dtype)
+            return attention.safe_softmax(self._scores(part), -1).to(self.dtype)
+
+    def scores(self, part: Part | None = None) -> Tensor:
+        """What the weights are the softmax of, scaled and masked; only ``part`` of them, as ``part_of`` accepts it."""
+        with without_autocast(self._given["query"].device):
+            return self._scores(part)
 
     def output(self, weights: Tensor) -> Tensor:
         """What attention returns with these ``weights``; dropout draws anew from torch's random state, as in the op."""

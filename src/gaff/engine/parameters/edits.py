@@ -29,8 +29,8 @@ class Swap:
 
     The session makes it and has ``begin`` and ``end`` called for each run, and ``restore`` when it closes. One value
     stands in at a time: a run on another thread is refused (``refuse_other_thread``). With ``is_sharded`` the value
-    stands in for each call of the parameter's FSDP2 unit instead (``begin_unit``, ``end_unit``), computed in the
-    first.
+    stands in for each call of the parameter's FSDP2 unit instead (``begin_unit``, ``end_unit``), decided in
+    the first.
 
     What a run decided is kept by its ``Crossing`` until the run ends, and longer by the calls that a checkpoint may
     repeat.
@@ -40,7 +40,7 @@ class Swap:
         self, found: Found, stream: EditStream, owners: Sequence[nn.Module], *, is_sharded: bool = False
     ) -> None:
         self._is_sharded = is_sharded  # FSDP2 puts the gathered parameter in place at each call of its unit
-        self._made: dict[Run, Tensor] = {}
+        self._called: set[Run] = set()  # in which the unit of FSDP2 was called
         self._found = found
         self._stream = stream
         self._owners = owners
@@ -61,13 +61,15 @@ class Swap:
     def begin_unit(self, run: Run) -> None:
         """FSDP2 has gathered the parameter: until it gives it back, the value of this run stands in.
 
-        The value is made once a run, in the first call of the unit, and stands in for its later calls, too.
+        Each call of the unit in a run gets the same value with a graph of its own: FSDP2 reduces what has come to the
+        parameter when the backward pass leaves a call, and what comes to it later, through an older graph, is lost.
         """
         self.restore()
-        tensor = self._found.tensor
-        new = self._made.get(run)
-        if new is None:
-            new = self._made[run] = self._change(tensor, self._crossings[run])
+        tensor, crossing = self._found.tensor, self._crossings[run]
+        if run in self._called:
+            crossing = Crossing(run, crossing.call, True, crossing.memo, True)
+        self._called.add(run)
+        new = self._change(tensor, crossing)
         if new is not tensor:
             self._standing = Standing.of(tensor, self._owners)
             self._standing.add(self, new)
@@ -86,7 +88,7 @@ class Swap:
     def end(self, run: Run, output: Any) -> None:
         """Put the parameter back: the run is over. Raises ExactnessError where the model wrote into what stood in."""
         self._crossings.pop(run, None)
-        self._made.pop(run, None)
+        self._called.discard(run)
         if not self.restore():
             raise ExactnessError(
                 f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "

@@ -1,0 +1,116 @@
+"""The ``forward`` that stands on a module whose hooks are to be in compiled code.
+
+torch guards no table of hooks that was empty when a graph was made, but it does guard a module's own ``forward``. A
+session therefore lets each hooked module have one: compiled code without taps no longer fits, code with them is
+compiled once, and fits again whenever the same modules are tapped; once the session is closed the old code fits again.
+
+What stands there also calls the hooks at the module's exit, because torch calls hooks of a compiled module outside of
+its graph. There the gradient of an output is only what comes to it from outside, without what the module's own uses of
+that tensor bring.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType, MethodType
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from gaff.compat import compiler
+from gaff.engine.replacements import Held
+
+kept_buffers = Held(compiler.without_donated_buffers)  # where hooks are compiled, or they could forbid retain_graph
+
+
+class OwnForward:
+    """Lets ``module`` have a ``forward`` as an attribute of its own, which torch guards, until all are removed.
+
+    It runs what was there before: the method of the class, or an attribute of the user's or a ``StandIn``, which is
+    wrapped. What is compiled itself stays as it is: torch guards what it calls. Counted over all sessions of the
+    process.
+    """
+
+    _standing: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # how many, ours, what was there
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        kept_buffers.__enter__()
+        known = self._standing.get(module)
+        if known is not None:
+            known[0] += 1
+            return
+        before = module.__dict__.get("forward")
+        own = before
+        if before is None:
+            own = MethodType(_with_exits(_kind(module)), module)
+        elif not compiler.is_compiled_function(before):
+            own = _passing_on(before)
+        self._standing[module] = [1, own, before]
+        module.__dict__["forward"] = own
+
+    def remove(self) -> None:
+        """Count one less; with the last one what was there before comes back, unless somebody replaced it."""
+        kept_buffers.__exit__()
+        known = self._standing[self._module]
+        known[0] -= 1
+        if not known[0]:
+            del self._standing[self._module]
+            inside = self._module.__dict__
+            if inside.get("forward") is known[1]:
+                del inside["forward"]
+                if known[2] is not None:
+                    inside["forward"] = known[2]
+
+
+def calls_exits(module: nn.Module) -> bool:
+    """Whether the ``forward`` that would stand on ``module`` is to call the hooks at its exit.
+
+    Not where others hook the module: what they make of an output comes after its forward. Nor where the user has put
+    another forward on it.
+    """
+    before = module.__dict__.get("forward")
+    others = [hook for hook in module._forward_hooks.values() if not hasattr(hook, "is_gaffs")]
+    is_free = before is None or getattr(before, "__func__", None) is _with_exits(_kind(module))
+    return is_free and not others and not torch_module._global_forward_hooks
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_exits(kind: Any) -> Any:
+    """The forward of a class, with the hooks at the module's exit called as part of it.
+
+    Each class has code of its own, since torch keeps a limited number of compiled variants of each code; and it sees
+    the globals of the forward that it stands for, by which torch guards what that forward names.
+    """
+    type_of, read = type, getattr  # which names of the user's own may hide
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compiled by Dynamo. The hooks are those in torch's own table, which it guards; they leave this to here."""
+        output = type_of(self).forward(self, *args, **kwargs)
+        hook: Any
+        for hook in self._forward_hooks.values():
+            inner = read(hook, "at_forward", None)
+            if inner is not None:
+                changed = inner.exit(self, args, kwargs, output)
+                if changed is not None:
+                    output = changed
+        return output
+
+    code = forward.__code__.replace(co_name=f"forward of {kind.__qualname__}")
+    names = getattr(kind.forward, "__globals__", globals())
+    return functools.update_wrapper(FunctionType(code, names, "forward", None, forward.__closure__), kind.forward)
+
+
+def _kind(module: nn.Module) -> Any:
+    return type(module)
+
+
+def _passing_on(forward: Any) -> Any:
+    """Another function that does the same, with the signature and the attributes of the one that it stands for."""
+
+    def passing_on(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return functools.update_wrapper(passing_on, forward)

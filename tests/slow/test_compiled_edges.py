@@ -1,0 +1,298 @@
+"""The edges of compiled code: outputs that are used inside, code that calls backward, forwards of others."""
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo's own
+
+
+class Two(nn.Module):
+    """Returns a tensor that it also uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        return {"y": self.b(h), "hidden": h}
+
+
+class Broken(Two):
+    def forward(self, x):
+        h = self.a(x)
+        y = self.b(h)
+        torch._dynamo.graph_break()
+        return {"y": y * 2, "hidden": h}
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def made(kind=Two):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return kind()
+
+
+def loss_of(out):
+    return out["y"].sum() + 3 * out["hidden"].sum()
+
+
+def gradient(session_on, call, site=":grad_output[hidden]"):
+    """Of the second of two runs."""
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    with gaff.capture(session_on, site) as got:
+        for _ in range(2):
+            loss_of(call(x)).backward()
+    return got.run(1)[site]
+
+
+def by_function(model, backend):
+    return model, torch.compile(lambda x: model(x), backend=backend)
+
+
+def by_model(model, backend):
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    return compiled, compiled
+
+
+def by_inner(model, backend):
+    return model, torch.compile(model, backend=backend)
+
+
+def in_place(model, backend):
+    model.compile(backend=backend)
+    return model, model
+
+
+def by_forward(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
+    return model, model
+
+
+def by_child(model, backend):
+    model.compile(backend=backend)
+    around = Around(model)
+    return around, around
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", [by_function, by_model, by_inner, in_place])
+def test_an_output_that_is_used_inside_brings_back_all(how, backend):
+    model = made()
+    truth = gradient(model, model)
+    assert torch.allclose(gradient(*how(made(), backend)), truth)
+
+
+@pytest.mark.parametrize("how", [by_forward, by_child])
+def test_what_only_the_outside_tells_is_refused(how):
+    with pytest.raises(gaff.ExactnessError, match="what its uses inside bring is not heard here"):
+        gradient(*how(made(), "aot_eager"))
+
+
+@pytest.mark.parametrize("how", [by_function, by_inner, in_place])
+def test_what_passes_a_graph_break_is_refused(how):
+    with pytest.raises(gaff.ExactnessError, match="compiled code that returns other tensors"):
+        gradient(*how(made(Broken), "aot_eager"))
+    model = made(Broken)
+    truth = gradient(model, model, "a:grad_output")
+    assert torch.allclose(gradient(*how(made(Broken), "aot_eager"), "a:grad_output"), truth)
+
+
+def test_an_edit_there_is_made_on_all_or_refused():
+    x = torch.ones(2, 4)
+
+    def edited(session_on, call, model):
+        with gaff.edit(session_on, {":grad_output[hidden]": gaff.edits.scale(0.5)}):
+            loss_of(call(x)).backward()
+        return model.a.weight.grad
+
+    model = made()
+    truth = edited(model, model, model)
+    model = made()
+    assert torch.allclose(edited(*by_inner(model, "aot_eager"), model), truth)
+    model = made()
+    with pytest.raises(gaff.ExactnessError):
+        edited(*by_child(model, "aot_eager"), model)
+
+
+def test_a_watched_model_tells_all_of_it(tmp_path):
+    def norm(compiled, name):
+        model = made()
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        with gaff.watch(run, optimizer, out=tmp_path / name, every=1):
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss_of(run(torch.ones(2, 4))).backward()
+                optimizer.step()
+        return gaff.load(tmp_path / name).series(":grad_output[hidden]", "norm").values[-1]
+
+    assert norm(True, "compiled") == pytest.approx(norm(False, "eager"), rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("site", ["0", "0:grad_output"])
+@pytest.mark.parametrize("write", [lambda t: t.mul_(2), lambda t: (t.view(-1).add_(1), t * 2)[1]])
+def test_an_edit_may_not_write_into_its_input(backend, site, write):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.raises(gaff.PlanError, match="wrote into what it was given"), gaff.edit(compiled, {site: write}):
+        compiled(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(gaff.PlanError, match="the edit returned"), gaff.edit(compiled, {site: lambda t: t[:1]}):
+        compiled(torch.ones(2, 3)).sum().backward()
+
+
+def steps(model):
+    """Compiled code that calls backward."""
+
+    @torch.compile(backend="aot_eager")
+    def forward_and_backward(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    parameters = list(model.parameters())
+    gradients = torch.compile(lambda x: torch.autograd.grad(model(x).square().mean(), parameters), backend="aot_eager")
+    return {"backward": forward_and_backward, "grad": gradients}
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_code_that_calls_backward_is_compiled_as_before(how):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    sites = ["1", "1:grad_output", "*.weight:grad", "*.bias:grad", "0.weight:param"]
+
+    def seen(call, model):
+        with gaff.capture(model, *sites) as got:
+            for _ in range(3):
+                call(x)
+        return got
+
+    def model():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    eager = model()
+    truth = seen(lambda x: eager(x).square().mean().backward(), eager)
+    compiled = model()
+    found = seen(steps(compiled)[how], compiled)
+    for run in range(3):
+        assert set(found.run(run)) == set(truth.run(run))
+        for site, value in truth.run(run).items():
+            assert torch.allclose(found.run(run)[site], value, atol=1e-6), site
+
+
+def test_tensors_of_the_user_are_heard_in_code_that_calls_backward():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with gaff.capture(weight=model[0].weight, bias=model[2].bias) as got:
+        steps(model)["backward"](torch.ones(3, 4))
+    assert torch.equal(got["weight"], model[0].weight.grad)
+    assert torch.equal(got["bias"], model[2].bias.grad)
+
+
+def test_compiled_autograd_runs_the_session_eagerly():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.ones(1, 4))
+    with torch._dynamo.config.patch(compiled_autograd=True), gaff.capture(compiled, "0:grad_output") as got:
+        compiled(torch.ones(1, 4)).sum().backward()
+    assert "compiled autograd" in got.receipt.notes[0]
+    assert torch.allclose(got["0:grad_output"], 1 - model(torch.ones(1, 4)).square())
+
+
+def test_a_forward_keeps_its_signature_and_its_identity():
+    torch._dynamo.reset()
+    model = Two()
+    before = inspect.signature(model.forward)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.ones(1, 4))
+    with gaff.capture(compiled, "a"):
+        assert inspect.signature(model.forward) == before
+        compiled(torch.ones(1, 4))
+
+    other = Two()
+    other.forward = own = torch.compile(other.forward, backend="aot_eager")
+    other(torch.ones(1, 4))
+    with gaff.capture(other, "a", "b:grad_output") as got:
+        assert other.forward is own
+        loss_of(other(torch.ones(1, 4))).backward()
+    assert got["a"].shape == (1, 4)
+    assert other.forward is own
+
+    third = Two()
+    plain = third.forward
+
+    def mine(x):
+        """Somebody's own."""
+        return plain(x)
+
+    mine.note = 3
+    third.forward = mine
+    compiled = torch.compile(third, backend="aot_eager")
+    compiled(torch.ones(1, 4))
+    with gaff.capture(compiled, "a") as got:
+        assert inspect.signature(third.forward) == inspect.signature(mine)
+        assert third.forward.note == 3
+        compiled(torch.ones(1, 4))
+    assert third.forward is mine
+    assert got["a"].shape == (1, 4)
+
+
+LOADED_AGAIN = """
+import torch
+from torch import nn
+
+type = getattr = None  # names that code which stands for a forward must not look up here
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x ** 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Cube.apply(self.a(x))
+"""
+
+
+def test_modules_of_python_that_are_loaded_again_compile_as_they_do_alone(monkeypatch):
+    for _ in range(3):
+        module = types.ModuleType("loaded_again")
+        monkeypatch.setitem(sys.modules, "loaded_again", module)
+        exec(LOADED_AGAIN, vars(module))
+        net = made(module.Net)
+        compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+        x = torch.randn(2, 4, requires_grad=True)
+        with gaff.capture(net, ":output", "a:grad_output") as got:
+            out = compiled(x)
+            out.sum().backward()
+        assert torch.equal(got[":output"], out)
+        assert torch.equal(got["a:grad_output"], 3 * net.a(x) ** 2)
+        del module.Cube  # what a guard that looks into the first module would miss
