@@ -1,5 +1,8 @@
 """``gaff.guard``: the first NaN or inf of a training run stops it, with its origin."""
 
+import copy
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,3 +227,64 @@ def test_a_parameter_that_was_bad_from_the_beginning_is_not_blamed_on_the_optimi
         assert raised.value.report.site == "other.weight:param"
         assert raised.value.report.direction == "before"
         assert "optimizer's step made it" not in str(raised.value)
+
+
+class Normalized(nn.Module):
+    """A norm, made before the layer that it comes after; ``function`` stands between them."""
+
+    def __init__(self, norm, function=lambda h: h):
+        super().__init__()
+        self.norm, self.lin, self.function = norm, nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.norm(self.function(self.lin(x)))
+
+
+class Averaging(nn.Module):
+    """Takes away the running mean of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.average
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), Averaging()], ids=["batch norm", "own buffer"])
+@pytest.mark.parametrize("is_weight", [True, False])
+def test_running_statistics_that_the_run_has_spoiled_are_not_the_origin(norm, is_weight):
+    model = Normalized(copy.deepcopy(norm), (lambda h: h) if is_weight else lambda h: torch.log(h - 100))
+    if is_weight:
+        with torch.no_grad():
+            model.lin.weight[0, 0] = math.nan
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(NonFiniteError) as caught, gaff.guard(model):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    assert caught.value.report.site == ("lin.weight:param" if is_weight else "/log#0")
+
+
+def test_a_buffer_that_is_the_origin_is_told_as_one():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model[1].running_var[2] = math.nan
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(NonFiniteError, match="when the batch was run again") as caught, gaff.guard(model):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    assert caught.value.report.site == "1.running_var:buffer"
+
+
+def test_statistics_that_a_norm_only_updates_are_no_origin_of_what_it_returns():
+    for norm, shape in ((nn.BatchNorm1d(4), (3, 4)), (nn.InstanceNorm1d(4, track_running_stats=True), (3, 4, 5))):
+        model = nn.Sequential(norm)
+        norm.running_mean[0] = math.nan
+        x = torch.randn(shape)
+        assert not gaff.find_nonfinite(lambda: model(x), model=model), norm
+        x[0, 0] = math.inf
+        assert gaff.find_nonfinite(lambda: model(x), model=model).site != "0.running_mean:buffer"
+        norm.eval()
+        x = torch.randn(shape)
+        assert gaff.find_nonfinite(lambda: model(x), model=model).site == "0.running_mean:buffer"

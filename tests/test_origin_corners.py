@@ -387,3 +387,19 @@ def test_what_a_custom_function_hands_on_is_told_where_it_began():
 
     model = Around(lambda h: Passes.apply(torch.log(-h.abs())))
     assert gaff.find_nonfinite(lambda: model(torch.ones(3, 4)), model=model).site == "/log#0"
+
+
+def test_a_bad_parameter_that_nothing_uses_was_not_made_by_an_optimizer():
+    model = nn.Linear(4, 4)
+    model.unused = nn.Parameter(torch.full((2,), float("nan")))
+    report = gaff.find_nonfinite(lambda: model(torch.ones(3, 4)), model=model)
+    assert (report.site, report.direction) == ("unused:param", "before")
+    sgd = torch.optim.SGD(model.parameters(), lr=math.inf)
+
+    def step():
+        model(torch.ones(3, 4)).sum().backward()
+        sgd.step()
+
+    with torch.no_grad():
+        model.unused.zero_()
+    assert gaff.find_nonfinite(step, model=model).direction == "update"

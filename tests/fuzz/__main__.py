@@ -53,6 +53,7 @@ def main() -> int:
     end = time.monotonic() + 60 * options.minutes
     total, findings = Tally(), Counter()
     found: dict[tuple[str, ...], tuple[Program, Failure, str | None]] = {}
+    seeds: dict[tuple[str, ...], list[int]] = {}
     seed = first
     while agreed(time.monotonic() < end) if options.count is None else (seed < first + options.count):
         program = generate(seed)
@@ -66,6 +67,7 @@ def main() -> int:
             findings[name or "new"] += 1
             if name is None or options.all:
                 found.setdefault((name or "", *failure.sort), (program, failure, setting))
+                seeds.setdefault((name or "", *failure.sort), []).append(seed)
         seed += 1
     if not ranks or dist.get_rank() == 0:
         if options.record:
@@ -74,6 +76,8 @@ def main() -> int:
         print(f"seeds {first} to {seed - 1}{where}")
         print(table(total, findings))
         show(found, options.write)
+        for sort, others in seeds.items():
+            print(f"{' '.join(filter(None, sort))}: seeds {', '.join(map(str, dict.fromkeys(others)))}")
     return 1 if findings["new"] else 0
 
 

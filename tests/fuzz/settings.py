@@ -8,6 +8,7 @@ together before they are compared.
 from __future__ import annotations
 
 import datetime
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -192,6 +193,10 @@ def flattened(model: nn.Module, *, has_units: bool) -> Any:
 def unflattened(used: Any) -> AbstractContextManager[Any]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(used)]
+    sizes = [sum(map(math.prod, one.flat_param._shapes)) for one in handles if one is not None]
+    if min(sizes, default=2) < dist.get_world_size():
+        raise RuntimeError("FSDP's ranks miss each other over the gradients of a unit of which one has no part")
     return FullyShardedDataParallel.summon_full_params(used, with_grads=True)
 
 
@@ -391,9 +396,19 @@ def why_not(source: str, setting: Setting) -> str:
             r"backward\([^\n]*\n[^\n]*backward\(",
             "FSDP knows one backward pass after another's forward only",
         ),
+        (
+            kind == "TP" and (r"autocast" in source or ".float()" in source),
+            "create_graph=True",
+            "collectives of tensor parallelism know no second derivatives, which is not told from rounding here",
+        ),
         (is_sharded, r"new_weight\(model", "FSDP goes on with the parameter that it knows"),
         (is_sharded or kind == "TP", r"list\(model.parameters", "FSDP2 reduces no gradient of autograd.grad"),
         (kind == "FSDP2" and setting.rtol, "BatchNorm1d", "a norm over two rows makes signs of what is rounded"),
+        (
+            setting.prepare is mixed,
+            r"\.append\(out\)",
+            "FSDP2 returns what a hook has collected in another type, which is another tensor",
+        ),
         (kind == "compile", r"autograd\.grad\(", "compiled code answers autograd.grad with more than was asked"),
         (kind == "compile", r"enable_grad\(\)", "a graph is compiled in the grad mode in which it is called"),
         (kind == "checkpoint", "create_graph=True", "torch's composable checkpoint recomputes a region once"),

@@ -343,3 +343,32 @@ def test_an_input_that_is_kept_in_an_object_and_used_later_is_refused():
 
     got = told(Holds, lambda m: (m(ONE).sum() + (m.inner.state.x * 3).sum()).backward())[1]
     assert "or the module kept the input" in got
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_write_into_memory_that_two_inputs_show_is_refused(written):
+    """What is written through the one is a change of the other: torch sends both gradients through one node."""
+
+    class Writes(nn.Module):
+        def forward(self, *given):
+            return given[written].clamp_(-0.5, 0.5)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Writes()
+
+        def forward(self, x):
+            h = self.seen = x * 1.0
+            return self.inner(h, h.view_as(h))
+
+    model = Net()
+    with gaff.capture(model, "inner:grad_input", "inner:grad_input[1]", "inner:input_grad") as got:
+        model(torch.tensor([0.1, 2.0], requires_grad=True)).sum().backward()
+    for address in ("inner:grad_input", "inner:grad_input[1]"):
+        with pytest.raises(gaff.ExactnessError, match="outside of this call|changed in place|another of its inputs"):
+            got[address]
+    assert torch.equal(got["inner:input_grad"], torch.tensor([1.0, 0.0]))
+    with gaff.edit(model, {gaff.maybe("inner:grad_input"): gaff.edits.scale(10.0)}):
+        with pytest.raises(gaff.ExactnessError, match="cannot be told apart"):
+            model(torch.tensor([0.1, 2.0], requires_grad=True))

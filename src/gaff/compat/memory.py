@@ -41,6 +41,22 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def shares(one: Tensor, other: Tensor) -> bool:
+    """Whether a write to one of the two can change the other: both are of one memory."""
+    try:
+        return memory_of(one) == memory_of(other)
+    except (RuntimeError, NotImplementedError):  # torch's words for sparse and the like: no memory of their own
+        return False
+
+
+def is_alias(one: Tensor, other: Tensor) -> bool:
+    """Whether both are one tensor, or show the same elements in the same order."""
+    if one is other:
+        return True
+    is_plain = one.layout == other.layout == torch.strided and type(one) is type(other) and one.dtype == other.dtype
+    return is_plain and one.is_set_to(other)
+
+
 def version_probe(tensor: Tensor) -> Tensor:
     """An empty tensor that shares the version counter of ``tensor``, and so tells of writes without holding memory."""
     probe = tensor.detach()

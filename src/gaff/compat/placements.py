@@ -50,6 +50,10 @@ class Placement(NamedTuple):
         return self._replace(places=tuple(Replicate() if one.is_partial() else one for one in self.places))
 
 
+UNKNOWN_PART = (
+    "this process holds a part of the tensor here (tensor parallelism), and nothing tells which: expected the output "
+    "of a parallel layer, or of an activation right behind it, or a DTensor; none of them inside compiled code"
+)
 PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by plain tensor: its placement, where that is known
 ANY_PARTS = PARTS.data  # the dictionary inside: asking whether it is empty costs nothing
 

@@ -23,6 +23,7 @@ _LOOK = "look at that process's own output and at the last rows of its flight re
 _LEAST_STEPS = 8
 _LATE = 0.1  # of a step
 
+Rows = dict[int, dict[str, float]]  # the stored numbers of a site by step and name
 Weights = dict[tuple[int, tuple[str, str]], tuple[float, float]]
 
 
@@ -193,35 +194,49 @@ def together(parts: Sequence[RankPart], key: tuple[str, str], stat: str, phase: 
     if stat not in BY_NAME or not BY_NAME[stat].merge:
         known = ", ".join(one.name for one in STATISTICS if one.merge)
         raise RecordError(f"{stat!r} of several processes does not add up: expected one of {known}")
-    rows = [_rows(part, key, phase) for part in _distinct(parts, key)]
+    rows = _distinct(parts, key, phase)
     steps = sorted(set.intersection(*(set(one) for one in rows))) if rows else []
     return steps, [merged([one[step] for one in rows], stat) for step in steps]
 
 
-def _distinct(parts: Sequence[RankPart], key: tuple[str, str]) -> list[RankPart]:
-    """One process for each different part of what passes at a site.
+def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> list[Rows]:
+    """The numbers of one process for each different part of what passes at a site.
 
     Of a parameter the place of its part tells, and replicas hold the same one. Of an activation every process sees the
-    rows of its own examples, but with tensor parallelism the processes of one group see the same: that is refused.
+    rows of its own examples; with tensor parallelism the processes of one group see the same rows. Where all of a group
+    tell the same numbers they hold the same tensor, and one of them counts; parts of a tensor are refused.
     """
-    found: dict[str, RankPart] = {}
+    found: dict[str, Rows] = {}
     for part in parts:
+        rows = _rows(part, key, phase)
         told = next((one for _, one in part.events if one.get("kind") == "model" and one.get("name") == key[0]), {})
         path, _, port = key[1].rpartition(":")
         places = told.get("places") or {}
         if port in ("param", "grad", "update") or path in places:
             place = str(places.get(path, ""))  # without one every process has the whole of it
-        elif told.get("has_parts"):
-            raise RecordError(
-                f"{key[1]!r}: processes of tensor parallelism share rows: expected one rank, such as rank=0"
-            )
         else:
-            place = str(part.rank)
-        found.setdefault(place, part)
+            place = str(told.get("same_rows") or part.rank)
+            if not _is_one_tensor(found.get(place, rows), rows):
+                raise RecordError(
+                    f"{key[1]!r}: processes of tensor parallelism share rows, and each tells the numbers of a part of "
+                    "it: expected one rank, such as rank=0"
+                )
+        found.setdefault(place, rows)
     return list(found.values())
 
 
-def _rows(part: RankPart, key: tuple[str, str], phase: str) -> dict[int, dict[str, float]]:
+def _is_one_tensor(one: Rows, other: Rows) -> bool:
+    """Whether two processes, of which one may be compared with itself, have told numbers of the same tensor.
+
+    Parts of a tensor may be alike where all its elements are: of such numbers nobody can tell.
+    """
+    names = ("count", "mean", "std", "min", "max")
+    told = [[[row.get(name) for name in names] for _, row in sorted(rows.items())] for rows in (one, other)]
+    is_clear = any(row["min"] < row["max"] for row in one.values())
+    return one is other or (is_clear and told[0] == told[1])
+
+
+def _rows(part: RankPart, key: tuple[str, str], phase: str) -> Rows:
     """The stored numbers of one site in one phase of one process, by step and name."""
     found = {}
     for at, (step, _) in enumerate(part.tables):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from types import TracebackType
@@ -151,7 +152,8 @@ class Capture(Captured):
 
     def _reading(self) -> Reading:
         runs = self._ran() if self._session.was_opened else None
-        return Reading(self._by_name, list(self._iter_streams()), self._find, self._sites, runs)
+        meshes = partial(distributed.meshes_of_rows, self._model) if self._model is not None else tuple
+        return Reading(self._by_name, list(self._iter_streams()), self._find, self._sites, runs, meshes=meshes)
 
     def _state(self) -> str:
         was_opened = self._session.was_opened

@@ -17,6 +17,7 @@ from gaff.compat import elements, memory, modes
 from gaff.compat.placements import (
     ANY_PARTS,
     PARTS,
+    UNKNOWN_PART,
     is_equal_everywhere,
     part_again,
     placement_of,
@@ -116,10 +117,7 @@ class CheckedEdit:
     def _need_whole(self, value: Tensor) -> None:
         """Raises PlanError for what may be a part of a tensor, of which nothing is known: processes hold other ones."""
         if not is_equal_everywhere(value, list(self._meshes)):
-            raise PlanError(
-                "this process holds a part of the tensor here (tensor parallelism), and nothing tells which: expected "
-                "the output of a parallel layer, or of an activation right behind it, or a DTensor"
-            )
+            raise PlanError(UNKNOWN_PART)
 
     def first_pass(self, value: Tensor, new: Tensor, strength: float, event: Event) -> FirstPass:
         """What ``again`` needs of a first pass that a checkpoint may repeat: sums only, where the edit is not pure.

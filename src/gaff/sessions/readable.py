@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site
 from gaff.address.nested import describe
 from gaff.compat import distributed
-from gaff.compat.placements import placement_of, whole_of
-from gaff.errors import SiteError
+from gaff.compat.placements import UNKNOWN_PART, is_equal_everywhere, placement_of, whole_of
+from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Refused
 from gaff.sessions.reading import Reading, Wanted
 from gaff.sessions.receipt import Receipt
@@ -75,18 +75,26 @@ class Readable(Mapping[str, Any]):
     def full(self, address: Wanted) -> Tensor:
         """The value of a site that fired once, put together of the parts that processes hold (tensor parallelism).
 
-        For a DTensor, and for a part of which it is known where it lies; every other tensor is returned as it is. All
-        processes of the mesh must ask for it, and wait for each other. Raises SiteError where the value is no tensor,
-        and PlanError where a process does not ask within five minutes.
+        For a DTensor, and for a part of which it is known where it lies. Every other tensor is returned as it is where
+        no layer is tensor parallel, or all processes hold the same bits. All processes of the mesh must ask for it, and
+        wait for each other. Raises SiteError where the value is no tensor, and PlanError where processes hold different
+        values of which nothing tells how they make up the whole, as behind compiled code, and where a process does not
+        ask within five minutes.
         """
         value = self[address]
         if not isinstance(value, Tensor):
             raise SiteError(f"got.full({str(address)!r}): its value is no tensor, and only a tensor is put together")
         placement = placement_of(value)
-        if placement is None:
+        meshes = [placement.mesh] if placement is not None else list(self._reading().meshes())
+        if not meshes:
             return value
-        distributed.agree(tuple(sorted(placement.mesh.mesh.flatten().tolist())), f"got.full({str(address)!r})")
-        return whole_of(value, placement)
+        ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+        distributed.agree(tuple(ranks), f"got.full({str(address)!r})")
+        if placement is not None:
+            return whole_of(value, placement)
+        if not is_equal_everywhere(value, meshes):
+            raise PlanError(f"got.full({str(address)!r}): {UNKNOWN_PART}")
+        return value
 
     def stack(self, *addresses: Wanted | Iterable[Wanted]) -> Tensor:
         """The values of several sites as one tensor ``[sites, ...]``: ``got.stack("h.*")``, ``got.stack("a", "b")``.

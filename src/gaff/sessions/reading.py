@@ -80,6 +80,7 @@ class Reading:
     sites: Callable[[Pattern | nn.Module], list[Site]]
     runs: int | None
     index: int | None = None
+    meshes: Callable[[], Sequence[Any]] = tuple  # of processes that hold parts of the model (tensor parallelism)
 
     def keys(self) -> list[str]:
         """Addresses of the sites with an event, in the order asked for: as they were written, where they were."""

@@ -19,7 +19,7 @@ from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.reach import find_feeding
-from gaff.engine.gradients.share import UNSEEN, mark, roots_of, watch_unseen
+from gaff.engine.gradients.share import UNSEEN, WRITTEN, mark, roots_of, shows_elsewhere, watch_unseen
 from gaff.engine.gradients.tensor_hooks import alias_of
 from gaff.engine.value_edits import find
 
@@ -45,7 +45,7 @@ class ShareChange(GradientArm):
         edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
         alias = alias_of(tensor)
         share = ArmedShare(self._stream, crossing.run, crossing.call, alias)
-        self._frame(crossing.run).notes[self] = (tensor, edge, since, memory.version_of(tensor), share)
+        self._frame(crossing.run).notes[self] = (tensor, alias, edge, since, memory.version_of(tensor), share)
         self._gradients.arm_share(alias, share)
         for key, other in list(iter_tensors(value)):  # given several times: one view for all of them
             if other is tensor:
@@ -61,8 +61,10 @@ class ShareChange(GradientArm):
         noted = self._frame(crossing.run).notes.pop(self, None)
         if noted is None:
             return
-        tensor, edge, since, version, share = noted
+        tensor, alias, edge, since, version, share = noted
         if memory.version_of(tensor) != version:
+            if shows_elsewhere(tensor, given, alias):
+                share.refuse(WRITTEN)
             roots = [tensor, *roots_of(output, given, self._node.module)]
             feeding, _, unseen = find_feeding(roots, edge, since)
             if len(feeding) != 1 or tensor._is_view():

@@ -42,6 +42,11 @@ HELD = (
     "the module holds this tensor as an attribute, too: what it makes of it by way of the argument cannot be told "
     "apart; ask for :input_grad, the total gradient"
 )
+WRITTEN_VIEW = "the input is a view that the module changed in place"
+WRITTEN = (
+    "the module wrote into memory that another of its inputs shows, too: what it makes of the one and of the other "
+    "cannot be told apart; ask for :input_grad, the total gradient"
+)
 CACHED = (
     "autocast keeps the copy of a leaf in the lower precision for everybody who uses the leaf: shares cannot be told "
     "apart; ask for :input_grad, the total gradient"
@@ -92,8 +97,8 @@ class InputShare(GradientArm):
             not is_changed or tensor.grad_fn is edge[0]  # a write without grad mode leaves the graph as it was
         ):
             self._stream.refuse(run, call, f"{RETURNED_INPUT}: ask for :input_grad, the total gradient")
-        elif tensor._is_view() and is_changed:
-            self._stream.refuse(run, call, "the input is a view that the module changed in place")
+        elif is_changed and (tensor._is_view() or shows_elsewhere(tensor, given)):
+            self._stream.refuse(run, call, WRITTEN_VIEW if tensor._is_view() else WRITTEN)
         else:
             kept = list(_kept_by(self._node.module))
             roots = [other for other in (*iter_deep(given), *iter_deep(output), *kept) if other is not tensor]
@@ -274,6 +279,12 @@ def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
     ``given`` are the arguments. The tensors from which the walk over the autograd graph starts; some may need no grad.
     """
     return [*iter_deep(given), *iter_deep(output), *_kept_by(module)]
+
+
+def shows_elsewhere(tensor: Tensor, given: Any, alias: Tensor | None = None) -> bool:
+    """Whether another tensor among the arguments shows the memory of ``tensor``, too. ``alias``: none that counts."""
+    others = (other for other in iter_deep(given) if other is not tensor and other is not alias)
+    return any(memory.shares(other, tensor) for other in others)
 
 
 def mark(feeding: Feeding) -> object:

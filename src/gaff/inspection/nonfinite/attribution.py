@@ -8,10 +8,12 @@ module, and has to be blamed on something: ``Now`` knows what runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gaff.address.grammar import Address, Site, fits_op
@@ -25,6 +27,9 @@ from gaff.inspection.nonfinite.provenance import Made, own_path, shown, users_pl
 from gaff.inspection.nonfinite.ranges import plain, range_of
 from gaff.inspection.nonfinite.report import Range
 from gaff.inspection.op_log import Producers
+
+_LATE = sys.maxsize  # the number of an origin that is told only where there is no other
+_STATISTICS_AT = {F.batch_norm: 1, F.instance_norm: 1, torch.batch_norm: 3, torch.instance_norm: 3}  # first argument
 
 
 class Begun(NamedTuple):
@@ -64,14 +69,14 @@ class Now:
         return made or before(tensor, site, is_meant=is_mask(tensor))
 
     def _held(self, tensor: Tensor) -> Made | None:
-        """The origin of a parameter of the module that runs, gathered from several processes for as long as it does.
+        """The origin of a parameter that is gathered from several processes for as long as a module runs.
 
         Such a parameter is another tensor than the one that was looked at before the step.
         """
-        path = self.inside[-1]
-        for name, parameter in self.modules[path]._parameters.items() if self.is_spread else ():
-            if parameter is tensor:
-                return before(tensor, Site(join(path, name), port="param"))
+        for path, module in self.modules.items() if self.is_spread else ():
+            for name, parameter in module._parameters.items():
+                if parameter is tensor:
+                    return before(tensor, Site(join(path, name), port="param"))
         return None
 
     def _handed_on(self, tensor: Tensor, nodes: NodeWatch) -> Made | None:
@@ -110,15 +115,20 @@ class Now:
         return Made(where, "forward", None, cause, range_of(tensor, "output"), position=self.ops, is_meant=is_meant)
 
 
-def before(tensor: Tensor, site: Site, *, is_meant: bool = False) -> Made:
+def before(tensor: Tensor, site: Site, *, is_meant: bool = False, is_again: bool = False) -> Made:
     """The origin of what was there before the step: a parameter, a buffer, a gradient, an input.
 
-    Waits for the device.
+    ``is_again``: the step has run before. A buffer may then hold what that run has written there, as running statistics
+    do, so that whatever else is found comes first. Waits for the device.
     """
     output = range_of(tensor, "value")
     kind = {"param": "the parameter", "buffer": "the buffer", "grad": "the gradient"}.get(site.port, "the input")
     cause = f"{kind} held {output.kinds} before the step; what made it lies before this"
-    return Made(site, "before", None, cause, output, is_meant=is_meant)
+    made = Made(site, "before", None, cause, output, is_meant=is_meant)
+    if is_again and site.port == "buffer":
+        made.number = _LATE
+        made.cause = f"the buffer held {output.kinds} when the batch was run again: it did before, or the run wrote it"
+    return made
 
 
 def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, allow: Iterable[Address]) -> Made:
@@ -127,7 +137,8 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     ``position``: how many ops ran before; ``allow``: patterns of sites whose values are meant. Waits for the device.
     """
     call, op = begun.call, begun.call.site.op or ""
-    came = [made for _, made in begun.came if made is not None]
+    unread = _only_written(call)
+    came = [made for one, made in begun.came if made is not None and not any(one is other for other in unread)]
     real = [made for made in came if not made.is_meant]
     if real:
         return min(real, key=lambda made: made.number)
@@ -151,6 +162,17 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     is_constant = is_meant and op not in UNINITIALISED
     cause = "it was put in by a constant" if is_constant else cause_of(case)
     return Made(call.site, "forward", place, cause, output, given, position, is_meant, is_scaling(call))
+
+
+def _only_written(call: OpCall) -> Sequence[Any]:
+    """The running statistics of a normalization that normalizes by its input: it updates them, and uses them not."""
+    at = _STATISTICS_AT.get(call.func)
+    if at is None:
+        return ()
+    name = "training" if "batch" in call.func.__name__ else "use_input_stats"
+    is_of_input = call.args[5] if len(call.args) > 5 else call.kwargs.get(name, name != "training")
+    named = [call.kwargs.get("running_mean"), call.kwargs.get("running_var")]
+    return [*call.args[at : at + 2], *named] if is_of_input else ()
 
 
 def ranges_of(given: Iterable[Tensor], producers: Producers) -> tuple[Range, ...]:

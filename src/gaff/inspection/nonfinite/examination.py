@@ -57,14 +57,21 @@ class Examination:
     """Looks at one step. ``allow``: patterns of sites whose non-finite values are meant.
 
     With ``from_step`` it looks at a whole training run, step by step, from the optimizer's step with this number on,
-    and raises NonFiniteError at the first that is bad. Made for one ``run``. A tensor is looked at when it is first
-    met, and marked (``_look``); an op that returned something bad is judged by the marks of what it was given
-    (``judge``); what reached a loss, an output or a leaf's gradient is told at the end (``_report``), by the earliest
-    mark.
+    and raises NonFiniteError at the first that is bad. ``is_again``: the step has run before. Made for one ``run``. A
+    tensor is looked at when it is first met, and marked (``_look``); an op that returned something bad is judged by the
+    marks of what it was given (``judge``); what reached a loss, an output or a leaf's gradient is told at the end
+    (``_report``), by the earliest mark.
     """
 
-    def __init__(self, model: nn.Module | None, allow: Iterable[str] = (), from_step: int | None = None) -> None:
-        self._from_step = from_step
+    def __init__(
+        self,
+        model: nn.Module | None,
+        allow: Iterable[str] = (),
+        from_step: int | None = None,
+        *,
+        is_again: bool = False,
+    ) -> None:
+        self._from_step, self._is_again = from_step, is_again
         self._asleep = max((from_step or 0) - 1, 0)  # for how many steps of the optimizer nothing is looked at
         if model is not None:
             need_module(model)
@@ -79,6 +86,7 @@ class Examination:
         self._sinks: list[Made] = []
         self._before: deque[str] = deque(maxlen=BEFORE)  # the last ops that ran
         self._now = Now()
+        self._bad_before: dict[int, Made] = {}  # parameters and buffers that were bad before the step, by their id
         self._bad_gradients: set[int] = set()  # of parameters, before the step
         self.notes: list[str] = []
 
@@ -129,14 +137,16 @@ class Examination:
     def _look_after(self, around: nn.Module, report: Report) -> Report:
         """The report of a parameter that is bad after a step in which nothing was found; else ``report`` itself.
 
-        Either its gradient was bad before the step and was added to, or the optimizer made it so.
+        Its gradient was bad before the step and was added to, or it was bad itself and nothing used it, or the
+        optimizer made it so.
         """
         for parameter, site in (one for one in iter_state(around) if one[1].port == "param"):
             grad = parameter.grad if id(parameter) in self._bad_gradients else None
             if grad is not None and has_nonfinite(grad):
                 return before(grad, replace(site, port="grad")).tell(self.notes, report.ops)
             if has_nonfinite(parameter):
-                made = Made(site, "update", None, UPDATED, range_of(parameter, "value"))
+                made = self._bad_before.get(id(parameter))
+                made = made or Made(site, "update", None, UPDATED, range_of(parameter, "value"))
                 return made.tell(self.notes, report.ops)
         return report
 
@@ -155,7 +165,9 @@ class Examination:
             self._now.is_spread |= distributed.is_spread(tensor)
             if has_nonfinite(tensor):
                 is_meant = site.port == "buffer" and is_mask(tensor)
-                self._marks.put(tensor, before(tensor, site, is_meant=is_meant))
+                made = before(tensor, site, is_meant=is_meant, is_again=self._is_again)
+                self._marks.put(tensor, made)
+                self._bad_before[id(tensor)] = made
             if tensor.grad is not None and has_nonfinite(tensor.grad):
                 self._bad_gradients.add(id(tensor))
 

@@ -77,7 +77,7 @@ def run_again(
     alarm.
     """
     changed = any(memory.version_of(tensor) != version for tensor, version in batch.versions)
-    examination = Examination(model, allow)
+    examination = Examination(model, allow, is_again=True)
     if changed:
         examination.notes.append("the batch was written to after the run: this is of what it is now")
     if assume_ones:

@@ -68,6 +68,14 @@ class LatestTensor:
         known = self._tensor
         return known is not None and known() is tensor and memory.version_of(tensor) == self._version
 
+    def is_shown_by(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is that one or shows its very elements, and nobody has written to them since.
+
+        FSDP2 gives the module of a unit such an alias of each input.
+        """
+        known = self._tensor() if self._tensor is not None else None
+        return known is not None and memory.version_of(tensor) == self._version and memory.is_alias(known, tensor)
+
 
 @dataclass(eq=False, slots=True)
 class SampledOutput:
@@ -198,7 +206,7 @@ class SampledStep:
 
     def _given(self, entry: WatchedModule, tensor: Tensor) -> None:
         """What a layer outside of compiled code was given, where no module returned it: what a functional op made."""
-        if self._latest.is_same(tensor) or not entry.path:
+        if self._latest.is_shown_by(tensor) or not entry.path:
             return
         value = readable(tensor)
         if value is not None:

@@ -213,9 +213,10 @@ def _kind(module: nn.Module, parameter: Tensor) -> str:
 def spread_over(root: nn.Module) -> dict[str, Any]:
     """Which parts of a model this process has, where it is spread over several; empty where it is not.
 
-    ``places`` is that of ``distributed.places_of``; ``has_parts``: whether processes with different parts of the
-    weights compute on the same rows of a batch.
+    ``places`` is that of ``distributed.places_of``; ``same_rows``: the processes that compute on the same rows of a
+    batch as this one, each with a part of the weights, this one among them; none where each has rows of its own.
     """
     model = unwrap(root)
     places = {**distributed.places_of(model), **flat_shards.place_of(root)}
-    return {"places": places, "has_parts": distributed.shares_rows(model)} if places else {}
+    ranks = {rank for mesh in distributed.meshes_of_rows(model) for rank in mesh.mesh.flatten().tolist()}
+    return {"places": places, "same_rows": sorted(ranks)} if places else {}
