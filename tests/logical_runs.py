@@ -60,6 +60,16 @@ class Twice(Net):
         return self.last(x + self.b(x))
 
 
+class Writes(Net):
+    """Writes into what a block returned."""
+
+    def forward(self, x):
+        x = self.first(x)
+        h = self.b(x)
+        h.add_(x)
+        return self.last(h)
+
+
 @cache
 def meshes(setting):
     """That of replicas and parts, if there are replicas, and that of parts."""
@@ -195,21 +205,26 @@ def whole(setting):
         by_tensor = model(x * 2)
     with gaff.edit(model, {"b.fc": edits.ablate("mean", clean)}), gaff.capture(model, "b.fc") as mean:
         model(x)
-    with gaff.capture(model, "b.fc", reduce=keep.norm()) as norms:
-        model(x)
     twice = build(setting, None, Twice)
     with gaff.edit(twice, {"b.fc.weight:param": edits.scale(0.5)}):
         twice(batch().requires_grad_()).square().sum().backward()
-    gradient = twice.b.fc.weight.grad
+    writes = build(setting if setting == "fsdp2" else None, None, Writes)  # torch allows it under none of the others
+    with gaff.capture(writes, "b.out:outer_grad"):
+        writes(batch()[:, 0]).square().sum().backward()
     return {
-        "twice": gradient.full_tensor() if isinstance(gradient, DTensor) else gradient,
-        "norm": norms.full("b.fc") * 0,  # of this part: there is nothing to put together
+        "twice": gradient_of(twice),
+        "written": gradient_of(writes),
         "output": y.detach(),
         "patched": patched.detach(),
         "by tensor": by_tensor.detach(),
         "mean": mean.full("b.fc"),
         **{site: clean.full(site) for site in clean},
     }, [row.reason for row in clean.receipt.rows]
+
+
+def gradient_of(model):
+    gradient = model.b.fc.weight.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def rank_main(rank, setting, store, out, finished):

@@ -343,6 +343,17 @@ def start_ranks() -> None:
     """Meet the other processes, which torchrun has started."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+        Tensor.register_hook = _on_a_fresh_node(Tensor.register_hook)
+
+
+def _on_a_fresh_node(register_hook: Any) -> Any:
+    """``register_hook`` for FSDP, whose hook on a view that was changed by way of its base ends the process."""
+
+    def register(tensor: Tensor, hook: Any) -> Any:
+        _ = tensor.grad_fn  # made anew where it is out of date
+        return register_hook(tensor, hook)
+
+    return register
 
 
 def leave(code: int) -> None:

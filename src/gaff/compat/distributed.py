@@ -63,6 +63,11 @@ def fsdp_state(module: Any) -> Any:
     return get() if get is not None else None
 
 
+def class_of_state(model: Any) -> Any:
+    """The class of what FSDP2 keeps about its units, where ``model`` has some; else None."""
+    return next((type(state) for unit in model.modules() if (state := fsdp_state(unit)) is not None), None)
+
+
 _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by FSDP2's record of a parameter
 
 

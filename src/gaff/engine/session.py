@@ -22,6 +22,7 @@ from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import WHY_EAGER, run_as, trees_of
 from gaff.engine.force_eager import keep_eager
 from gaff.engine.gradients.derivatives import derivative_watch
+from gaff.engine.gradients.outer import spare_units
 from gaff.engine.leftovers import Lingering, Release, remove_all
 from gaff.engine.modules import install
 from gaff.engine.node import Node
@@ -156,8 +157,11 @@ class Session:
             wiring.follow_leaves(opening)
             if wiring.scopes:
                 opening.enter_context(worker_watch)
-            if any(isinstance(tap, Tap) and tap.found.site.port == "grad_input" for tap in wiring.taps):
+            ports = {tap.found.site.port for tap in wiring.taps if isinstance(tap, Tap)}
+            if "grad_input" in ports:
                 opening.enter_context(derivative_watch)
+            if "outer_grad" in ports and self._model is not None:
+                spare_units(self._model, opening)
             parameters = self._model.parameters if self._model is not None else tuple
             opening.enter_context(StepCount(parameters, self.clock.count_step))
             self._handles = opening.pop_all()

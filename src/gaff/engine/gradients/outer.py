@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import Key
-from gaff.address.nested import Arguments, children, dig, iter_tensors, put
-from gaff.compat import autograd
+from gaff.address.nested import Arguments, children, dig, iter_tensors, map_tensors, put
+from gaff.compat import autograd, distributed
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients import tensor_hooks
 from gaff.engine.gradients.ports import GradientArm, ambiguous, report_missing
+from gaff.engine.replacements import Replacements
 
 ASIDE = (
     "the caller of the module was given a view of what it returned, at which the uses outside meet; where the module "
@@ -59,6 +62,33 @@ class OuterGradient(GradientArm):
                 if other is tensor:
                     output = put(output, place, alias)
         return output
+
+
+_UNITS: list[Replacements] = []  # one for the process, made when FSDP2 is first met
+
+
+def spare_units(model: nn.Module, opening: ExitStack) -> None:
+    """Let FSDP2 hear of backward at what a unit of ``model`` returned, not at a view of it, until ``opening`` closes.
+
+    It gathers the unit's parameters then. Torch loses a hook on a view that the caller writes into.
+    """
+    state = distributed.class_of_state(model)
+    if state is not None and not _UNITS:
+        _UNITS.append(Replacements((state, "_register_pre_backward_hook", _at_originals)))
+    if state is not None:
+        opening.enter_context(_UNITS[0])
+
+
+def _at_originals(register: Any) -> Any:
+    """FSDP2's method that sets hooks on what a unit returns, set on the tensors behind the views of ours among it."""
+
+    @wraps(register)
+    def registered(state: Any, output: Any) -> Any:
+        originals = map_tensors(output, tensor_hooks.original, lambda value: value)
+        found = register(state, originals)
+        return output if found is originals else found
+
+    return registered
 
 
 def _why_no_view(output: Any, key: Key, tensor: Tensor, given: Arguments, module: nn.Module) -> str:
