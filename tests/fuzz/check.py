@@ -397,6 +397,8 @@ class Checker:
     # ---------------------------------------------------------------- edits
 
     def check_edits(self, number: int) -> None:
+        if self.setting is not None and self.setting.kind == "TP" and "create_graph=True" in self.program.source:
+            return  # torch's collectives lose second derivatives, which the bare run may not show: they may be zero
         rng = random.Random(self.program.seed)
         events = {**self.record.events, **self.truth.events}
         if ".append(out)" in self.program.source:

@@ -412,14 +412,11 @@ def why_not(source: str, setting: Setting) -> str:
             "create_graph=True",
             "collectives of tensor parallelism know no second derivatives, which is not told from rounding here",
         ),
+        (is_sharded, r"\.append\(out\)", "FSDP hears of a backward pass at what the model returns, not inside it"),
+        (is_sharded, r"self\.held", "a list that holds a weight which is sharded elsewhere trains otherwise"),
         (is_sharded, r"new_weight\(model", "FSDP goes on with the parameter that it knows"),
         (is_sharded or kind == "TP", r"list\(model.parameters", "FSDP2 reduces no gradient of autograd.grad"),
         (kind == "FSDP2" and setting.rtol, "BatchNorm1d", "a norm over two rows makes signs of what is rounded"),
-        (
-            setting.prepare is mixed,
-            r"\.append\(out\)",
-            "FSDP2 returns what a hook has collected in another type, which is another tensor",
-        ),
         (kind == "compile", r"autograd\.grad\(", "compiled code answers autograd.grad with more than was asked"),
         (kind == "compile", r"enable_grad\(\)", "a graph is compiled in the grad mode in which it is called"),
         (kind == "checkpoint", "create_graph=True", "torch's composable checkpoint recomputes a region once"),
@@ -428,6 +425,7 @@ def why_not(source: str, setting: Setting) -> str:
             r"\.register_hook\(",
             "the model may return another tensor than it made: hooks come first",
         ),
+        (setting.source is under_autocast, r"\.clamp_?\(", "a clamp takes what is rounded for another number"),
         (setting.source is under_autocast, r"p\.sub_\(", "autocast keeps its copy of a parameter that was changed"),
     )
     return next((why for is_there, pattern, why in reasons if is_there and re.search(pattern, source)), "")

@@ -20,7 +20,7 @@ from gaff.errors import PlanError
 
 _PARALLEL = ("torch.distributed.tensor", "transformers.integrations.tensor_parallel")  # whose hooks place tensors
 # autograd Functions of DTensor, and the one through which FSDP2 hands a unit its inputs
-CONVERSIONS = ("_FromTorchTensor", "_ToTorchTensor", "Redistribute", "RegisterPostBackwardFunction")
+CONVERSIONS = ("_FromTorchTensor", "_ToTorchTensor", "Redistribute", "RegisterPostBackwardFunction", "ToCopy")
 
 
 def is_spread(tensor: Tensor) -> bool:

@@ -93,7 +93,7 @@ class CheckedEdit:
         """What the edit makes of a whole tensor. Raises PlanError for what cannot take its place."""
         edit, is_pure = self._edit, self._is_pure
         version = 0 if is_pure else memory.version_of(value)
-        new: Any
+        new: Tensor | Any
         event = self._any_event or event_at(self._site, run, call)
         if value.is_sparse:
             new = _change_sparse(edit, value, event)
@@ -107,6 +107,9 @@ class CheckedEdit:
             raise PlanError(f"the edit returned {type(new).__name__} {new!r:.40}: expected a tensor")
         if not _is_alike(new, value):
             raise PlanError(f"the edit returned {_text(new, value)} where {_text(value, new)} passes")
+        is_passed_on = self._site.port in ("output", "input") and not value.is_sparse
+        if is_passed_on and new._is_view() and not value._is_view():  # whoever writes into it may not expect a view:
+            return new.clone()  # FSDP loses its hooks then, and what is expanded cannot be written to
         return new
 
     def locate(self, tensor: Tensor) -> None:

@@ -262,7 +262,9 @@ def tell_gradients(
 def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:
     """The tensor hook that tells a gradient, for Dynamo to put into the backward's graph."""
 
-    def arrived(gradient: Tensor) -> None:
+    def arrived(gradient: Tensor | None) -> None:
+        if gradient is None:  # of a graph that broke: what comes to an output that nobody used
+            return
         op = torch.ops.gaff.arrive_any if is_flexible else torch.ops.gaff.arrive
         op([part_of(gradient.detach(), reduce)], ticket, place, sign_of_edge(number))
 

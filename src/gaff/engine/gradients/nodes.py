@@ -83,17 +83,22 @@ class NodeWatch:
     def owners_behind(self, tensor: Tensor, passing: Iterable[str]) -> Iterator[tuple[Any, tuple[Node, int]]]:
         """Whose outputs went into what made ``tensor``: for each the owner, and the node with the number of its output.
 
-        Nodes of the names in ``passing``, written without Backward, are passed over to what is behind them. Only
-        watched nodes are told.
+        Nodes of the names in ``passing``, written without Backward, are passed over to what is behind them, and so is
+        one right behind these that is not watched, a custom Function's. Only watched nodes are told.
         """
         names = {f"{name}Backward" for name in passing}
+
+        def is_passed(node: Node) -> bool:
+            return node.name().rstrip("0123456789").rpartition("::")[2] in names
+
         waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
         known = set(waiting)
         while waiting:
-            for node, number in waiting.pop().next_functions:
+            here = waiting.pop()
+            for node, number in here.next_functions:
                 if node is None:
                     continue
-                if node.name().rpartition("::")[2] in names and node not in known:
+                if node not in known and (is_passed(node) or (is_passed(here) and node not in self._seen)):
                     known.add(node)
                     waiting.append(node)
                 elif node in self._seen:

@@ -198,13 +198,15 @@ class Examination:
 
         def returned(output: Any, run: Any, call: int) -> None:
             tensors = [tensor for _, tensor in iter_tensors(output)] if not self._asleep else []
-            self._trail.nodes.follow(tensors, Ran(Site(path), None, ()))
+            ran = Ran(Site(path), None, ())
             while len(self._now.inside) > 1 and self._now.inside.pop() != path:
                 pass
             for tensor in tensors:
                 made = self._look(tensor, Site(path))
                 if made is not None:
                     made.passed[path] = None
+                    ran.bad[tensor.grad_fn, tensor.output_nr] = made
+            self._trail.nodes.follow(tensors, ran)
             self._producers.note_all(output, Site(path))
             if path == "model":
                 self._sink(output)
