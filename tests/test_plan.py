@@ -87,9 +87,21 @@ def test_models_that_cannot_be_seen_truly_are_refused_before_a_hook():
     class DataParallel(nn.Sequential):
         device_ids = (0, 1)
 
+    class DeepSpeedEngine(nn.Sequential):
+        pass
+
+    class ZeROOrderedDict(dict):
+        pass
+
     with pytest.raises(gaff.PlanError, match="0: FullyShardedDataParallel: the first FSDP lays parameters"):
         gaff.guard(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2))))
     with pytest.raises(gaff.PlanError, match="0: DataParallel runs replicas on several devices"):
         gaff.capture(nn.Sequential(DataParallel()), gaff.maybe("x"), "**")
+    with pytest.raises(gaff.PlanError, match="DeepSpeedEngine: DeepSpeed reduces gradients in buffers of its own"):
+        gaff.capture(DeepSpeedEngine(nn.Linear(2, 2)), "0")
+    parted = nn.Sequential(nn.Linear(2, 2))
+    parted[0]._parameters = ZeROOrderedDict(parted[0]._parameters)
+    with pytest.raises(gaff.PlanError, match="0: Linear: .*ZeRO 3 keeps parameters in parts"):
+        gaff.capture(parted, "0")
     with pytest.raises(gaff.PlanError, match="is TorchScript, which takes no hooks"):
         gaff.capture(torch.jit.script(nn.Sequential(nn.Linear(1, 1))), ":output")

@@ -22,7 +22,12 @@ from gaff.engine.node import Node
 from gaff.errors import PlanError
 
 _PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
-_KINDS = {"OptimizedModule": "compiled", "FullyShardedDataParallel": "sharded", "DataParallel": "replicated"}
+_KINDS = {
+    "OptimizedModule": "compiled",
+    "FullyShardedDataParallel": "sharded",
+    "DataParallel": "replicated",
+    "DeepSpeedEngine": "deepspeed",
+}
 _OWN = "own"  # a class of the user's, which may keep tensors as plain attributes
 SLOW_PATH = "nn.Transformer's fused fast path was not taken: it never calls the modules inside"
 
@@ -70,6 +75,14 @@ class Surroundings:
             return look(model, allows_flat=self.has_flat)
         memory = _memory_of(self.held, self.own)
         return replace(self, is_compiled=self.is_compiled or has_compiled(), memory=memory)
+
+
+_PARTED = "ZeROOrderedDict"  # the class of the tables of parameters that ZeRO 3 gathers when somebody asks for one
+_DEEPSPEED = (
+    "DeepSpeed reduces gradients in buffers of its own, and ZeRO 3 keeps parameters in parts: what passes there was "
+    "never held against one process, so nothing is told of it. Expected torch's fully_shard or "
+    "DistributedDataParallel, or, for values with ZeRO 1 and 2, the model inside the engine (engine.module)"
+)
 
 
 def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
@@ -140,6 +153,8 @@ def _kind(module: nn.Module) -> str:
 
     Wrappers are told by the name of their class or of one above it, so that what is not used need not be imported.
     """
+    if type(module._parameters).__name__ == _PARTED:
+        return "deepspeed"
     if isinstance(module, _PECULIAR):
         return "script" if isinstance(module, torch.jit.ScriptModule) else "fused"
     cls = type(module)
@@ -159,6 +174,8 @@ def _refuse(model: nn.Module, module: nn.Module, kind: str) -> None:
         raise PlanError(f"{at} is TorchScript, which takes no hooks: expected the model it was made from")
     if kind == "sharded":
         raise PlanError(f"{at}: {FLAT}")
+    if kind == "deepspeed":
+        raise PlanError(f"{at}: {_DEEPSPEED}")
     if kind.startswith("Uninitialized"):
         raise PlanError(f"{at} is not initialised yet (lazy): run the model once first")
     if kind == "replicated" and len(getattr(module, "device_ids", ())) > 1:
