@@ -228,12 +228,14 @@ def _distinct(parts: Sequence[RankPart], key: tuple[str, str], phase: str) -> li
 def _is_one_tensor(one: Rows, other: Rows) -> bool:
     """Whether two processes, of which one may be compared with itself, have told numbers of the same tensor.
 
-    Parts of a tensor may be alike where all its elements are: of such numbers nobody can tell.
+    Compared are the steps that both have looked at. Parts of a tensor may be alike where all its elements are: of such
+    numbers nobody can tell.
     """
     names = ("count", "mean", "std", "min", "max")
-    told = [[[row.get(name) for name in names] for _, row in sorted(rows.items())] for rows in (one, other)]
-    is_clear = any(row["min"] < row["max"] for row in one.values())
-    return one is other or (is_clear and told[0] == told[1])
+    both = one.keys() & other.keys()
+    is_clear = any(one[step]["min"] < one[step]["max"] for step in both)
+    is_same = all(one[step].get(name) == other[step].get(name) for step in both for name in names)
+    return one is other or (is_clear and is_same)
 
 
 def _rows(part: RankPart, key: tuple[str, str], phase: str) -> Rows:
