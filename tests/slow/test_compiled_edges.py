@@ -282,6 +282,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo makes one of a custom Function
 def test_modules_of_python_that_are_loaded_again_compile_as_they_do_alone(monkeypatch):
     for _ in range(3):
         module = types.ModuleType("loaded_again")
