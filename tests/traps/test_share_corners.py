@@ -266,7 +266,7 @@ def test_hooks_on_a_base_that_outlives_many_views_stay_few():
     with gaff.capture(Cut(), ":grad_output", last=1) as got:
         for _ in range(1500):
             got._model(base).sum().backward(retain_graph=True)
-        assert len(base._backward_hooks) < 700
+        assert len(base._backward_hooks or ()) < 700
     assert not base._backward_hooks
 
 

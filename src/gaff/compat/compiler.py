@@ -7,7 +7,8 @@ that looks into ``sys.modules`` only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -78,14 +79,21 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def without_donated_buffers() -> Any:
-    """A context manager: what is compiled in it gives no buffer of its forward to its backward.
+@contextmanager
+def without_donated_buffers() -> Iterator[None]:
+    """What is compiled in it gives no buffer of its forward to its backward.
 
-    torch refuses ``retain_graph=True`` and ``create_graph=True`` where it has given one.
+    torch refuses ``retain_graph=True`` and ``create_graph=True`` where it has given one. Not by ``config.patch``, which
+    leaves an entry in the context of the thread each time.
     """
     from torch._functorch import config  # loaded by whoever compiles
 
-    return config.patch(donated_buffer=False)
+    before = config.donated_buffer
+    config.donated_buffer = False
+    try:
+        yield
+    finally:
+        config.donated_buffer = before
 
 
 def has_compiled_autograd() -> bool:
