@@ -4,6 +4,8 @@ import os
 import tempfile
 from importlib.util import find_spec
 
+import schemas
+
 PARTNERS = {
     "tensorboard": "tensorboard",
     "parquet": "pyarrow",
@@ -12,4 +14,5 @@ PARTNERS = {
     "trackio": "trackio",
 }
 collect_ignore = [f"test_{name}.py" for name, package in PARTNERS.items() if find_spec(package) is None]
+schemas.declare()  # transformers imports torchvision where it is installed
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp()  # read when trackio is imported

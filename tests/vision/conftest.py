@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-if torch.version.cuda is None:  # the wheel of torchvision holds CUDA operators only; declared, it can be imported
-    _LIBRARY = torch.library.Library("torchvision", "DEF")
-    for _name in ("nms", "qnms"):
-        _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+import schemas
+
+schemas.declare()
 
 try:
     import timm  # noqa: F401
