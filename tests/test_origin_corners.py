@@ -403,3 +403,17 @@ def test_a_bad_parameter_that_nothing_uses_was_not_made_by_an_optimizer():
     with torch.no_grad():
         model.unused.zero_()
     assert gaff.find_nonfinite(step, model=model).direction == "update"
+
+
+def test_a_cast_that_overflowed_is_the_origin_of_what_a_custom_function_made_of_it():
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    model = Around(lambda h: Doubles.apply((h + 1e6).to(torch.float16)).float())
+    assert gaff.find_nonfinite(lambda: model(torch.ones(3, 4)), model=model).site == "/to#0"

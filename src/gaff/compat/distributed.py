@@ -19,7 +19,7 @@ from torch import Tensor
 from gaff.errors import PlanError
 
 _PARALLEL = ("torch.distributed.tensor", "transformers.integrations.tensor_parallel")  # whose hooks place tensors
-# autograd Functions of DTensor, and the one through which FSDP2 hands a unit its inputs
+# autograd nodes that hand on what they get: those of DTensor, and by which FSDP2 hands a unit its inputs and casts
 CONVERSIONS = ("_FromTorchTensor", "_ToTorchTensor", "Redistribute", "RegisterPostBackwardFunction", "ToCopy")
 
 

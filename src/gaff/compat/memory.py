@@ -27,7 +27,7 @@ def is_freed(tensor: Tensor) -> bool:
     """Whether the memory of ``tensor`` was given back while it was held: to read it would end the process."""
     try:
         return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-    except (RuntimeError, NotImplementedError):  # torch's words for sparse and the like: no memory of their own
+    except RuntimeError:  # torch's word for sparse tensors and the like, which have no memory of their own
         return False
 
 
@@ -42,10 +42,10 @@ def version_of(tensor: Tensor) -> int:
 
 
 def shares(one: Tensor, other: Tensor) -> bool:
-    """Whether a write to one of the two can change the other: both are of one memory."""
+    """Whether a write to one of the two can change the other: both lie in one memory, as far as torch can tell."""
     try:
-        return memory_of(one) == memory_of(other)
-    except (RuntimeError, NotImplementedError):  # torch's words for sparse and the like: no memory of their own
+        return one is other or memory_of(one) == memory_of(other)
+    except RuntimeError:  # torch's word for sparse tensors and the like, which have no memory of their own
         return False
 
 

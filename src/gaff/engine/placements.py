@@ -2,7 +2,7 @@
 
 A module that hands out this process's part does so by ``DTensor.to_local``. While a session is open something stands
 there that notes the placement of what it returns (``compat.placements.PARTS``). Modules without parameters and children
-that return a tensor as large as their input, activations and dropout, pass it on.
+that return a tensor as large as their input, activations and dropout, pass it on, but for a sum that is still due.
 """
 
 from __future__ import annotations
@@ -64,5 +64,7 @@ class _PassOn:
         if given is None or not isinstance(output, Tensor) or distributed.is_spread(given):
             return
         placement: Placement | None = PARTS.get(given)
-        if placement is not None and output is not given and output.shape == given.shape:
+        if placement is None or placement.is_sum:  # what it makes of a summand is none of what it makes of the sum
+            return
+        if output is not given and output.shape == given.shape:
             PARTS[output] = placement

@@ -7,6 +7,7 @@ what passes in an ordinary forward, an ``Act`` changes it, or asks for its gradi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -110,7 +111,7 @@ class Look(Protocol):
     def __call__(self, value: Any, run: Run, call: int, /) -> None: ...
 
 
-class Act:
+class Act(ABC):
     """Acts on what passes a side: puts something else in its place, or sets the hooks by which a gradient is heard of.
 
     One that ``needs_graph`` is called once for each call, where an autograd graph is made that lasts. Any other is
@@ -119,12 +120,12 @@ class Act:
 
     needs_graph = False
 
+    @abstractmethod
     def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
         """What passes on, or None for ``value`` itself, into which it must not write. ``given``: the call's arguments.
 
         Raising stops the user's run.
         """
-        raise NotImplementedError  # each act says what it does
 
     def before_graph(self, value: Any, crossing: Crossing) -> None:
         """The call has no autograd graph that lasts, but may be run again with one: asked of acts that need a graph."""

@@ -59,9 +59,8 @@ def told_by_what_helps(case: RunCase) -> Claim | None:
     softer = [one for one in alike if one not in raised]
     if softer:
         return _too_large(case, known, softer, told)
-    if (
-        raised and known.gain(raised[0]) >= _TOO_LOW and case.found(*READ) is None
-    ):  # else larger steps in the wrong loss
+    is_right_loss = case.found(*READ) is None  # else larger steps do well in the wrong one
+    if raised and is_right_loss and known.gain(raised[0]) >= _TOO_LOW:
         rate = case.lr.first if case.lr is not None and case.lr.values else None
         text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
         return Claim("learning_rate_too_low", "certain", f"{text}: {_compared(known, raised[0])}", told, 0,

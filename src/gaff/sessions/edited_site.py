@@ -230,7 +230,7 @@ class EditedSite:
             new = self.edit.change(value, event)
         except (RuntimeError, GaffError):
             return None  # the long way round says why
-        if type(new) is not Tensor or new.dtype is not value.dtype or new.shape != value.shape:
+        if type(new) is not Tensor or new.dtype is not value.dtype or new.shape != value.shape or new._is_view():
             return None
         hits = size.hits = size.hits + 1
         if hits <= _MEASURED_FIRST or not hits & (hits - 1):

@@ -207,7 +207,7 @@ class Keeper:
             if self.reduce is not None and not is_reduced(tensor):
                 exact = self._safe(tensor, is_foreign)
                 part = distributed.settled(self.reduce(exact))
-                is_part = shares_memory(part, exact)
+                is_part = memory.shares(part, exact)
                 tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
             moved = self._move(tensor, checks)
             if moved is not tensor:
@@ -273,16 +273,6 @@ def hold(
     alias = tensor.detach()  # shares the version counter, and does not hold the graph
     checks.append(_version_check(alias, memory.version_of(tensor)))
     return tensor if has_graph else alias
-
-
-def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie in the same memory; False where torch cannot tell (sparse, nested)."""
-    if one is other:
-        return True
-    try:
-        return memory.memory_of(one) == memory.memory_of(other)
-    except RuntimeError:
-        return False
 
 
 def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:

@@ -7,7 +7,7 @@ the ``Ledger`` its size, and counts for the receipt what could not be kept and w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -48,12 +48,12 @@ class KeptSite:
     none = 0  # events whose value was None
     evicted = 0  # events that were let go
     remarks: AbstractSet[str] = frozenset()
-    parts: Mapping[tuple[int, int], Mapping[Key, Placement]] = {}  # by run and call: where tensors lie
     is_replaced = False  # what fires is no longer what the address names
 
     def __init__(self, pattern: str, site: Site, keeper: Keeper, ledger: Ledger, last: int | None) -> None:
         self.patterns = [pattern]  # all that asked for this site
         self.site = site
+        self.parts: dict[tuple[int, int], dict[Key, Placement]] = {}  # by run and call: where held tensors lie
         self.records: deque[tuple[Moment, int, Any]] = deque()
         self.inner: dict[Key | Site, KeptSite] = {}  # of single tensors inside this site's value, of single ops
         self.reasons: dict[str, int] = {}
@@ -98,7 +98,7 @@ class KeptSite:
         """Note which tensors of a value are this process's part of one that is spread, and say so in the receipt."""
         found = {key: PARTS[tensor] for key, tensor in iter_tensors(value) if tensor in PARTS}
         if found and self._keeper.reduce is None:
-            self.parts = {**self.parts, (run.index, call): found}
+            self.parts[run.index, call] = found
         more = "got.full(...) puts it together" if self._keeper.reduce is None else "what is kept is of that part"
         for part in found.values():
             if not part.is_whole:
@@ -190,7 +190,9 @@ class KeptSite:
 
     def evict(self) -> None:
         """Let the oldest event go, and tell the ledger. Must not be called where none is held."""
-        kept = self.records.popleft()[2]
+        run, call, kept = self.records.popleft()
+        if self.parts and not (self.records and self.records[0][:2] == (run, call)):
+            self.parts.pop((run.index, call), None)
         size = kept.nbytes if type(kept) is Tensor and kept.layout == torch.strided else size_of(kept)
         self.evicted += 1
         self._ledger.held -= size
@@ -199,6 +201,7 @@ class KeptSite:
         """Let all events go, those of single tensors and ops, too; ``Capture.clear`` tells the ledger."""
         self.evicted += len(self.records)
         self.records.clear()
+        self.parts = {}
         if self.inner:
             for inner in self.inner.values():
                 inner.clear()

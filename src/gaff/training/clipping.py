@@ -151,9 +151,7 @@ class Clipping:
         if not (is_told and self._limits.nonfinite == "skip") and not bool(total.isfinite()):
             if self._guard.is_overflow_of_scaler():
                 self.audit.add(total, skipped=True)
-                return (
-                    True  # as the scaler would: but a fused optimizer makes its state then, of SGD one never written to
-                )
+                return True  # as the scaler would; a fused optimizer would make its state then, of SGD for nothing
             bad = self._parameters.nonfinite(gradients, numbers)
             if bad and self._limits.nonfinite == "skip":
                 self.audit.add(total, skipped=True, nonfinite=bad)

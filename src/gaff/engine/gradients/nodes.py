@@ -83,8 +83,8 @@ class NodeWatch:
     def owners_behind(self, tensor: Tensor, passing: Iterable[str]) -> Iterator[tuple[Any, tuple[Node, int]]]:
         """Whose outputs went into what made ``tensor``: for each the owner, and the node with the number of its output.
 
-        Nodes of the names in ``passing``, written without Backward, are passed over to what is behind them, and so is
-        one right behind these that is not watched, a custom Function's. Only watched nodes are told.
+        Asked is also behind nodes of the names in ``passing``, written without Backward, and behind one right behind
+        these that is not watched, a custom Function's. Only watched nodes are told.
         """
         names = {f"{name}Backward" for name in passing}
 
@@ -98,11 +98,11 @@ class NodeWatch:
             for node, number in here.next_functions:
                 if node is None:
                     continue
+                if node in self._seen:
+                    yield self._seen[node].owner, (node, number)
                 if node not in known and (is_passed(node) or (is_passed(here) and node not in self._seen)):
                     known.add(node)
                     waiting.append(node)
-                elif node in self._seen:
-                    yield self._seen[node].owner, (node, number)
 
     def close(self) -> None:
         """Remove the hooks, and let go of the nodes and of what they saved."""

@@ -171,8 +171,7 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
         is_one = row.std <= 1e-6 * row.rms
         if port == "input" and not has_begun and is_one:
             told = f"the first layer is given the same number everywhere ({key[1]})"
-            yield Hit(key, told, mean=row.mean, std=row.std,
-                      called=at)  # fmt: skip
+            yield Hit(key, told, mean=row.mean, std=row.std, called=at)
             return
         if units is not None and row.zeros == 1.0:
             return

@@ -29,9 +29,9 @@ class Looks:
 
     The watcher makes one, begins and ends looks at training steps by it, and tells it of each run. Looks at an
     evaluation it opens by itself, and closes with the run: ``evaluated`` gets each of them, ``heard`` what its losses
-    came to. ``eval_mode``: models with
-    dropout or BatchNorm that ran with gradients in eval mode since the look before. ``is_endless``: so many
-    runs came without an optimizer's step that nobody can be training with one. All on the thread that trains.
+    came to. ``eval_mode``: models with dropout or BatchNorm that ran with gradients in eval mode since the look before.
+    ``is_endless``: so many runs came without an optimizer's step that nobody can be training with one. All on the
+    thread that trains.
     """
 
     def __init__(

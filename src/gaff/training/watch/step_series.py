@@ -67,8 +67,7 @@ class StepSeries:
         """The numbers of consecutive steps as columns by name, NaN where there is none. Waits for devices.
 
         ``unclipped_norm`` is there only where ``clip_grad_norm_`` is called, ``scale`` and ``skipped`` only with a
-        GradScaler, ``to_forward`` and ``to_backward`` (see ``Alone``)
-        only where several processes train together.
+        GradScaler, ``to_forward`` and ``to_backward`` (see ``Alone``) only where several processes train together.
         """
         nothing = math.nan
         names = dict.fromkeys(name for one in pulses for name in one.numbers.losses)
