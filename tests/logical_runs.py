@@ -1,12 +1,8 @@
 """Edits of a model that lies on several processes, and what they make of it: for ``slow/test_logical_tensor.py``."""
 
-import os
-import warnings
-from datetime import timedelta
 from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -227,16 +223,9 @@ def gradient_of(model):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def rank_main(rank, setting, store, out, finished):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"
-    world = SETTINGS[setting]
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
-                            timeout=timedelta(seconds=120))  # fmt: skip
+def found_by(rank, setting):
+    """By edit: what came of it; and what of a model that no edit touched is put together."""
     to_local = DTensor.to_local
     found = {one: outcome(build(setting, one[0]), *one[1:]) for one in every()}
     assert DTensor.to_local is to_local
-    torch.save((found, whole(setting)), f"{out}/{rank}.pt")
-    finished.wait()
-    os._exit(0)
+    return found, whole(setting)

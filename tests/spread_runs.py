@@ -1,12 +1,9 @@
 """What one rank of a sharded run does, for the tests of it: importable, so that processes can be spawned with it."""
 
 import contextlib
-import datetime
 import math
-import os
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -232,13 +229,8 @@ OUT = ["."]  # where the processes of a run write
 RUNS = {name.removeprefix("run_"): run for name, run in list(globals().items()) if name.startswith("run_")}
 
 
-def rank_main(rank, world, kind, store, out, finished):
-    """Does every run on a model of its own, and writes what it found."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
-    )
+def found_by(rank, world, kind, out):
+    """What every run finds, each on a model of its own."""
     found = {}
     OUT[0] = out
     replica = {"tp": None, "2d": rank // 2}.get(kind, rank)  # ranks of tensor parallelism share their rows
@@ -246,6 +238,4 @@ def rank_main(rank, world, kind, store, out, finished):
     for name, run in RUNS.items():
         data = batch(0 if replica is None else replica, rows)
         found[name] = run(spread(kind, world), data, rank)
-    torch.save(found, f"{out}/{rank}.pt")
-    finished.wait()  # gloo aborts a process whose peer goes away while it still talks
-    os._exit(0)  # and now and then one that ends
+    return found

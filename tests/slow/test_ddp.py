@@ -1,14 +1,13 @@
 """Two ranks: clipping sees what DDP has averaged, and an edit of a wrapped model acts on each rank's own batch."""
 
-import copy
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import gaff
+from ranks import of_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -37,20 +36,13 @@ def train(model, x, *, spoil):
     return norms, handle.audit.skipped, [one.detach().clone() for one in model.parameters()]
 
 
-def rank_main(rank, store, results, finished):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def found_by(rank):
     model = nn.parallel.DistributedDataParallel(build())
-    results[rank] = train(model, batch()[4 * rank : 4 * rank + 4], spoil=rank == 0)
-    finished.wait()  # gloo aborts a process whose peer goes away while it still talks
-    dist.destroy_process_group()
+    return train(model, batch()[4 * rank : 4 * rank + 4], spoil=rank == 0)
 
 
-def test_both_ranks_clip_and_skip_as_one_process_on_the_whole_batch(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(rank_main, (str(tmp_path / "store"), results, context.Barrier(2)), nprocs=2)
-        found = [copy.deepcopy(results[rank]) for rank in range(2)]
+def test_both_ranks_clip_and_skip_as_one_process_on_the_whole_batch():
+    found = of_ranks(found_by, 2)
     norms, skipped, weights = train(build(), batch(), spoil=True)
     for rank_norms, rank_skipped, rank_weights in found:
         assert rank_skipped == skipped == 1

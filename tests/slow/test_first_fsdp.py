@@ -5,6 +5,7 @@ import torch
 
 import first_fsdp_runs as runs
 import gaff
+from ranks import of_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -12,9 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("first_fsdp")
-    finished = torch.multiprocessing.get_context("spawn").Barrier(runs.WORLD)
-    torch.multiprocessing.spawn(runs.rank_main, (str(out / "store"), str(out), finished), nprocs=runs.WORLD)
-    return out, [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(runs.WORLD)]
+    return out, of_ranks(runs.found_by, runs.WORLD, str(out))
 
 
 @pytest.mark.parametrize("how", runs.LIMITS)

@@ -5,19 +5,15 @@ import torch
 
 import guard_runs
 from guard_runs import FAULTS, SPREADS
+from ranks import of_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", params=list(SPREADS))
-def reports(request, tmp_path_factory):
+def reports(request):
     """By fault: the report of each rank."""
-    out = tmp_path_factory.mktemp(request.param)
-    world = SPREADS[request.param]
-    finished = torch.multiprocessing.get_context("spawn").Barrier(world)
-    arguments = (request.param, str(out / "store"), str(out), finished)
-    torch.multiprocessing.spawn(guard_runs.rank_main, arguments, nprocs=world)
-    found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    found = of_ranks(guard_runs.found_by, SPREADS[request.param], request.param)
     return {fault: [one[fault] for one in found] for fault in FAULTS}
 
 

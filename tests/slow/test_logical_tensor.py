@@ -6,6 +6,7 @@ import torch
 import gaff
 import logical_runs
 from logical_runs import SETTINGS
+from ranks import of_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MOST_REFUSED = 0.02  # of all
@@ -18,12 +19,8 @@ def alone():
 
 
 @pytest.fixture(scope="module", params=list(SETTINGS))
-def ranks(request, tmp_path_factory):
-    out, world = tmp_path_factory.mktemp(request.param), SETTINGS[request.param]
-    finished = torch.multiprocessing.get_context("spawn").Barrier(world)
-    arguments = (request.param, str(out / "store"), str(out), finished)
-    torch.multiprocessing.spawn(logical_runs.rank_main, arguments, nprocs=world)
-    return request.param, [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
+def ranks(request):
+    return request.param, of_ranks(logical_runs.found_by, SETTINGS[request.param], request.param)
 
 
 def differences(found, truth):

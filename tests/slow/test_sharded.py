@@ -5,6 +5,7 @@ import torch
 
 import gaff
 import spread_runs
+from ranks import of_ranks
 from spread_runs import EDITS, ROWS, SITES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -21,11 +22,8 @@ def runs(request, tmp_path_factory):
     """What every rank found, and what one process finds with all rows."""
     kind, world = request.param, KINDS[request.param]
     out = tmp_path_factory.mktemp(kind)
-    finished = torch.multiprocessing.get_context("spawn").Barrier(world)
-    arguments = (world, kind, str(out / "store"), str(out), finished)
-    torch.multiprocessing.spawn(spread_runs.rank_main, arguments, nprocs=world)
+    found = of_ranks(spread_runs.found_by, world, world, kind, str(out))
     spread_runs.OUT[0] = str(out)
-    found = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
     data = spread_runs.batch(None, replicas(kind))
     alone = {
         name: run(spread_runs.build(), data, None) for name, run in spread_runs.RUNS.items() if name != "divergent"

@@ -5,6 +5,7 @@ import torch
 
 import gaff
 import trainer_runs as runs
+from ranks import of_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 IN_PARTS = ("layers.1.act", "layers.0.wq", "layers.1.up:grad_output")  # under tensor parallelism
@@ -13,9 +14,7 @@ IN_PARTS = ("layers.1.act", "layers.0.wq", "layers.1.up:grad_output")  # under t
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("trainer")
-    finished = torch.multiprocessing.get_context("spawn").Barrier(runs.WORLD)
-    torch.multiprocessing.spawn(runs.rank_main, (str(out / "store"), str(out), finished), nprocs=runs.WORLD)
-    return out, [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(runs.WORLD)]
+    return out, of_ranks(runs.found_by, runs.WORLD, str(out))
 
 
 @pytest.fixture(scope="module")

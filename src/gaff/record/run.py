@@ -21,7 +21,7 @@ from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.flight import ENDING as RING
-from gaff.record.flight import Flight, read_left, read_ring
+from gaff.record.flight import Flight, read_left, read_ring, steps_of
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
@@ -77,6 +77,7 @@ class Record:
         self._open()
         for part in self._parts:
             part.read()
+        self._flown = max(_flown(part.reader.path.with_suffix(RING)) for part in self._parts)
 
     def _open(self) -> None:
         """Take in the logs that are not known yet, by the rank in their names.
@@ -147,8 +148,9 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps completed, as far as it was written: at least those that were looked at."""
-        most = 0
+        """Optimizer steps completed: those of the logs, and of a process that was killed also the ones that its ring of
+        last steps holds and its log does not yet. A ring that cannot be read counts none; ``flight`` says why."""
+        most = self._flown
         for part in self._parts:
             looks = [step for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
             most = max([most, *(step + 1 for step in looks)])
@@ -351,6 +353,14 @@ def _read_head(path: Path) -> dict[str, Any]:
             f"{path}: version {version!r} of the format: this gaff reads up to {VERSION}; install a later"
         )
     return dict(found)
+
+
+def _flown(ring: Path) -> int:
+    """How many steps a ring says were completed; 0 where it is not there or cannot be read."""
+    try:
+        return steps_of(ring) if ring.exists() else 0
+    except RecordError:
+        return 0
 
 
 def _case(record: Record) -> RunCase:
