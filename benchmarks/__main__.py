@@ -11,6 +11,7 @@ import gaff
 from benchmarks import compiled as compiled_prices
 from benchmarks import edits as edit_prices
 from benchmarks import exported as exported_prices
+from benchmarks import harvest as harvest_prices
 from benchmarks import ops as op_prices
 from benchmarks import pages as page_prices
 from benchmarks import sharded as sharded_prices
@@ -324,6 +325,10 @@ def exported():
     exported_prices.prices()
 
 
+def harvest():
+    harvest_prices.prices()
+
+
 def main():
     torch.set_num_threads(1)
     wanted = sys.argv[1:] or [
@@ -346,6 +351,7 @@ def main():
         "compiled",
         "sharded",
         "exported",
+        "harvest",
     ]
     print(f"torch {torch.__version__}, one thread, medians of CPU time")
     for name in wanted:

@@ -18,7 +18,8 @@ EXAMPLES = [page for page in PAGES if "```python" in page.read_text(encoding="ut
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
-def test_examples_run(page, monkeypatch):
+def test_examples_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # some write files
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))  # an example declares one
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     names = {}
@@ -34,6 +35,8 @@ def test_every_public_name_port_error_and_command_is_documented():
     for command in (
         "gaff trace",
         "gaff take",
+        "gaff harvest",
+        "gaff check",
         "gaff sites",
         "gaff apply",
         "gaff nan",

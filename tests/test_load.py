@@ -47,9 +47,9 @@ def test_a_trace_and_a_run_come_back_by_the_same_name(net, tmp_path):
         (
             "p.json",
             json.dumps({"gaff_plan": 1}),
-            "is a plan: expected a run, a trace, an anatomy or a capture; gaff.Plan.load",
+            "is a plan: expected a run, a trace, an anatomy, a capture or a harvest; gaff.Plan.load",
         ),
-        ("x.json", "[1, 2]", "is other JSON: expected a run, a trace, an anatomy or a capture"),
+        ("x.json", "[1, 2]", "is other JSON: expected a run, a trace, an anatomy, a capture or a harvest"),
         ("x.txt", "hello", "is a text that is no JSON"),
         ("x", "", "is empty"),
         ("x.html", "<html>", "is a page: .* open it in a browser"),

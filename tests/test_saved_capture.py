@@ -418,7 +418,7 @@ def test_hostile_files_are_refused(kept, tmp_path, damage):
 def test_other_files_of_tensors_and_torn_ones_are_told_for_what_they_are(kept, tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "y.safetensors")
     with pytest.raises(
-        RecordError, match="is a file of tensors: expected a run, a trace, an anatomy or a capture; read"
+        RecordError, match="is a file of tensors: expected a run, a trace, an anatomy, a capture or a harvest; read"
     ):
         gaff.load(tmp_path / "y.safetensors")
     whole = kept[2].read_bytes()

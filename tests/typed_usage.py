@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gaff
+from gaff.address.grammar import Site
 
 
 def look(model: nn.Module, x: Tensor, loss: Tensor) -> str:
@@ -24,8 +25,8 @@ def look(model: nn.Module, x: Tensor, loss: Tensor) -> str:
     plan = gaff.Plan.of("0", last=1, clone=True)
     with gaff.capture(model, plan):
         model(x)
-    site = gaff.Site("fc", port="grad")
-    stacked: Tensor = got.stack("h.*", [model, "fc"], gaff.Site("fc"))
+    site = Site("fc", port="grad")
+    stacked: Tensor = got.stack("h.*", [model, "fc"], Site("fc"))
     got.save(Path("x.safetensors"))
     saved = gaff.load("x.safetensors", "capture")
     shapes = {name: value.shape for name, value in saved.run(0).items()}
@@ -48,7 +49,7 @@ def change(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Non
     print(changed.receipt)
     with gaff.capture(model, "0") as got:
         model(x)
-    patches = {"1": gaff.edits.patch(got, source="0"), "2": gaff.edits.patch(source=gaff.Site("0"), detach=True)}
+    patches = {"1": gaff.edits.patch(got, source="0"), "2": gaff.edits.patch(source=Site("0"), detach=True)}
     with gaff.edit(model, {**patches, "3": gaff.edits.patch(gaff.load("x.safetensors", "capture"), rows=0)}):
         model(x)
     with gaff.edit({x: gaff.edits.zero()}):

@@ -16,6 +16,7 @@ _HOMES = {
     "anatomy": "gaff.api",
     "find_nonfinite": "gaff.api",
     "guard": "gaff.api",
+    "harvest": "gaff.api",
     "clip_gradients": "gaff.api",
     "sample_norms": "gaff.api",
     "sites": "gaff.api",
@@ -26,7 +27,7 @@ _HOMES = {
     "load": "gaff.inspection.saved",
     "maybe": "gaff.sessions.request",
     "Plan": "gaff.sessions.plan",
-    "Site": "gaff.address.grammar",
+    "Site": "gaff.address.grammar",  # reachable by its short name, too; its place is gaff.address
     "GaffError": "gaff.errors",
     # reachable by their short names, too; their place is gaff.errors
     "SiteError": "gaff.errors",
@@ -41,7 +42,6 @@ _MODULES = ("edits", "errors", "keep")
 __all__ = [
     "GaffError",
     "Plan",
-    "Site",
     "anatomy",
     "capture",
     "clip_gradients",
@@ -51,6 +51,7 @@ __all__ = [
     "errors",
     "find_nonfinite",
     "guard",
+    "harvest",
     "keep",
     "load",
     "maybe",
@@ -63,7 +64,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gaff import edits, errors, keep
-    from gaff.address.grammar import Site
     from gaff.api import (
         anatomy,
         capture,
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         edit,
         find_nonfinite,
         guard,
+        harvest,
         sample_norms,
         sites,
         take,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +22,8 @@ if TYPE_CHECKING:  # tools are loaded when they are called
     from typing_extensions import Unpack
 
     from gaff.edits.places import EditLike
+    from gaff.harvesting.rows import Rows
+    from gaff.harvesting.store import Store
     from gaff.inspection.anatomy import Anatomy
     from gaff.inspection.nonfinite.report import Report
     from gaff.inspection.sites import Sites
@@ -264,6 +269,69 @@ def take(
     from gaff.sessions.take import take as make_take
 
     return make_take(model, patterns, given({"to": to, "dtype": dtype, "reduce": reduce, "clone": clone}))
+
+
+def harvest(  # noqa: PLR0913  # what to keep, and how
+    model: nn.Module,
+    data: Any,
+    /,
+    *patterns: PatternLike | Plan,
+    out: str | PathLike[str],
+    rows: Rows | Callable[[Any], Tensor] = "sample",
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    mask: str | None = None,
+    labels: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None = None,
+    reduce: Reducer | None = None,
+    dtype: torch.dtype | str | None = None,
+    nonfinite: Literal["count", "mark", "refuse"] = "count",
+    shard: int = 64,
+    training: bool = False,
+    accept_changes: bool = False,
+    progress: bool = True,
+) -> Store:
+    """Run ``model`` over ``data`` and keep what passes at some sites on disk; begun again, it goes on where it was.
+
+    ``gaff.harvest(model, loader, "h.*.mlp", out="acts")["h.3.mlp"][:8]``. The folder holds ordinary safetensors files,
+    a checksum (CRC32C) of every block of rows, and labels of each row. Rows are written batch after batch, so memory
+    holds one batch. Needs the extra ``harvest``.
+
+    Args:
+        model: any module that is whole in this process. It is in evaluation mode meanwhile, unless ``training``.
+        data: a DataLoader, any iterable of batches, or one batch. A dict is passed as keywords, of a tuple or list the
+            first element; batches are moved to the model's device.
+        patterns: as ``capture`` takes them. Forward values only: the model stops at the last one, without gradients.
+        out: a new folder, or that of the same harvest, which is completed.
+        rows: what one row is. "sample": the first dimension; "token": the first two, where the mask is true (that of
+            ``attention_mask``, or all); "position": the first two; or a function from a batch to a mask over them.
+        loss: of gradients, a function (output, batch) -> scalar; ``.grad`` of parameters is as before afterwards.
+        inputs: a function from a batch to what the model takes.
+        mask: the key of another mask in the batch, for "token".
+        labels: columns beside sample, position and token: a dict from name to key (or place) in the batch, or a
+            function from a batch to a dict; numbers of shape ``[samples]`` or ``[samples, positions]``.
+        reduce, dtype: as ``capture`` knows them; the first dimensions must stay.
+        nonfinite: rows with a NaN or an infinity are told by a warning ("count"), also by a label ``finite``
+            ("mark"), or end the harvest ("refuse").
+        shard: batches in each shard: what is done anew after a kill.
+        training: leave the modes of the modules as they are.
+        accept_changes: go on although model, data, plan or versions are others than at the beginning.
+        progress: draw a bar on a terminal, where the package ``rich`` is there.
+
+    Under ``torchrun`` each rank does its own shards: ``data`` must give every rank the same batches.
+
+    Raises:
+        SiteError, PlanError: before anything runs, and for what cannot be told apart by rows. RecordError: where what
+            is there is damaged, or the data gives something else than the first time.
+    """
+    from gaff.harvesting.progress import on_terminal, silent
+    from gaff.harvesting.run import HarvestOptions
+    from gaff.harvesting.run import harvest as run_harvest
+
+    options = HarvestOptions(
+        rows, loss, inputs, mask, labels or {}, reduce, dtype, nonfinite, shard, training, accept_changes
+    )
+    with on_terminal() if progress else nullcontext(silent) as tell:
+        return run_harvest(model, data, patterns, Path(out), options, tell)
 
 
 def trace(

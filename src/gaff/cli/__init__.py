@@ -14,7 +14,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from gaff.cli import anatomy, apply, diff, export, nan, replay, report, runs, sites, take, trace, try_, watch
+from gaff.cli import (
+    anatomy,
+    apply,
+    check,
+    diff,
+    export,
+    harvest,
+    nan,
+    replay,
+    report,
+    runs,
+    sites,
+    take,
+    trace,
+    try_,
+    watch,
+)
 from gaff.cli.parser import Parser, did_you_mean
 from gaff.errors import GaffError
 from gaff.training.watch.settings import to_stderr
@@ -40,6 +56,8 @@ class Command(Protocol):
 COMMANDS: Mapping[str, Command] = {
     "trace": trace,
     "take": take,
+    "harvest": harvest,
+    "check": check,
     "sites": sites,
     "apply": apply,
     "anatomy": anatomy,

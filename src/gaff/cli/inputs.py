@@ -122,9 +122,18 @@ def _named(value: Any) -> Call:
 
 def _text(spec: str, folder: str) -> Call:
     """A text as the keyword arguments that the tokenizer in the folder of the model makes of it."""
-    tokenizers = need("transformers", "transformers", for_=f"input {spec!r}").AutoTokenizer
-    tokenizer = tokenizers.from_pretrained(folder, local_files_only=True)
-    return (), dict(tokenizer(spec, return_tensors="pt"))
+    return (), dict(tokenizer_of(folder, f"input {spec!r}")(spec, return_tensors="pt"))
+
+
+def tokenizer_of(folder: str, what: str) -> Any:
+    """The tokenizer in the folder of a transformers model; ``what`` needs it, and begins the message without it."""
+    tokenizers = need("transformers", "transformers", for_=what).AutoTokenizer
+    return tokenizers.from_pretrained(folder, local_files_only=True)
+
+
+def is_image(path: Path) -> bool:
+    """Whether a path ends as files of images do."""
+    return path.suffix.lower() in _IMAGES
 
 
 def _file(spec: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -157,6 +158,13 @@ def arrived(tensor: Tensor) -> Tensor:
         return tensor
     found: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
     return found
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and how many ranks there are, as torch or the environment of a launcher says; else 0, 1."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def meshes_of(model: Any) -> list[Any]:

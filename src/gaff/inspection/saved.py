@@ -14,12 +14,14 @@ from gaff.record.flight import ENDING as RING
 from gaff.record.run import ENDING, Record
 
 if TYPE_CHECKING:
+    from gaff.harvesting.store import Store
     from gaff.sessions.saved_capture import SavedCapture
 
 _MOST_BYTES = 500 * 2**20
-_KINDS = ("run", "trace", "anatomy", "capture")
-_EXPECTED = "expected a run, a trace, an anatomy or a capture"
+_KINDS = ("run", "trace", "anatomy", "capture", "harvest")
+_EXPECTED = "expected a run, a trace, an anatomy, a capture or a harvest"
 _TENSORS = ".safetensors"
+_HARVEST = "harvest.json"
 # What else there is: by the ending of a file, what it is and what reads it.
 _OTHERS = {
     ".html": ("a page", "open it in a browser"),
@@ -45,16 +47,20 @@ def load(path: str | PathLike[str], kind: Literal["anatomy"]) -> Anatomy: ...
 @overload
 def load(path: str | PathLike[str], kind: Literal["capture"]) -> SavedCapture: ...
 @overload
+def load(path: str | PathLike[str], kind: Literal["harvest"]) -> Store: ...
+@overload
 def load(path: str | PathLike[str], kind: None = None) -> Any: ...
 def load(path: str | PathLike[str], kind: str | None = None) -> Any:
-    """Read back what was saved: a run (a folder), a trace, an anatomy or a capture (a file).
+    """Read back what was saved: a run or a harvest (folders), a trace, an anatomy or a capture (files).
 
     Args:
-        path: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written, as a ``Record``; or a file of
-            ``Trace.save``, ``Anatomy.save`` or ``Capture.save``, or of ``--out`` of their commands.
-        kind: "run", "trace", "anatomy" or "capture", where only that will do; editors then know what comes back.
+        path: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written, as a ``Record``, or that of
+            ``gaff.harvest``, as a ``Store``; or a file of ``Trace.save``, ``Anatomy.save`` or ``Capture.save``, or of
+            ``--out`` of their commands.
+        kind: "run", "trace", "anatomy", "capture" or "harvest", where only that will do; editors then know what comes
+            back.
 
-    Unpickles nothing, and needs torch and safetensors for a capture only, whose tensors come on the CPU. A run that is
+    Unpickles nothing, and needs torch for captures and harvests only, whose tensors come on the CPU. A run that is
     still going on can be opened; its ``refresh()`` reads on.
 
     Raises:
@@ -69,16 +75,12 @@ def load(path: str | PathLike[str], kind: str | None = None) -> Any:
     return found
 
 
-def _read(path: Path) -> tuple[str, Record | Trace | Anatomy | SavedCapture]:
+def _read(path: Path) -> tuple[str, Record | Trace | Anatomy | SavedCapture | Store]:
     """What is at ``path``, with its kind."""
     if not path.exists():
         raise RecordError(f"{str(path)!r} is not there: expected the folder of a run, or a file that gaff has saved")
     if path.is_dir():
-        inside = [one for one in sorted(path.iterdir()) if one.is_dir() and any(one.glob(f"*{ENDING}"))]
-        if inside and not any(path.glob(f"*{ENDING}")):
-            names = ", ".join(str(one) for one in inside[:4]) + (" ..." if len(inside) > 4 else "")
-            raise RecordError(f"{str(path)!r} is a folder of {len(inside)} runs: expected one of them, such as {names}")
-        return "run", Record(path)
+        return _folder(path)
     if path.suffix.lower() == _TENSORS and _is_capture(path):
         from gaff.sessions.saved_capture import read
 
@@ -98,6 +100,19 @@ def _read(path: Path) -> tuple[str, Record | Trace | Anatomy | SavedCapture]:
         raise RecordError(f"{str(path)!r} is a plan: {_EXPECTED}; gaff.Plan.load reads it")
     is_other = "other JSON" if told else "a text that is no JSON" if text.strip() else "empty"
     raise RecordError(f"{str(path)!r} is {is_other}: {_EXPECTED}")
+
+
+def _folder(path: Path) -> tuple[str, Record | Store]:
+    """The run or the harvest in a folder, with its kind."""
+    if (path / _HARVEST).is_file():
+        from gaff.harvesting.store import Store
+
+        return "harvest", Store(path)
+    inside = [one for one in sorted(path.iterdir()) if one.is_dir() and any(one.glob(f"*{ENDING}"))]
+    if inside and not any(path.glob(f"*{ENDING}")):
+        names = ", ".join(str(one) for one in inside[:4]) + (" ..." if len(inside) > 4 else "")
+        raise RecordError(f"{str(path)!r} is a folder of {len(inside)} runs: expected one of them, such as {names}")
+    return "run", Record(path)
 
 
 def _is_capture(path: Path) -> bool:

@@ -179,7 +179,7 @@ class Take(nn.Module):
         parts: dict[str, list[Tensor]] = {}
         device = libraries.device_of(self.model)
         for batch in _progress(loader, progress):
-            args, kwargs = _arguments(batch, inputs)
+            args, kwargs = arguments(batch, inputs)
             moved = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
             with torch.no_grad():
                 found = self.forward(*moved[0], **moved[1])
@@ -290,7 +290,7 @@ def _receipt(features: list[Feature], session: Session, plan: Plan, waiting: set
     return Receipt(rows, 1, tuple(notes), optional)
 
 
-def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model is called with for one batch: ``inputs`` decides, or the kind of the batch does.
 
     A dict (also that of a tokenizer) goes by keywords; of a tuple or list only the first element is taken.
@@ -299,7 +299,7 @@ def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[A
         batch = inputs(batch)
         return (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, dict) else ((batch,), {})
     if isinstance(batch, (tuple, list)):
-        return (batch[0],), {}
+        batch = batch[0]
     if hasattr(batch, "keys"):
         return (), {str(name): batch[name] for name in batch.keys()}  # noqa: SIM118  # also tokenizers' batches
     return (batch,), {}

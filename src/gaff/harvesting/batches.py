@@ -1,0 +1,220 @@
+"""The batches of a data set, each with its number and the numbers of its samples, begun anywhere.
+
+A ``DataLoader`` over a data set with indices is asked for the order of its samples once; the order is kept with the
+harvest, so that one which shuffles goes on where it was, and batches that are there already are not loaded again. Any
+other iterable is gone through from its beginning: what it gives is compared with what it gave the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from gaff.address.nested import first_tensor, iter_tensors
+from gaff.errors import PlanError, RecordError
+from gaff.harvesting.shard import Shard
+from gaff.harvesting.tensor_file import checksum_of
+
+Prepare = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]  # from a batch to the arguments of the model
+
+
+class Numbered(NamedTuple):
+    """A batch, its number in the data, and the number of each of its samples (int64, one dimension)."""
+
+    number: int
+    samples: Tensor
+    batch: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        """What the model is given, in order."""
+        return [tensor for _, tensor in iter_tensors((self.args, self.kwargs))]
+
+
+class BatchSource(Protocol):
+    """Where batches come from."""
+
+    def described(self) -> dict[str, Any]:
+        """What tells this data from other data, as JSON."""
+
+    def draw_order(self) -> list[list[int]]:
+        """The samples of each batch, in the order in which the data gives them now; empty where it has no indices."""
+
+    def use_order(self, order: list[list[int]]) -> None:
+        """Take the samples in this order, that of the first start, from now on."""
+
+    def after(
+        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
+    ) -> Iterator[Numbered]:
+        """The batches that are still to be done, ``size`` of them a shard, of shards for which ``is_mine``.
+
+        With ``compares`` it raises RecordError where the data does not give what it gave for ``shards``.
+        """
+
+    @property
+    def count(self) -> int:
+        """How many batches there are; known of an iterable when it has ended."""
+
+
+def source_of(data: Any, prepare: Prepare) -> BatchSource:
+    """The source for what a user gives as data. Raises PlanError for what is none."""
+    if isinstance(data, (Mapping, Tensor)) or hasattr(data, "keys"):  # one batch
+        data = [data]
+    is_indexed = type(data) is DataLoader and not isinstance(data.dataset, IterableDataset)
+    if is_indexed and data.batch_sampler is not None:
+        return LoaderSource(data, prepare)
+    if not isinstance(data, Iterable):
+        raise PlanError(
+            f"data is a {type(data).__name__}: expected a DataLoader, an iterable of batches, or one batch (a dict or "
+            "a tensor)"
+        )
+    return IterableSource(data, prepare)
+
+
+class LoaderSource:
+    """A ``DataLoader`` that makes its batches from indices: samples are numbered as its data set does."""
+
+    def __init__(self, loader: DataLoader[Any], prepare: Prepare) -> None:
+        self._loader, self._prepare = loader, prepare
+        self._order: list[list[int]] = []
+
+    def described(self) -> dict[str, Any]:
+        """The classes of data set and sampler, and the numbers of samples and batches."""
+        loader: Any = self._loader
+        return {
+            "dataset": _kind(loader.dataset),
+            "fingerprint": _fingerprint(loader.dataset),
+            "samples": len(loader.dataset),
+            "sampler": [_kind(one) for one in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))],
+            "batch_size": getattr(loader.batch_sampler, "batch_size", None),
+            "batches": len(loader),
+        }
+
+    def draw_order(self) -> list[list[int]]:
+        """The samples of each batch, as the loader would take them now."""
+        order: Any = list(self._loader.batch_sampler or ())
+        self._order = [[_index(one) for one in batch] for batch in order]
+        return self._order
+
+    def use_order(self, order: list[list[int]]) -> None:
+        """Take the samples in this order, that of the first start."""
+        self._order = order
+
+    @property
+    def count(self) -> int:
+        """How many batches there are."""
+        return len(self._order)
+
+    def after(
+        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
+    ) -> Iterator[Numbered]:
+        """Load only batches that are still to be done, after one that is there, which is compared if there is one."""
+        known = min(shards, default=None) if compares else None
+        wanted = [
+            number for number in range(len(self._order)) if number // size not in shards and is_mine(number // size)
+        ]
+        if known is not None and wanted:
+            first = self._numbered(known * size, next(iter(self._load([known * size]))))
+            if checksum_of(first.tensors()) != shards[known].first:
+                raise RecordError(f"batch {known * size} of the data is not what it was when shard {known} was written")
+        for number, batch in zip(wanted, self._load(wanted), strict=True):
+            yield self._numbered(number, batch)
+
+    def _numbered(self, number: int, batch: Any) -> Numbered:
+        args, kwargs = self._prepare(batch)
+        found, expected = batch_size((args, kwargs)), len(self._order[number])
+        if found != expected:
+            raise PlanError(
+                f"batch {number} was made of {expected} samples and holds {found}: its rows cannot be told apart by "
+                "sample; give an iterable of batches"
+            )
+        return Numbered(number, torch.tensor(self._order[number]), batch, args, kwargs)
+
+    def _load(self, wanted: list[int]) -> Iterable[Any]:
+        """The batches of these numbers, by a loader with the workers and settings of the user's own."""
+        one: Any = self._loader
+        own = {
+            name: getattr(one, name)
+            for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+                         "multiprocessing_context", "generator", "prefetch_factor")
+        }  # fmt: skip
+        return DataLoader(one.dataset, batch_sampler=[self._order[number] for number in wanted], **own)
+
+
+class IterableSource:
+    """Anything that gives batches: samples are numbered as they come."""
+
+    def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
+        self._data, self._prepare = data, prepare
+        self.count = 0
+
+    def described(self) -> dict[str, Any]:
+        """The class of the iterable; what it gives is compared batch by batch."""
+        return {"iterable": _kind(self._data)}
+
+    def draw_order(self) -> list[list[int]]:
+        """None: the order is that in which batches come."""
+        return []
+
+    def use_order(self, order: list[list[int]]) -> None:
+        """Nothing is to be done."""
+
+    def after(
+        self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
+    ) -> Iterator[Numbered]:
+        """Go through everything; of shards that are there, compare what comes with what was written.
+
+        Raises RecordError where that is something else.
+        """
+        sample, checksum = 0, 0
+        for number, batch in enumerate(self._data):
+            args, kwargs = self._prepare(batch)
+            rows = batch_size((args, kwargs))
+            shard = number // size
+            self.count = number + 1
+            given = Numbered(number, torch.arange(sample, sample + rows), batch, args, kwargs)
+            if shard in shards:
+                checksum = checksum_of(given.tensors(), checksum if number % size else 0)
+                is_last = number + 1 == shards[shard].batches[1]
+                if compares and is_last and checksum != shards[shard].inputs:
+                    raise RecordError(f"batches {shard * size} to {number} of the data are not what they were when "
+                                      f"shard {shard} was written")  # fmt: skip
+            elif is_mine(shard):
+                yield given
+            sample += rows
+
+
+def batch_size(given: Any) -> int:
+    """The size of the first dimension of the first tensor. Raises PlanError where there is none."""
+    first = first_tensor(given)
+    if first is None or not first[1].dim():
+        raise PlanError("a batch holds no tensor with a dimension: expected one whose first dimension are the samples")
+    return int(first[1].shape[0])
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """What a data set says of its content, as those of Hugging Face do, or the checksum of its tensors; else None."""
+    tensors = getattr(dataset, "tensors", None)
+    if isinstance(tensors, tuple) and all(isinstance(one, Tensor) for one in tensors):
+        return f"{checksum_of(tensors):08x}"
+    told = getattr(dataset, "_fingerprint", None) or getattr(dataset, "fingerprint", None)
+    return told if isinstance(told, str) else None
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _index(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"the sampler gives {value!r:.40} for a sample: expected a number; give an iterable of batches"
+        ) from None

@@ -1,0 +1,128 @@
+"""Batches of stored rows for training, in an order that is arithmetic: the same each time, and begun anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from gaff.compat import distributed
+from gaff.errors import PlanError
+
+_RUN = 64  # rows that lie side by side and are read together
+_POOL = 1024  # such runs that are mixed row by row
+
+
+class Gathered(Protocol):
+    """Where rows come from."""
+
+    def gather(self, wanted: Tensor) -> Tensor:
+        """Copies of the rows of these numbers."""
+
+    def __len__(self) -> int: ...
+
+
+class RowLoader(IterableDataset[Any]):
+    """Batches of rows: tensors of ``[batch, ...]``, or dicts of them by name where there are several columns.
+
+    With a seed the rows are shuffled in two steps, both by arithmetic: runs of 64 neighbours are put into another
+    order, then 65,536 rows at a time are mixed among each other. A store of up to so many rows is mixed completely.
+    ``set_epoch(n)`` gives another order; the same seed and epoch the same one, on every machine.
+
+    Batches are dealt out in turn to the ranks of a ``torchrun`` and to the workers of a ``DataLoader`` (with
+    ``batch_size=None``): each gets its own, none comes twice. ``state_dict`` says how many batches this process has
+    handed out, and ``load_state_dict`` goes on there, without reading what came before; with workers of a DataLoader
+    the count is theirs, not this process's.
+    """
+
+    def __init__(self, columns: Mapping[str, Gathered], *, batch: int, shuffle: int | None) -> None:
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise PlanError(f"batch={batch!r} is no number of rows: expected 1 or more")
+        if isinstance(shuffle, bool) or not isinstance(shuffle, int | None):
+            raise PlanError(f"shuffle={shuffle!r} is no seed: expected a number, or None for the order of the store")
+        self._columns = dict(columns)
+        self._rows = len(next(iter(self._columns.values())))
+        self._batch, self._seed = batch, shuffle
+        self._epoch = self._done = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the pass of this number, from its first batch."""
+        self._epoch, self._done = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where this loader is: the epoch, and how many batches it has handed out in it."""
+        return {"epoch": self._epoch, "batches": self._done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where ``state_dict`` was asked; the next iteration begins there."""
+        self._epoch, self._done = int(state["epoch"]), int(state["batches"])
+
+    def __len__(self) -> int:
+        """How many batches this rank gets in a pass."""
+        place, places = _rank()
+        return max(0, -(-(self._all - place) // places))
+
+    def __iter__(self) -> Iterator[Any]:
+        place, places = _rank()
+        worker = get_worker_info()
+        if worker is not None:
+            place, places = place + places * worker.id, places * worker.num_workers
+        mine = range(place, self._all, places)
+        order = _Order(self._rows, self._seed, self._epoch)
+        while self._done < len(mine):
+            first = mine[self._done] * self._batch
+            wanted = order.rows(first, min(first + self._batch, self._rows))
+            self._done += 1
+            found = {name: column.gather(wanted) for name, column in self._columns.items()}
+            yield found if len(found) > 1 else next(iter(found.values()))
+        self._done, self._epoch = 0, self._epoch + 1
+
+    @property
+    def _all(self) -> int:
+        return -(-self._rows // self._batch)
+
+
+class _Order:
+    """The numbers of rows in the order of one pass; of a pool of rows at a time, the last one remembered."""
+
+    def __init__(self, rows: int, seed: int | None, epoch: int) -> None:
+        self._rows, self._seed, self._epoch = rows, seed, epoch
+        self._pool: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        runs = -(-rows // _RUN)
+        self._runs = torch.arange(runs) if seed is None else torch.randperm(runs, generator=self._generator(-1))
+        short = rows - (runs - 1) * _RUN  # of the last run, which is put last: then pools have known sizes
+        if seed is not None and runs and short < _RUN:
+            self._runs = torch.cat((self._runs[self._runs != runs - 1], torch.tensor([runs - 1])))
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """The numbers of the rows at places ``first`` to ``last - 1`` (int64)."""
+        if self._seed is None:
+            return torch.arange(first, last)
+        size, found = _RUN * _POOL, []
+        while first < last:
+            pool = first // size
+            end = min(last, (pool + 1) * size)
+            found.append(self._mixed(pool)[first - pool * size : end - pool * size])
+            first = end
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+    def _mixed(self, pool: int) -> Tensor:
+        if self._pool[0] != pool:
+            runs = self._runs[pool * _POOL : (pool + 1) * _POOL]
+            rows = (runs.unsqueeze(1) * _RUN + torch.arange(_RUN)).flatten()
+            rows = rows[rows < self._rows]
+            self._pool = pool, rows[torch.randperm(len(rows), generator=self._generator(pool))]
+        return self._pool[1]
+
+    def _generator(self, stream: int) -> torch.Generator:
+        text = f"{self._seed} {self._epoch} {stream}".encode()
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
+
+
+def _rank() -> tuple[int, int]:
+    """This process's number among those that share the work, and how many they are."""
+    return distributed.place()

@@ -1,0 +1,126 @@
+"""What a harvest was begun with: ``harvest.json``, written once, with which every later start is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import nn
+
+from gaff.address.resolve import unwrap
+from gaff.errors import PlanError, RecordError
+from gaff.harvesting.shard import sync_folder
+from gaff.harvesting.tensor_file import checksum_of, sync
+from gaff.version import __version__
+
+NAME, END = "harvest.json", "end.json"
+FORMAT = 1
+_DRAFTS = (".", "order-")  # names of what a start that was killed may have left before it had a manifest
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """What tells one model from another: classes by path, and a checksum of all parameters and buffers by name.
+
+    Copies what lies on a device to the CPU, one tensor after another.
+    """
+    model = unwrap(model)
+    classes = {path: f"{type(one).__module__}.{type(one).__qualname__}" for path, one in model.named_modules()}
+    checksum = 0
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in state.items():
+        checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8), tensor], checksum)
+    structure = checksum_of([torch.tensor(list(json.dumps(classes).encode()), dtype=torch.uint8)])
+    return {"class": classes[""], "modules": len(classes), "structure": structure, "weights": checksum}
+
+
+def is_begun(out: Path) -> bool:
+    """Whether a harvest was begun in this folder. Raises PlanError where something else is there."""
+    if (out / NAME).exists():
+        return True
+    if out.exists() and (not out.is_dir() or any(not one.name.startswith(_DRAFTS) for one in out.iterdir())):
+        raise PlanError(f"{str(out)!r} holds something else: expected a new folder, or that of a harvest")
+    return False
+
+
+def begin(
+    out: Path, told: dict[str, Any], order: Any, *, accept_changes: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Write the manifest of a new harvest, or compare that of the one that is there.
+
+    ``order``: where the order of the samples lies, which is kept and not compared. Returns the manifest that counts,
+    the first one, and how ``told`` differs from it. Raises PlanError where it does and ``accept_changes`` is not given.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    told = {"gaff_harvest": FORMAT, "gaff": __version__, "torch": torch.__version__, **told}
+    create(out / NAME, json.dumps({**told, "order": order}, indent=1))
+    known = read(out)
+    changes = tuple(_differences({name: one for name, one in known.items() if name != "order"}, told))
+    plan = [text for text in changes if text.startswith(("sites", "options"))]
+    if plan:
+        raise PlanError(
+            f"the harvest in {str(out)!r} keeps something else: {'; '.join(plan)}: expected the same again, or another "
+            "out="
+        )
+    if changes and not accept_changes:
+        raise PlanError(
+            f"the harvest in {str(out)!r} was begun otherwise: {'; '.join(changes)}: expected the same again, another "
+            "out=, or accept_changes=True, after which its shards come from both"
+        )
+    return known, changes
+
+
+def create(path: Path, text: str) -> bool:
+    """Write a file as a whole, where none of that name is there yet; whether it was written now."""
+    draft = path.with_name(f".{path.name}-{uuid4().hex[:8]}")
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            sync(file)
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
+
+
+def read(out: Path, name: str = NAME) -> dict[str, Any]:
+    """The manifest of a harvest, or its end. Raises RecordError where it cannot be read, or is of a later version."""
+    path = out / name
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        version = told["gaff_harvest"]
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise RecordError(f"{path}: is damaged, or none that gaff has written") from None
+    if version != FORMAT:
+        raise RecordError(f"{path}: is of version {version!r}: this gaff reads version {FORMAT}")
+    return dict(told)
+
+
+def end(out: Path, batches: int) -> None:
+    """Note that the data ends after that many batches. Raises RecordError where another process met another end."""
+    create(out / END, json.dumps({"gaff_harvest": FORMAT, "batches": batches}))
+    known = read(out, END).get("batches")
+    if known != batches:
+        raise RecordError(f"{out / END}: the data had {known} batches, and has {batches} now: it is another")
+
+
+def _differences(known: dict[str, Any], told: dict[str, Any], path: str = "") -> list[str]:
+    """Each leaf that is another, as ``data.samples: 100, now 200``."""
+    found = []
+    told = json.loads(json.dumps(told))  # tuples become lists, as in the file
+    for name in dict.fromkeys((*known, *told)):
+        one, other = known.get(name), told.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += _differences(one, other, f"{path}{name}.")
+        elif one != other:
+            found.append(f"{path}{name}: {one!r}, now {other!r}")
+    return found

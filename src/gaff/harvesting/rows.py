@@ -1,0 +1,133 @@
+"""Which rows of a value are kept, and what is known of each: sample, position, token, and the user's own columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gaff.compat import elements
+from gaff.errors import PlanError, SiteError
+from gaff.harvesting.batches import Numbered
+
+Rows = Literal["sample", "token", "position"]
+_MASK, _TOKENS = "attention_mask", "input_ids"
+
+
+class Selection:
+    """The rows of one batch that are kept, by a mask over the leading dimensions of every value.
+
+    One dimension for rows that are samples, two for positions of samples; None stands for all. Made anew for each
+    batch.
+    """
+
+    def __init__(self, given: Numbered, rows: Rows | Callable[[Any], Tensor], mask: str | None) -> None:
+        self._given, self._rows = given, rows
+        self._size = len(given.samples)
+        self._mask: Tensor | None = None
+        self._shape: tuple[int, ...] = (self._size,)
+        self._dims = 1 if rows == "sample" else 2
+        if callable(rows):
+            self._set(_as_mask(rows(given.batch), "rows()"))
+        elif rows == "token":
+            found = column(given.batch, mask or _MASK)
+            if found is not None:
+                self._set(_as_mask(found, f"the mask {mask or _MASK!r}"))
+            elif mask is not None:
+                raise PlanError(f"mask={mask!r} is not in the batch: expected a key of it")
+
+    def of(self, address: str, value: Any) -> Tensor:
+        """The rows of a value, ``[rows, ...]`` on the CPU. Raises SiteError for one that has other dimensions."""
+        if not isinstance(value, Tensor):
+            raise SiteError(f"{address}: is a {type(value).__name__}: expected one tensor; add its key, such as [0]")
+        if not elements.is_plain(value):
+            raise SiteError(f"{address}: is a {type(value).__name__} of layout {value.layout}: expected a dense tensor "
+                            "with plain memory; reduce= can make one, such as lambda x: x.dequantize()")  # fmt: skip
+        leading = tuple(value.shape[: self._dims])
+        if self._mask is None and value.dim() >= self._dims and leading[0] == self._size:
+            if len(self._shape) < self._dims:
+                self._shape = leading  # of the first value: what follows must be like it
+            if leading == self._shape:
+                return value.flatten(0, self._dims - 1).cpu() if self._dims > 1 else value.cpu()
+        elif self._mask is not None and leading == self._shape:
+            return value[self._mask.to(value.device)].cpu()
+        expected = list(self._shape) if len(self._shape) == self._dims else [self._size, "positions"]
+        raise SiteError(
+            f"{address}: has shape {list(value.shape)}: expected it to begin with {expected}, as rows={self._rows!r} "
+            "says; reduce= can put that in front, such as lambda x: x.transpose(0, 1)"
+        )
+
+    def labels(self, own: Mapping[str, Any]) -> dict[str, Tensor]:
+        """By name: what is known of each row, after the values were taken. ``own``: the user's columns of the batch.
+
+        ``sample`` (int64), and of positions ``position`` (int32) and ``token`` (where the batch has ``input_ids``).
+        """
+        places = (torch.ones(self._shape, dtype=torch.bool) if self._mask is None else self._mask).nonzero()
+        labels = {"sample": self._given.samples[places[:, 0]]}
+        if self._dims > 1:
+            labels["position"] = places[:, 1].to(torch.int32)
+            tokens = column(self._given.batch, _TOKENS)
+            if tokens is not None and tuple(tokens.shape) == self._shape:
+                labels["token"] = tokens.cpu()[tuple(places.T)]
+        for name, values in own.items():
+            labels[name] = self._own(name, values, places)
+        return labels
+
+    def _set(self, mask: Tensor) -> None:
+        """Keep the rows where ``mask`` is true. Raises PlanError where it is not of this batch."""
+        if not mask.dim() or mask.shape[0] != self._size:
+            raise PlanError(
+                f"the mask of the rows has shape {list(mask.shape)}: expected its first dimension to be the "
+                f"{self._size} samples of the batch"
+            )
+        self._mask, self._shape, self._dims = mask.cpu(), tuple(mask.shape), mask.dim()
+
+    def _own(self, name: str, values: Any, places: Tensor) -> Tensor:
+        """The user's column for each row. Raises PlanError for one that is not of this batch."""
+        tensor = values if isinstance(values, Tensor) else _as_tensor(name, values)
+        tensor = tensor.detach().cpu()
+        if tuple(tensor.shape[: self._dims]) == self._shape:
+            return tensor[tuple(places.T)].contiguous()
+        if tensor.dim() and tensor.shape[0] == self._size:
+            return tensor[places[:, 0]].contiguous()
+        raise PlanError(
+            f"label {name!r} has shape {list(tensor.shape)}: expected its first dimension to be the {self._size} "
+            "samples of the batch"
+        )
+
+
+def column(batch: Any, key: Any) -> Any:
+    """What a batch has under a key, or at a place if it is a tuple; None where it has none."""
+    if isinstance(key, int):
+        return batch[key] if isinstance(batch, (tuple, list)) and -len(batch) <= key < len(batch) else None
+    return batch[key] if hasattr(batch, "keys") and key in batch.keys() else None  # noqa: SIM118  # tokenizers' batches
+
+
+def own_columns(batch: Any, labels: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
+    """The user's columns of one batch. Raises PlanError for a key that the batch has not."""
+    if callable(labels):
+        return dict(labels(batch))
+    found = {name: column(batch, key) for name, key in labels.items()}
+    for name, value in found.items():
+        if value is None:
+            raise PlanError(f"label {name!r}: the batch has no {labels[name]!r}")
+    return found
+
+
+def _as_mask(found: Any, what: str) -> Tensor:
+    """A mask as booleans. Raises PlanError for what is none."""
+    if not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex():
+        kind = f"of {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise PlanError(f"{what} is {kind}: expected a tensor of booleans or 0 and 1")
+    return found.bool()
+
+
+def _as_tensor(name: str, values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise PlanError(
+            f"label {name!r} holds {values!r:.40}: expected numbers; texts are found by the number of their sample"
+        ) from None

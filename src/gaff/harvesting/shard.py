@@ -1,0 +1,204 @@
+"""A shard: a folder with one file for each site and each label, and ``shard.json``, which says what is in them.
+
+It is written under another name, in ``open/``, and gets its place by one renaming, which the file system refuses where
+that place is taken: so a shard is there whole or not at all, and once, whoever else writes into the same store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+from uuid import uuid4
+
+from torch import Tensor
+
+from gaff.errors import RecordError
+from gaff.harvesting.tensor_file import TensorFile, WrittenTensor, sync
+
+SHARDS, OPEN, TOLD = "shards", "open", "shard.json"
+_LONGEST = 200  # characters of a file's name; most file systems take 255 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one shard holds: by address the sites, by name the labels, all of the same ``rows``.
+
+    ``batches``: the first and the one behind the last. ``inputs``: a checksum of what the model was given, ``first``:
+    of its first batch alone. ``nonfinite``: by address, rows with a NaN or an infinity. ``changes``: in what the model,
+    the data or the plan were others than at the beginning of the harvest, where that was allowed.
+    """
+
+    number: int
+    batches: tuple[int, int]
+    rows: int
+    sites: dict[str, WrittenTensor]
+    labels: dict[str, WrittenTensor]
+    nonfinite: dict[str, int]
+    inputs: int
+    first: int
+    changes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """A text without anything that differs from one run of the same harvest to the next, such as the time."""
+        told = {
+            "shard": self.number,
+            "batches": list(self.batches),
+            "rows": self.rows,
+            "sites": {name: one.to_dict() for name, one in self.sites.items()},
+            "labels": {name: one.to_dict() for name, one in self.labels.items()},
+            "nonfinite": self.nonfinite,
+            "inputs": self.inputs,
+            "first": self.first,
+            "changes": list(self.changes),
+        }
+        return json.dumps(told, indent=1)
+
+
+def folder_of(out: Path, number: int) -> Path:
+    """Where the shard of that number is, or will be."""
+    return out / SHARDS / f"{number:06d}"
+
+
+def numbers(out: Path) -> list[int]:
+    """The shards that are there, in ascending order."""
+    folder = out / SHARDS
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def read_shard(out: Path, number: int) -> Shard:
+    """What a shard says of itself. Raises RecordError, with the file, for what is none."""
+    path = folder_of(out, number) / TOLD
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        first, last = told["batches"]
+        shard = Shard(
+            int(told["shard"]), (int(first), int(last)), int(told["rows"]),
+            {str(name): WrittenTensor.from_dict(one) for name, one in told["sites"].items()},
+            {str(name): WrittenTensor.from_dict(one) for name, one in told["labels"].items()},
+            {str(name): int(count) for name, count in told["nonfinite"].items()},
+            int(told["inputs"]), int(told["first"]), tuple(map(str, told["changes"])),
+        )  # fmt: skip
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise RecordError(f"{path}: is damaged, or none that gaff has written") from None
+    if shard.number != number or any(one.rows != shard.rows for one in (*shard.sites.values(), *shard.labels.values())):
+        raise RecordError(f"{path}: its numbers do not fit each other: damaged, or moved from another place")
+    return shard
+
+
+class ShardWriter:
+    """Writes one shard, block by block; ``commit`` puts it in its place. What is left without that is taken away.
+
+    A context manager. The files are made with the first block.
+    """
+
+    def __init__(self, out: Path, number: int) -> None:
+        self.number = number
+        self._out = out
+        self._folder = out / OPEN / f"{number:06d}-{os.getpid()}-{uuid4().hex[:8]}-{socket.gethostname()}"
+        self._files: dict[tuple[str, str], TensorFile] = {}
+        self._rows = 0
+
+    def __enter__(self) -> ShardWriter:
+        self._folder.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.discard()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def rows(self) -> int:
+        """How many were written so far."""
+        return self._rows
+
+    def append(self, sites: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> None:
+        """Write the rows of a batch: the same number of each site and each label, on the CPU.
+
+        Raises RecordError where a site or a label is missing that earlier batches had, or is new.
+        """
+        blocks = {**{("site", name): one for name, one in sites.items()},
+                  **{("label", name): one for name, one in labels.items()}}  # fmt: skip
+        if self._files and blocks.keys() != self._files.keys():
+            odd = ", ".join(sorted(name for _, name in blocks.keys() ^ self._files.keys()))
+            raise RecordError(f"{odd}: in some batches only: expected the same sites and labels in each")
+        for (kind, name), rows in blocks.items():
+            if (kind, name) not in self._files:
+                path = self._folder / _file_name(name if kind == "site" else f"label {name}", len(self._files))
+                self._files[kind, name] = TensorFile(path, name, rows)
+            self._files[kind, name].append(rows)
+        self._rows += len(next(iter(blocks.values())))
+
+    def commit(self, batches: tuple[int, int], inputs: int, first: int, nonfinite: dict[str, int],
+               changes: tuple[str, ...]) -> Shard:  # fmt: skip
+        """Close the files, say what is in them, and put the folder in its place; returns what it says.
+
+        Where another process was first its shard stays. Raises RecordError where that holds other rows: the model does
+        not give the same ones twice.
+        """
+        written = {key: file.close() for key, file in self._files.items()}
+        sites = {name: one for (kind, name), one in written.items() if kind == "site"}
+        labels = {name: one for (kind, name), one in written.items() if kind == "label"}
+        shard = Shard(self.number, batches, self._rows, sites, labels, nonfinite, inputs, first, changes)
+        with (self._folder / TOLD).open("w", encoding="utf-8") as file:
+            file.write(shard.to_json())
+            file.flush()
+            sync(file)
+        place = folder_of(self._out, self.number)
+        place.parent.mkdir(exist_ok=True)
+        try:
+            self._folder.rename(place)
+        except OSError:
+            if not place.is_dir():
+                raise
+            other = read_shard(self._out, self.number)
+            if (other.sites, other.labels) != (sites, labels):
+                raise RecordError(
+                    f"{place}: another process has written other rows into this shard: the model or the data do not "
+                    "give the same twice"
+                ) from None
+            return other
+        sync_folder(place.parent)
+        return shard
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether the process of this machine that began to write in ``open/`` is gone."""
+    _, process, _, host = (*folder.name.split("-", 3), "", "", "")[:4]
+    if host != socket.gethostname() or not process.isdigit():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the system put the names in a folder on the disk, where it can."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _file_name(name: str, number: int) -> str:
+    """A name for the file of a site or a label, of which every file system approves."""
+    quoted = quote(name, safe="")
+    return f"{quoted if len(quoted) <= _LONGEST else f'{quoted[:_LONGEST]}-{number}'}.safetensors"

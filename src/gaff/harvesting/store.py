@@ -1,0 +1,221 @@
+"""What a harvest has written, read back: ``gaff.load("acts/")["h.3.mlp"][:8]``.
+
+Nothing is read before it is asked for, and nothing is handed out that is not what was written: the first row that is
+asked of a block has the whole block compared with its checksum.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.errors import RecordError, SiteError
+from gaff.harvesting import manifest
+from gaff.harvesting.loader import RowLoader
+from gaff.harvesting.shard import Shard, folder_of, numbers, read_shard
+from gaff.harvesting.tensor_file import StoredTensor, dtype_of
+
+
+class Column:
+    """One site, or one label, over all shards: ``column[5]``, ``column[:8]``, ``column[[3, 1, 4]]``.
+
+    A single row, and a slice that lies in one shard, are the file's own memory, private to this process; anything else
+    is a copy. All on the CPU, in the dtype that was written. Raises RecordError where the rows that are asked for are
+    not what was written.
+    """
+
+    def __init__(self, name: str, parts: Sequence[StoredTensor], rows: Sequence[int], like: Any) -> None:
+        self.name = name
+        self._parts = parts
+        self._ends = list(accumulate(rows))
+        self.dtype = dtype_of(like)
+        self.shape = torch.Size((self._ends[-1], *like.shape))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __repr__(self) -> str:
+        return f"<gaff column {self.name!r}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}>"
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self._row(number) for number in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A row, a slice of rows, or the rows of these numbers (a list, or a tensor of int64 or bool)."""
+        if isinstance(index, slice):
+            first, last, step = index.indices(len(self))
+            if step != 1:
+                return self.gather(torch.tensor(range(first, last, step), dtype=torch.int64))
+            return self._run(first, max(first, last))
+        if not isinstance(index, (list, tuple)) and getattr(index, "shape", ()) == ():
+            return self._row(operator.index(index))
+        wanted = torch.as_tensor(index) if len(index) else torch.empty(0, dtype=torch.int64)
+        if wanted.dtype == torch.bool:
+            if wanted.shape != (len(self),):
+                raise IndexError(f"a mask of shape {list(wanted.shape)} for {len(self)} rows")
+            wanted = wanted.nonzero().flatten()
+        return self.gather(wanted)
+
+    def gather(self, wanted: Tensor) -> Tensor:
+        """Copies of the rows of these numbers (one dimension of integers), in their order."""
+        if wanted.dim() != 1 or wanted.is_floating_point():
+            raise IndexError(f"rows {wanted!r:.60}: expected numbers in one dimension")
+        wanted = wanted.long()
+        wanted = torch.where(wanted < 0, wanted + len(self), wanted)
+        if len(wanted) and not (int(wanted.min()) >= 0 and int(wanted.max()) < len(self)):
+            raise IndexError(f"rows up to {int(wanted.max())} asked of {len(self)}")
+        if len(self._parts) == 1:
+            return self._parts[0].gather(wanted)
+        place = torch.bucketize(wanted, torch.tensor(self._ends), right=True)
+        found = torch.empty((len(wanted), *self.shape[1:]), dtype=self.dtype)
+        for part in place.unique().tolist():
+            here = (place == part).nonzero().flatten()
+            found[here] = self._parts[part].gather(wanted[here] - (self._ends[part - 1] if part else 0))
+        return found
+
+    def check(self) -> Iterator[str]:
+        """Read everything; what is damaged, one text a file."""
+        for part in self._parts:
+            try:
+                part.check()
+            except RecordError as error:
+                yield str(error)
+
+    def _row(self, number: int) -> Tensor:
+        size = self._ends[-1]
+        if number < 0:
+            number += size
+        if not 0 <= number < size:
+            raise IndexError(f"row {number} asked of {size}")
+        part = bisect_right(self._ends, number)
+        return self._parts[part].row(number - (self._ends[part - 1] if part else 0))
+
+    def _run(self, first: int, last: int) -> Tensor:
+        found, start = [], 0
+        for part, end in zip(self._parts, self._ends, strict=True):
+            if first < end and last > start:
+                found.append(part.run(max(first, start) - start, min(last, end) - start))
+            start = end
+        if not found:
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class Store(Mapping[str, Column]):
+    """A harvest: its sites by address, its labels by name, and what it was begun with.
+
+    Made by ``gaff.load``. It holds the shards that were there when it was opened; ``refresh`` looks for more. Raises
+    RecordError, with the file, where one is missing, of another length, or none that gaff has written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = manifest.read(self.path)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Open the shards that are there now; where some in the middle are missing their rows are, too."""
+        self.shards: list[Shard] = [read_shard(self.path, number) for number in numbers(self.path)]
+        filled = [shard for shard in self.shards if shard.rows]
+        self._sites = self._columns([(shard, shard.sites) for shard in filled])
+        self.labels: Mapping[str, Column] = self._columns([(shard, shard.labels) for shard in filled])
+
+    def __getitem__(self, site: str) -> Column:
+        """The rows of a site. Raises SiteError for one that was not harvested."""
+        if site not in self._sites:
+            raise SiteError(
+                f"{site!r} is not in {str(self.path)!r}: expected one of {', '.join(self._sites) or 'none'}"
+            )
+        return self._sites[site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    @property
+    def rows(self) -> int:
+        """How many rows each site and each label has."""
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, without labels."""
+        return sum(column.dtype.itemsize * column.shape.numel() for column in self._sites.values())
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """By address: how many rows hold a NaN or an infinity; sites without any are left out."""
+        found: dict[str, int] = {}
+        for shard in self.shards:
+            for site, count in shard.nonfinite.items():
+                found[site] = found.get(site, 0) + count
+        return found
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the data was gone through to its end, and every shard is there."""
+        if not (self.path / manifest.END).exists():
+            return False
+        batches = int(manifest.read(self.path, manifest.END)["batches"])
+        return sum(shard.batches[1] - shard.batches[0] for shard in self.shards) == batches
+
+    @property
+    def changes(self) -> list[str]:
+        """What was another than at the beginning when some of the shards were written, by their numbers."""
+        return [f"shard {shard.number}: {'; '.join(shard.changes)}" for shard in self.shards if shard.changes]
+
+    def loader(
+        self, *sites: str, batch: int = 4096, shuffle: int | None = None, labels: Sequence[str] = ()
+    ) -> RowLoader:
+        """Batches of rows, as a torch ``IterableDataset`` that is the same each time; see ``RowLoader``.
+
+        Args:
+            sites: addresses; one gives tensors, several (or ``labels``) dicts by name.
+            batch: rows in each; the last one may be smaller.
+            shuffle: a seed; None: in the order of the store.
+            labels: columns of labels that come along.
+        """
+        columns = {**{site: self[site] for site in sites}, **{name: self._label(name) for name in labels}}
+        if not columns:
+            raise SiteError(f"the loader was given no site: expected some of {', '.join(self._sites) or 'none'}")
+        return RowLoader(columns, batch=batch, shuffle=shuffle)
+
+    def check(self) -> list[str]:
+        """Read every file and compare it with its checksums; what is wrong, with the file, empty where nothing is."""
+        columns = [*self._sites.values(), *self.labels.values()]
+        return [text for column in columns for text in column.check()]
+
+    def __repr__(self) -> str:
+        how = "complete" if self.is_complete else "not complete"
+        return f"<gaff store {str(self.path)!r}: {len(self)} sites, {self.rows} rows, {len(self.shards)} shards, {how}>"
+
+    def _label(self, name: str) -> Column:
+        if name not in self.labels:
+            raise SiteError(f"{name!r} is no label of {str(self.path)!r}: expected one of {', '.join(self.labels)}")
+        return self.labels[name]
+
+    def _columns(self, shards: Sequence[tuple[Shard, Mapping[str, Any]]]) -> dict[str, Column]:
+        """By name: the column over all shards. Raises RecordError where they do not hold the same."""
+        found = {}
+        for name in dict.fromkeys(name for _, columns in shards for name in columns):
+            parts, like = [], None
+            for shard, columns in shards:
+                one = columns.get(name)
+                like = like or one
+                if one is None or like is None or (one.dtype, one.shape) != (like.dtype, like.shape):
+                    raise RecordError(
+                        f"{folder_of(self.path, shard.number)}: its {name!r} is not as in the shards before: made by "
+                        "another plan, or moved from another store"
+                    )
+                parts.append(StoredTensor(folder_of(self.path, shard.number), name, one))
+            found[name] = Column(name, parts, [shard.rows for shard, _ in shards], like)
+        return found

@@ -1,0 +1,260 @@
+"""One tensor in one safetensors file, written block by block and read row by row.
+
+The file is ordinary: a header, then the elements. While it is written its header is only reserved, since nobody knows
+yet how many rows will come; ``TensorFile.close`` fills it in. The checksum of each block (CRC32C) is told to whoever
+writes the file, and ``StoredTensor`` compares it with what lies on the disk before it hands out a row of that block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.compat.extras import need
+from gaff.errors import PlanError, RecordError
+
+# How safetensors spells the dtypes that it knows.
+_SPELLED = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {spelled: dtype for dtype, spelled in _SPELLED.items()}
+_PAGE = 4096  # bytes; the elements begin at a multiple, so that they can be mapped
+_DIGITS = 48  # bytes that the numbers of a header may grow by, from 0 rows to as many as a disk holds
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensor:
+    """What was written: the file's name, the dtype as safetensors spells it, the shape of a row, rows and checksum of
+    each block."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """Of all blocks."""
+        return sum(rows for rows, _ in self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows, without the header."""
+        return self.rows * math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {
+            "file": self.file,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "blocks": [list(one) for one in self.blocks],
+        }
+
+    @classmethod
+    def from_dict(cls, told: Any) -> WrittenTensor:
+        """What ``to_dict`` has told. Raises ValueError, KeyError or TypeError for anything else."""
+        blocks = tuple((int(rows), int(checksum)) for rows, checksum in told["blocks"])
+        shape = tuple(int(size) for size in told["shape"])
+        if told["dtype"] not in _DTYPES or min((*shape, *(rows for rows, _ in blocks)), default=0) < 0:
+            raise ValueError(f"{told['dtype']} {shape}")
+        name = str(told["file"])
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a file")
+        return cls(name, told["dtype"], shape, blocks)
+
+
+class TensorFile:
+    """Writes a tensor of shape ``[rows, *shape]``, of which blocks of rows come one after another.
+
+    ``name`` is the tensor's name in the file. The first block decides dtype and shape of a row. Who makes one calls
+    ``close``, or ``discard`` where the file is not wanted any more.
+    """
+
+    def __init__(self, path: Path, name: str, first: Tensor) -> None:
+        if first.dtype not in _SPELLED:
+            raise PlanError(
+                f"{name}: is of {first.dtype}, which safetensors does not know: expected another dtype=, or reduce="
+            )
+        self._name, self._path = name, path
+        self._dtype, self._shape = first.dtype, tuple(first.shape[1:])
+        self._blocks: list[tuple[int, int]] = []
+        self._begin = _PAGE * math.ceil((8 + len(_header(name, self._written)) + _DIGITS) / _PAGE)
+        self._checksum = need("google_crc32c", "harvest", for_="a harvest").value
+        self._file = path.open("xb", buffering=0)
+        self._file.seek(self._begin)
+
+    def append(self, rows: Tensor) -> None:
+        """Write a block of rows. Raises PlanError where dtype or shape are not those of the first block."""
+        if (rows.dtype, tuple(rows.shape[1:])) != (self._dtype, self._shape):
+            raise PlanError(
+                f"{self._name}: a row was {_told(self._dtype, self._shape)} and is {_told(rows.dtype, rows.shape[1:])} "
+                "in a later batch: rows of one site must be alike; rows='token' or 'position' takes the positions of "
+                "a sequence apart, reduce= makes one size of many"
+            )
+        rows = rows.resolve_neg().contiguous()
+        memory = bytes_of(rows)
+        left = memoryview(memory)
+        while left:
+            left = left[self._file.write(left) :]
+        self._blocks.append((len(rows), self._checksum(memory) if rows.numel() else 0))
+
+    def close(self) -> WrittenTensor:
+        """Fill in the header, have the system put everything on the disk, and say what was written."""
+        written = self._written
+        header = _header(self._name, written).ljust(self._begin - 8)
+        self._file.seek(0)
+        self._file.write(len(header).to_bytes(8, "little") + header)
+        sync(self._file)
+        self._file.close()
+        return written
+
+    def discard(self) -> None:
+        """Close the file as it is; it is none that could be read."""
+        self._file.close()
+
+    @property
+    def _written(self) -> WrittenTensor:
+        return WrittenTensor(self._path.name, _SPELLED[self._dtype], self._shape, tuple(self._blocks))
+
+
+class StoredTensor:
+    """The rows of one file, mapped into memory: none is read before it is asked for.
+
+    Raises RecordError, when made, where the file is not there or not as long as ``written`` says; from reading, where
+    a block is not what was written. What is returned of one run of rows is the file's own memory, private to this
+    process: what is written there reaches no disk.
+    """
+
+    def __init__(self, folder: Path, name: str, written: WrittenTensor) -> None:
+        self._path, self._name, self._written = folder / written.file, name, written
+        self._ends = list(accumulate(rows for rows, _ in written.blocks))
+        self._unseen = set(range(len(written.blocks)))  # blocks whose checksum was not compared yet
+        self._rows: Tensor | None = None
+        self._dtype = _DTYPES[written.dtype]
+        size, expected = self._length(), written.nbytes
+        if size is None:
+            raise RecordError(f"{self._path}: is not there, or cannot be read: expected {expected} bytes of rows")
+        if size < expected + _PAGE or (size - expected) % _PAGE:
+            raise RecordError(f"{self._path}: has {size} bytes: expected {expected} of rows and its header")
+        self._begin = size - expected
+
+    def run(self, first: int, last: int) -> Tensor:
+        """Rows ``first`` to ``last - 1`` as they lie in the file, shape ``[last - first, *shape]``."""
+        if self._unseen:
+            self._check(first, last)
+        return self._mapped()[first:last]
+
+    def row(self, number: int) -> Tensor:
+        """One row, of ``shape``."""
+        if self._unseen:
+            self._check(number, number + 1)
+        return self._mapped()[number]
+
+    def gather(self, numbers: Tensor) -> Tensor:
+        """Copies of the rows of these numbers (int64), in their order."""
+        if self._unseen and len(numbers):
+            ends = torch.tensor(self._ends)
+            for block in torch.bucketize(numbers, ends, right=True).unique().tolist():
+                self._check_block(block)
+        return self._mapped().index_select(0, numbers)
+
+    def check(self) -> None:
+        """Read the whole file and compare it with its header and checksums. Raises RecordError."""
+        self._unseen = set(range(len(self._ends)))
+        self._rows = None
+        self._check(0, self._ends[-1] if self._ends else 0)
+
+    def _length(self) -> int | None:
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return None
+
+    def _mapped(self) -> Tensor:
+        """All rows as a tensor over the file, its header compared. Raises RecordError where that is another."""
+        if self._rows is None:
+            size = self._begin + self._written.nbytes
+            header = _header(self._name, self._written).ljust(self._begin - 8)
+            try:
+                with self._path.open("rb") as file:
+                    is_right = file.read(self._begin) == (self._begin - 8).to_bytes(8, "little") + header
+                everything = torch.from_file(str(self._path), shared=False, size=size, dtype=torch.uint8)
+            except (OSError, RuntimeError):
+                is_right = False
+            if not is_right or self._length() != size:
+                raise RecordError(f"{self._path}: its header is not what was written: the file is another, or damaged")
+            self._rows = everything[self._begin :].view(self._dtype).view(self._written.rows, *self._written.shape)
+        return self._rows
+
+    def _check(self, first: int, last: int) -> None:
+        """Compare the checksums of the blocks in which rows ``first`` to ``last - 1`` lie."""
+        block = bisect_right(self._ends, first)
+        while block < len(self._ends) and (self._ends[block - 1] if block else 0) < last:
+            self._check_block(block)
+            block += 1
+
+    def _check_block(self, block: int) -> None:
+        """Compare the checksum of one block, once. Raises RecordError, with the rows that cannot be trusted."""
+        if block not in self._unseen:
+            return
+        rows, expected = self._written.blocks[block]
+        first = self._ends[block] - rows
+        found = self._mapped()[first : first + rows]
+        checksum = need("google_crc32c", "harvest", for_="a harvest").value
+        if found.numel() and checksum(bytes_of(found)) != expected:
+            raise RecordError(f"{self._path}: rows {first} to {first + rows - 1} are not what was written: damaged")
+        self._unseen.discard(block)
+
+
+def _header(name: str, written: WrittenTensor) -> bytes:
+    """What a safetensors file begins with, behind the eight bytes of its length: the same wherever it is written."""
+    told = {
+        "dtype": written.dtype,
+        "shape": [written.rows, *written.shape],
+        "data_offsets": [0, written.nbytes],
+    }
+    return json.dumps({"__metadata__": {"gaff_harvest": "1"}, name: told}).encode()
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """The memory of a contiguous CPU tensor, without a copy; only as long as somebody holds the tensor."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+
+
+def checksum_of(tensors: Sequence[Tensor], start: int = 0) -> int:
+    """CRC32C over dtypes, shapes and elements, going on from ``start``. Copies what lies on a device to the CPU."""
+    extend = need("google_crc32c", "harvest", for_="a harvest").extend
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous()
+        start = extend(start, f"{plain.dtype}{tuple(plain.shape)}".encode())
+        start = extend(start, bytes_of(plain))
+    return int(start)
+
+
+def dtype_of(written: WrittenTensor) -> torch.dtype:
+    """The dtype of the rows, as torch names it."""
+    return _DTYPES[written.dtype]
+
+
+def sync(file: Any) -> None:
+    """Have the system put a file on the disk now: it is there after a power loss, too."""
+    import os
+
+    os.fsync(file.fileno())
+
+
+def _told(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,0 +1,74 @@
+"""What passes at the wanted sites for one batch: by an extractor that stops early, or by a session with a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.grammar import GRADIENT_PORTS
+from gaff.errors import PlanError
+from gaff.harvesting.batches import Numbered
+from gaff.sessions.capture import Capture
+from gaff.sessions.plan import Plan
+from gaff.sessions.request import Request
+from gaff.sessions.take import Take
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def reader_of(model: nn.Module, plan: Plan, loss: Loss | None) -> Callable[[Numbered], Mapping[str, Any]]:
+    """A function from a batch to the values by address, on the model's device. Raises what ``gaff.take`` raises, and
+    PlanError where gradients are wanted and there is no loss, or the other way round."""
+    gradients = [request for request in plan.requests if _port(request) in (*GRADIENT_PORTS, "grad")]
+    if gradients and loss is None:
+        raise PlanError(f"{gradients[0]}: is a gradient: expected loss=, a function (output, batch) -> scalar loss")
+    if loss is not None and not gradients:
+        raise PlanError("loss= is given and no gradient is asked for: expected an address such as 'fc:grad_output'")
+    if loss is not None:
+        capture = Capture(model, plan, {})
+        return lambda given: _with_backward(model, capture, loss, given)
+    extractor = Take(model, plan)
+
+    def forward(given: Numbered) -> Mapping[str, Any]:
+        with torch.no_grad():
+            found: Mapping[str, Any] = extractor(*given.args, **given.kwargs)
+        return found
+
+    return forward
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode, and back into that of each of them."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _with_backward(model: nn.Module, capture: Capture, loss: Loss, given: Numbered) -> Mapping[str, Any]:
+    """The values of one step; gradients of parameters are those from before, as if it had not been."""
+    before = [(one, one.grad) for one in model.parameters()]
+    for one, _ in before:
+        one.grad = None
+    try:
+        with torch.enable_grad(), capture as got:
+            total = loss(model(*given.args, **given.kwargs), given.batch)
+            if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+                raise PlanError("loss= returned no scalar with a gradient: expected a function (output, batch) -> loss")
+            total.backward()
+        return {address: got[address] for address in got}
+    finally:
+        for one, gradient in before:
+            one.grad = gradient
+
+
+def _port(request: Request) -> str:
+    return str(getattr(request.target, "port", ""))

@@ -1,0 +1,465 @@
+"""``gaff.harvest``: what is on disk is what passed, once, in files that others read; what is damaged is told."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import gaff
+
+ROWS, WIDTH = 210, 8
+
+
+class Tokens(nn.Module):
+    """Blocks over sequences: ``[samples, positions, width]``, and one row a sample at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.drop = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        hidden = self.drop(self.block(self.embed(input_ids)))
+        return self.head(hidden.mean(1))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+
+
+def table(rows=ROWS):
+    made = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(rows, 4, generator=made), torch.randint(0, 3, (rows,), generator=made))
+
+
+def loader(**options):
+    return DataLoader(table(), **{"batch_size": 16, **options})
+
+
+def texts():
+    made = torch.Generator().manual_seed(2)
+    for size in (5, 3, 7, 4):
+        ids = torch.randint(1, 50, (6, size), generator=made)
+        mask = torch.arange(size) < torch.randint(1, size + 1, (6, 1), generator=made)
+        yield {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+def labelled():
+    return ({**batch, "kind": torch.arange(6) % 2} for batch in texts())
+
+
+def flat(lists):
+    return [one for several in lists for one in several]
+
+
+def tree(folder):
+    return {one.relative_to(folder).as_posix(): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"num_workers": 2}, {"drop_last": True}])
+def test_rows_are_what_passed_and_samples_are_those_of_the_data_set(tmp_path, options):
+    model, data = net(), loader(**options)
+    store = gaff.harvest(model, data, "0", "1", out=tmp_path / "acts", labels={"target": 1}, shard=3)
+    samples = store.labels["sample"][:]
+    x, y = data.dataset.tensors
+    assert sorted(samples.tolist()) == sorted(set(samples.tolist()))
+    assert len(samples) == store.rows == (ROWS // 16 * 16 if options.get("drop_last") else ROWS)
+    torch.testing.assert_close(store["0"][:], model[0](x[samples]).detach())
+    torch.testing.assert_close(store["1"][:], model[0](x[samples]).detach().relu())
+    assert torch.equal(store.labels["target"][:], y[samples])
+    assert store.is_complete
+    assert store.check() == []
+
+
+def test_the_bits_are_those_of_the_batch_that_was_run(tmp_path):
+    model = net()
+    store = gaff.harvest(model, loader(), "0", out=tmp_path / "acts")
+    with torch.no_grad():
+        expected = torch.cat([model[0](x) for x, _ in loader()])
+    assert torch.equal(store["0"][:], expected)
+
+
+def test_any_reader_of_safetensors_opens_a_shard(tmp_path):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", shard=4)
+    parts = [load_file(tmp_path / "acts" / "shards" / f"{n:06d}" / "0.safetensors")["0"] for n in range(4)]
+    assert torch.equal(torch.cat(parts), store["0"][:])
+
+
+def test_tokens_without_padding_and_what_is_known_of_each(tmp_path):
+    model = Tokens()
+    store = gaff.harvest(
+        model, labelled(), "block", "drop", out=tmp_path / "acts", rows="token", labels={"kind": "kind"}
+    )
+    model.eval()
+    rows, known = [], []
+    for number, batch in enumerate(texts()):
+        hidden = model.block(model.embed(batch["input_ids"]))
+        for sample, position in batch["attention_mask"].nonzero().tolist():
+            rows.append(hidden[sample, position])
+            token = int(batch["input_ids"][sample, position])
+            known.append((6 * number + sample, position, token, sample % 2))
+    torch.testing.assert_close(store["block"][:], torch.stack(rows).detach())
+    assert torch.equal(store["drop"][:], store["block"][:])  # in evaluation mode
+    names = ("sample", "position", "token", "kind")
+    assert list(zip(*(store.labels[name][:].tolist() for name in names), strict=True)) == known
+
+
+def test_modes_of_modules_are_as_before(tmp_path):
+    model = Tokens()
+    model.drop.eval()
+    gaff.harvest(model, texts(), "block", out=tmp_path / "acts", rows="position")
+    assert (model.training, model.block.training, model.drop.training) == (True, True, False)
+
+
+def test_positions_keep_padding_and_a_function_chooses_rows(tmp_path):
+    all_of_them = gaff.harvest(Tokens(), texts(), "block", out=tmp_path / "all", rows="position")
+    assert all_of_them.rows == 6 * (5 + 3 + 7 + 4)
+    last = gaff.harvest(Tokens(), texts(), "block", out=tmp_path / "last",
+                        rows=lambda batch: F.one_hot(batch["attention_mask"].sum(1) - 1, batch["input_ids"].shape[1]))  # fmt: skip
+    assert last.rows == 24
+    assert last.labels["sample"][:].tolist() == list(range(24))
+
+
+def test_gradients_of_every_sample_and_none_of_them_stays(tmp_path):
+    model = net()
+    model[0].weight.grad = kept = torch.ones_like(model[0].weight)
+    store = gaff.harvest(model, loader(), "1:grad_output", "1", out=tmp_path / "acts",
+                         loss=lambda output, batch: F.cross_entropy(output, batch[1], reduction="sum"))  # fmt: skip
+    x, y = table().tensors
+    hidden = model[1](model[0](x))
+    expected = torch.autograd.grad(F.cross_entropy(model[2](hidden), y, reduction="sum"), hidden)[0]
+    torch.testing.assert_close(store["1:grad_output"][:], expected)
+    assert model[0].weight.grad is kept
+    assert bool((kept == 1).all())
+    assert model[2].weight.grad is None
+
+
+def test_reduced_and_in_another_dtype_at_the_source(tmp_path):
+    store = gaff.harvest(Tokens(), texts(), "block", out=tmp_path / "acts", reduce=gaff.keep.mean(1), dtype="bfloat16")
+    assert store["block"].dtype == torch.bfloat16
+    assert list(store["block"].shape) == [24, WIDTH]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_harvest_that_was_killed_ends_with_the_bytes_of_one_that_was_not(tmp_path, shuffle):
+    """A child process does it and is killed at any moment, again and again; the order of the first start counts."""
+    model = net()
+
+    def harvest(folder):
+        data = loader(shuffle=shuffle, generator=torch.Generator().manual_seed(3))
+        return gaff.harvest(model, data, "0", "2", out=folder, labels={"target": 1}, shard=2, progress=False)
+
+    whole, killed, kills = tmp_path / "whole", tmp_path / "killed", 0
+    begun = time.perf_counter()
+    harvest(whole)
+    took, drawn = time.perf_counter() - begun, random.Random(0)
+    for _ in range(200):
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            try:
+                harvest(killed)
+            finally:
+                os._exit(0)
+        time.sleep(drawn.uniform(0, took / 3))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        kills += os.WIFSIGNALED(status)
+        if (killed / "harvest.json").exists():
+            assert gaff.load(killed).check() == []  # whatever is there is right
+        if kills >= 12:
+            break
+    assert kills >= 12
+    assert harvest(killed).is_complete
+    expected = tree(whole)
+    assert {name: one for name, one in tree(killed).items() if not name.startswith((".", "order"))} == {
+        name: one for name, one in expected.items() if not name.startswith("order")
+    }
+
+
+def test_what_is_there_is_not_run_again(tmp_path):
+    model, calls = net(), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    gaff.harvest(model, loader(), "0", out=tmp_path / "acts", shard=4)
+    assert len(calls) == 14
+    shutil.rmtree(tmp_path / "acts" / "shards" / "000001")
+    gaff.harvest(model, loader(), "0", out=tmp_path / "acts", shard=4)
+    assert len(calls) == 14 + 4
+
+
+def test_an_iterable_goes_on_where_it_was(tmp_path):
+    model = Tokens()
+    gaff.harvest(model, texts(), "block", out=tmp_path / "again", rows="token", shard=2)
+    before = tree(tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "shards" / "000001")
+    (tmp_path / "again" / "end.json").unlink()
+    gaff.harvest(model, texts(), "block", out=tmp_path / "again", rows="token", shard=2)
+    assert tree(tmp_path / "again") == before
+
+
+def test_data_that_is_another_is_told(tmp_path):
+    model, out = Tokens(), tmp_path / "acts"
+    gaff.harvest(model, texts(), "block", out=out, rows="token", shard=2)
+    batches = list(texts())
+    batches[1]["input_ids"] = batches[1]["input_ids"] + 1
+    with pytest.raises(gaff.errors.RecordError, match="batches 0 to 1 of the data are not what they were when shard 0"):
+        gaff.harvest(model, (one for one in batches), "block", out=out, rows="token", shard=2)
+    with pytest.raises(gaff.PlanError, match=r"data.iterable: 'builtins.generator', now 'builtins.list'"):
+        gaff.harvest(model, list(texts())[:3], "block", out=out, rows="token", shard=2)
+    with pytest.raises(gaff.errors.RecordError, match="shard 1 holds batches 2 to 3, and the data has 3 now"):
+        gaff.harvest(model, (one for one in list(texts())[:3]), "block", out=out, rows="token", shard=2)
+
+
+@pytest.mark.parametrize("changed", ["weights", "data.fingerprint", "batch_size", "sites", "options.rows"])
+def test_what_has_changed_is_told_and_refused(tmp_path, changed):
+    model, out = net(), tmp_path / "acts"
+    gaff.harvest(model, loader(), "0", out=out, shard=4)
+    sites, data, options = ["0"], loader(), {"shard": 4}
+    if changed == "weights":
+        with torch.no_grad():
+            model[2].bias += 1
+    elif changed == "data.fingerprint":
+        data.dataset.tensors[0][3, 1] += 1
+    elif changed == "batch_size":
+        data = loader(batch_size=8)
+    elif changed == "sites":
+        sites = ["1"]
+    else:
+        options["rows"] = "position"
+    with pytest.raises(gaff.PlanError, match=changed):
+        gaff.harvest(model, data, *sites, out=out, **options)
+    if changed in ("weights", "data.fingerprint"):
+        shutil.rmtree(out / "shards" / "000002")
+        store = gaff.harvest(model, data, *sites, out=out, accept_changes=True, **options)
+        assert store.is_complete
+        assert changed in store.changes[0]
+        assert store.changes[0].startswith("shard 2: ")
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "long", "gone", "header", "other", "json"])
+def test_a_damaged_shard_is_refused_by_name(tmp_path, damage):
+    out = tmp_path / "acts"
+    gaff.harvest(net(), loader(), "0", out=out, shard=4)
+    file = out / "shards" / "000001" / "0.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "bit":
+        data[-1] ^= 1
+    elif damage == "short":
+        data = data[:-1]
+    elif damage == "long":
+        data += b"\0"
+    elif damage == "header":
+        data[20] ^= 1
+    elif damage == "other":
+        data = bytearray((out / "shards" / "000000" / "0.safetensors").read_bytes())
+    file.write_bytes(data)
+    if damage == "gone":
+        file.unlink()
+    if damage == "json":
+        file = out / "shards" / "000001" / "shard.json"
+        file.write_text(file.read_text()[:-5])
+    if damage in ("bit", "header", "other"):  # found when they are read, and not before
+        store = gaff.load(out)
+        assert store["0"][:64].shape == (64, WIDTH)
+        assert len(store.check()) == 1
+        with pytest.raises(gaff.errors.RecordError, match="000001/0.safetensors"):
+            store["0"][64 + 63]
+        with pytest.raises(gaff.errors.RecordError, match="000001/0.safetensors"):
+            store["0"][[1, 64 + 63, 2]]
+    else:
+        with pytest.raises(gaff.errors.RecordError, match=f"000001/{file.name}"):
+            gaff.load(out)
+
+
+def test_rows_are_read_by_number_slice_list_and_mask(tmp_path):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", shard=2)
+    column, whole = (
+        store["0"],
+        torch.cat([load_file(one)["0"] for one in sorted((tmp_path / "acts").rglob("0.safetensors"))]),
+    )
+    assert torch.equal(column[:], whole)
+    for index in (0, 5, 64, -1, torch.tensor(33), slice(3, 40), slice(-5, None), slice(30, 10), slice(None, None, 7),
+                  slice(None, None, 3), [1, 200, 33, 33, -1], [], torch.tensor([100, 3]), whole[:, 0] > 0):  # fmt: skip
+        expected = torch.tensor([], dtype=torch.int64) if isinstance(index, list) and not index else index
+        assert torch.equal(column[index], whole[expected]), index
+    assert torch.equal(column[::-1], whole.flip(0))
+    assert torch.equal(torch.stack(list(column)), whole)
+    for outside in (ROWS, -ROWS - 1, [0, ROWS], torch.ones(3, dtype=torch.bool), 1.5, [[1]]):
+        with pytest.raises((IndexError, TypeError)):
+            column[outside]
+    column[0].zero_()  # private to this process
+    assert torch.equal(gaff.load(tmp_path / "acts")["0"][0], whole[0])
+
+
+def test_nothing_but_what_was_harvested_can_be_asked_for(tmp_path):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
+    with pytest.raises(gaff.SiteError, match=r"'2' is not in .*: expected one of 0"):
+        store["2"]
+    with pytest.raises(gaff.SiteError, match="'kind' is no label of .*: expected one of sample"):
+        store.loader("0", labels=["kind"])
+
+
+@pytest.mark.parametrize("policy", ["count", "mark", "refuse"])
+def test_rows_that_are_not_finite(tmp_path, policy):
+    model, data = net(), table()
+    data.tensors[0][37, 0] = float("nan")
+    batches = DataLoader(data, batch_size=16)
+    out = tmp_path / "acts"
+    if policy == "refuse":
+        with pytest.raises(gaff.PlanError, match="0: a NaN or an infinity in batch 2, sample 37"):
+            gaff.harvest(model, batches, "0", out=out, nonfinite=policy)
+        return
+    with pytest.warns(UserWarning, match="0: 1 of 210 rows hold a NaN or an infinity"):
+        store = gaff.harvest(model, batches, "0", out=out, nonfinite=policy)
+    assert store.nonfinite == {"0": 1}
+    if policy == "mark":
+        assert (~store.labels["finite"][:]).nonzero().flatten().tolist() == [37]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sites": []}, "harvest was given no site"),
+        ({"sites": ["9"]}, "'9'"),
+        ({"rows": "line"}, "rows='line' is not known"),
+        ({"shard": 0}, "shard=0 is no number of batches"),
+        ({"nonfinite": "drop"}, "nonfinite='drop' is not known"),
+        ({"mask": "m"}, "mask='m' is for rows='token'"),
+        ({"sites": ["0:grad_output"]}, "is a gradient: expected loss="),
+        ({"loss": len}, "loss= is given and no gradient is asked for"),
+        ({"labels": {"kind": 7}}, "label 'kind': the batch has no 7"),
+        ({"data": 3}, "data is a int: expected a DataLoader"),
+        ({"data": []}, "the data gave no batch"),
+        ({"rows": "position"}, r"0: has shape \[16, 8\]"),
+        ({"sites": ["0.weight:param"]}, r"has shape \[8, 4\]: expected it to begin with \[16\]"),
+    ],
+)
+def test_what_cannot_be_is_told_and_leaves_no_shard(tmp_path, given, message):
+    given = {"sites": ["0"], "data": loader(), **given}
+    sites, data = given.pop("sites"), given.pop("data")
+    if given.get("rows") == "position":
+        data = [torch.randn(16, 4)]
+        given["reduce"] = gaff.keep.mean(1)
+        message = r"0: has shape \[16\]"
+    with pytest.raises(gaff.GaffError, match=message):
+        gaff.harvest(net(), data, *sites, out=tmp_path / "acts", **given)
+    left = tree(tmp_path / "acts") if (tmp_path / "acts").exists() else {}
+    assert not [name for name in left if "shard" in name or "open" in name]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(gaff.PlanError, match="holds something else"):
+        gaff.harvest(net(), loader(), "0", out=tmp_path)
+    assert tree(tmp_path) == {"mine.txt": b"mine"}
+
+
+def test_a_shard_that_another_process_was_faster_with_stays(tmp_path, monkeypatch):
+    model, out = net(), tmp_path / "acts"
+    gaff.harvest(model, loader(), "0", out=tmp_path / "other", shard=4)
+    first = model[0].forward
+
+    def and_another_process(x):
+        place = out / "shards" / "000000"
+        if not place.exists():
+            shutil.copytree(tmp_path / "other" / "shards" / "000000", place)
+        return first(x)
+
+    monkeypatch.setattr(model[0], "forward", and_another_process)
+    assert gaff.harvest(model, loader(), "0", out=out, shard=4).check() == []
+    told = json.loads((tmp_path / "other" / "shards" / "000000" / "shard.json").read_text())
+    told["sites"]["0"]["blocks"][0][1] ^= 1
+    (tmp_path / "other" / "shards" / "000000" / "shard.json").write_text(json.dumps(told))
+    shutil.rmtree(out / "shards")
+    with pytest.raises(gaff.errors.RecordError, match="another process has written other rows into this shard"):
+        gaff.harvest(model, loader(), "0", out=out, shard=4)
+
+
+def test_ranks_take_shards_by_number(tmp_path, monkeypatch):
+    whole = gaff.harvest(net(), loader(), "0", out=tmp_path / "whole", shard=3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        store = gaff.harvest(net(), loader(), "0", out=tmp_path / "parts", shard=3)
+        assert store.is_complete == (rank == "1")
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    assert torch.equal(store["0"][:], whole["0"][:])
+
+
+@pytest.mark.parametrize("shuffle", [None, 0])
+def test_the_loader_gives_every_row_once_in_an_order_that_comes_again(tmp_path, shuffle):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", shard=2)
+
+    def passed(rows):
+        return [one["sample"].tolist() for one in rows]
+
+    rows = store.loader("0", batch=32, shuffle=shuffle, labels=["sample"])
+    first, second = passed(rows), passed(rows)
+    assert len(rows) == len(first) == 7
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(ROWS))
+    assert (flat(first) == list(range(ROWS))) == (shuffle is None)
+    assert (first == second) == (shuffle is None)
+    again = store.loader("0", batch=32, shuffle=shuffle, labels=["sample"])
+    assert passed(again) == first
+    again.set_epoch(0)
+    begun = iter(again)
+    assert [next(begun)["sample"].tolist() for _ in range(3)] == first[:3]
+    resumed = store.loader("0", batch=32, shuffle=shuffle, labels=["sample"])
+    resumed.load_state_dict(again.state_dict())
+    assert passed(resumed) == first[3:]
+    values = next(iter(store.loader("0", batch=32, shuffle=shuffle)))
+    assert torch.equal(values, store["0"][first[0]])
+
+
+def test_the_loader_is_shared_by_ranks_and_workers(tmp_path, monkeypatch):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    seen = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        rows = store.loader("0", batch=8, shuffle=1, labels=["sample"])
+        seen += [one for batch in DataLoader(rows, batch_size=None, num_workers=2) for one in batch["sample"].tolist()]
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_large_pools_are_mixed_and_complete():
+    from gaff.harvesting.loader import RowLoader
+
+    class Numbers:
+        def __len__(self):
+            return 200_001
+
+        def gather(self, wanted):
+            return wanted
+
+    rows = torch.cat(list(RowLoader({"n": Numbers()}, batch=1000, shuffle=5)))
+    assert torch.equal(rows.sort().values, torch.arange(200_001))
+    assert int((rows[1:] - rows[:-1] == 1).sum()) < 200
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(40.0).view(10, 4))
+
+
+def test_a_data_set_without_indices(tmp_path):
+    store = gaff.harvest(net(), DataLoader(Endless(), batch_size=4), "0", out=tmp_path / "acts")
+    assert store.rows == 10
+    assert store.labels["sample"][:].tolist() == list(range(10))
+
+
+def test_load_tells_its_kind(tmp_path):
+    gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
+    assert gaff.load(tmp_path / "acts", "harvest").rows == ROWS
+    with pytest.raises(gaff.errors.RecordError, match="is of kind 'harvest'"):
+        gaff.load(tmp_path / "acts", "run")
