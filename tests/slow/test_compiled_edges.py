@@ -297,3 +297,54 @@ def test_modules_of_python_that_are_loaded_again_compile_as_they_do_alone(monkey
         assert torch.equal(got[":output"], out)
         assert torch.equal(got["a:grad_output"], 3 * net.a(x) ** 2)
         del module.Cube  # what a guard that looks into the first module would miss
+
+
+class CallsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, depth=2):
+        h = self.fc(x).tanh()
+        return self(h, depth - 1) * 0.5 if depth else h
+
+
+@pytest.mark.parametrize("sites", [("0:input",), ("0",), ("0", "0.fc", "1"), ("0.fc:grad_output", "0:grad_output")])
+@pytest.mark.parametrize("how", ["model", "function"])
+def test_a_module_that_calls_itself_is_one_run(how, sites):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(CallsItself(), nn.Linear(4, 2)), torch.randn(3, 4)
+    compiled = torch.compile(model if how == "model" else lambda x: model(x), backend="aot_eager")
+    found = []
+    for run in (model, compiled):
+        with gaff.capture(model, *sites) as got:
+            for _ in range(2):
+                run(x).sum().backward()
+        assert got.receipt.runs == 2
+        found.append({site: got.all(site) for site in sites})
+    for site in sites:
+        for one, other in zip(found[0][site], found[1][site], strict=True):
+            torch.testing.assert_close(other, one)
+
+
+class WritesIntoInput(nn.Module):
+    def forward(self, x):
+        x.add_(1.0)
+        return x
+
+
+def test_the_gradient_of_what_came_into_a_graph_and_was_written_to_is_refused():
+    """torch sets its hook on what came in, after the graph has run; what the graph made of it passes by."""
+    model = nn.Sequential(WritesIntoInput(), nn.Linear(4, 2))
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):  # compiled, and again as it is
+        with gaff.capture(compiled, gaff.maybe("0:grad_output"), "1:grad_output") as got:
+            compiled(torch.randn(3, 4).requires_grad_() * 1.0).sum().backward()
+        assert torch.equal(got["1:grad_output"], torch.ones(3, 2))
+        with pytest.raises(gaff.ExactnessError, match="what came into it and was written to in place"):
+            got.all("0:grad_output")
+    torch._dynamo.reset()
+    inner = torch.compile(nn.Sequential(nn.Linear(4, 4), model), backend="aot_eager")  # nothing comes in from outside
+    with gaff.capture(inner, "1.0:grad_output") as got:
+        inner(torch.randn(3, 4)).sum().backward()
+    torch.testing.assert_close(got["1.0:grad_output"], model[1].weight.sum(0).expand(3, 4))

@@ -33,12 +33,14 @@ class Frame:
 
     ``owner`` is the ``Node`` of the module or of the op. ``notes`` holds what a tap puts down at the entry and takes
     back at the exit, by the tap that did. ``at_leave`` are functions to call when the call is over, in order.
+    ``ticket`` is that of the frame of compiled code that told of the call.
     """
 
-    __slots__ = ("at_leave", "notes", "owner")
+    __slots__ = ("at_leave", "notes", "owner", "ticket")
 
-    def __init__(self, owner: object) -> None:
+    def __init__(self, owner: object, ticket: int = 0) -> None:
         self.owner = owner
+        self.ticket = ticket
         self.notes: dict[object, Any] = {}
         self.at_leave: list[Callable[[], object]] = []
 
@@ -200,23 +202,26 @@ class Clock:
         run.frames.append(Frame(owner))
         return run
 
-    def enter_compiled(self, owner: Any) -> None:
+    def enter_compiled(self, owner: Any, ticket: int) -> None:
         """Note that compiled code which begins at ``owner`` runs, and open a run if none is in progress around it.
 
         Of the frames of compiled code nothing is to be seen, so a run that began in it, and whose innermost call is
-        none around ``owner``, is taken for the leftover of an exception. The run is given no arguments, and counts as
-        begun with grad mode: compiled code itself runs without, also where it makes an autograd graph.
+        none around ``owner``, is taken for the leftover of an exception; a module that calls itself is known by the
+        ``ticket``, which is another in each frame. The run is given no arguments, and counts as begun with grad mode:
+        compiled code itself runs without, also where it makes an autograd graph.
         """
         run = self.open.get(get_ident())
-        if run is not None and run.frames and run.frames[-1].owner not in owner.above and not is_running(run.outermost):
-            run = None  # what an exception in compiled code has left behind
+        if run is not None and run.frames and not is_running(run.outermost):
+            inner = run.frames[-1]
+            if inner.owner not in owner.above and not (inner.owner is owner and inner.ticket == ticket):
+                run = None  # what an exception in compiled code has left behind
         if run is None:
             run = self.begin((), {})
             if run is None:
                 return
             run.functions = None
             self.open[run.thread] = run
-        run.frames.append(Frame(owner))
+        run.frames.append(Frame(owner, ticket))
 
     def run_of_compiled(self, owner: Any) -> Run | None:
         """The run in progress on this thread, of which compiled code tells; None where this session does not look.

@@ -25,7 +25,7 @@ from gaff.address.nested import NO_ARGUMENTS, Arguments, iter_tensors
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Run
 from gaff.engine.compiled.own_forward import OwnForward, calls_exits
-from gaff.engine.compiled.structure import has_grad_mode, has_gradients, rebuild, stand_ins, structure_of
+from gaff.engine.compiled.structure import has_grad_mode, has_gradients, rebuild, structure_of
 from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell, tell_gradients
 from gaff.engine.crossing import Crossing
 from gaff.engine.modules import MISSING
@@ -88,7 +88,7 @@ class EntryHook(HookInside):
         if clock.closed or autograd.backward_task() != -1:
             return
         if self.is_bound:
-            clock.enter_compiled(self.node)
+            clock.enter_compiled(self.node, call[0])
         run = clock.run_of_compiled(self.node)
         if run is not None:
             number = run.entered[self.node.index]
@@ -210,7 +210,7 @@ class ExitHook(HookInside):
         """
         output = None
         if crossing.has_graph:
-            self.waiting[call] = stands = stand_ins(what)
+            stands = self.wait(call, what)
             output = rebuild(what, stands.__getitem__)
         self.side.act(output, NO_ARGUMENTS, crossing)
 
@@ -312,7 +312,7 @@ class LeaveHook(HookInside):
         if not self.node.clock.closed and autograd.backward_task() == -1:
             output = None
             if self.has_marks:
-                self.waiting[call] = stands = stand_ins(what)
+                stands = self.wait(call, what)
                 output = rebuild(what, stands.__getitem__)
             with torch.enable_grad() if has_grad_mode(what) else nullcontext():
                 self.node.clock.leave(self.node, output)
@@ -363,7 +363,7 @@ class LookHook(Receiver):
         module = self.module()
         if module is not None:
             output, args = rebuild(what, values.__getitem__)
-            self.waiting[call] = stands = stand_ins(what) if has_grad_mode(what) else []
+            stands = self.wait(call, what) if has_grad_mode(what) else []
             self.listener(module, args, output, {id(one): stand for one, stand in zip(values, stands, strict=False)})
 
     def _outside(self, module: nn.Module, args: Any, output: Any) -> None:

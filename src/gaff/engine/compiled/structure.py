@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
@@ -49,17 +49,20 @@ def rebuild(what: str, tensor_of: Callable[[int], Any]) -> Any:
     return _build(_read(what), tensor_of)
 
 
-def stand_ins(what: str) -> list[Tensor]:
+def stand_ins(what: str, written: Collection[int] = ()) -> list[Tensor]:
     """Small tensors on which hooks can be set in the place of those of the value, in their order.
 
-    They are empty, and require grad as those did; what stands for a view says so.
+    They are empty, and require grad as those did; what stands for a view, or for one of the tensors with the numbers
+    ``written``, which came into the graph and were written to in it, says why its gradient is not told.
     """
     found: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.enable_grad():
         for number, requires_grad, is_view in _leaves(_read(what)):
             stand: Tensor = torch.empty(0, requires_grad=requires_grad)
             found[number] = stand.clone() if requires_grad else stand
-            if requires_grad and is_view:
+            if requires_grad and number in written:
+                found[number] = found[number].as_subclass(StandInForWritten)
+            elif requires_grad and is_view:
                 found[number] = found[number].as_subclass(StandInForView)
     return [found[number] for number in sorted(found)]
 
@@ -70,7 +73,19 @@ class StandInForView(Tensor):
     That is so the first time that some graphs run, inside of what has just compiled them.
     """
 
-    stands_for_view = True
+    why_untold = (
+        "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer "
+        "that makes it, or open the session under torch.compiler.set_stance('force_eager')"
+    )
+
+
+class StandInForWritten(Tensor):
+    """What a hook is set on in the place of a tensor that came into the graph and was written to in it."""
+
+    why_untold = (
+        "compiled code does not tell the gradient of what came into it and was written to in place: open the session "
+        "under torch.compiler.set_stance('force_eager')"
+    )
 
 
 def _write(value: Any, tensors: list[Tensor]) -> str:

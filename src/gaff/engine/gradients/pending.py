@@ -28,10 +28,6 @@ NEEDS_NONE = "the tensor does not require grad"
 GETS_NONE = "the tensor is a view made without grad mode: torch brings it no gradient"
 WRITTEN_LATER = "the tensor did not require grad; what was written into it later does"
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
-VIEW_INSIDE = (
-    "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer that "
-    "makes it, or open the session under torch.compiler.set_stance('force_eager')"
-)
 _MOST_PASSES = 4096  # that may be inside one another: each reentrant checkpoint has one of its own
 BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
 
@@ -69,13 +65,14 @@ class Gradients:
     def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
         """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad.
 
-        Sets one hook, or with edits joins the chain of the tensor. A stand-in for a view of compiled code is refused
-        at once.
+        Sets one hook, or with edits joins the chain of the tensor. A stand-in of compiled code that says why its
+        gradient is not told is refused at once.
         """
         armed: Armed
-        if getattr(tensor, "stands_for_view", False):  # inside compiled code
+        untold = getattr(tensor, "why_untold", "")  # of what stands for a tensor inside compiled code
+        if untold:
             armed = ArmedView(stream, run, call, tensor)
-            armed.refuse(VIEW_INSIDE)
+            armed.refuse(untold)
             return armed
         if tensor._is_view():
             tensor = original(tensor)

@@ -264,8 +264,9 @@ class SampledStep:
         has_graph = (self._stands is not None or torch.is_grad_enabled()) and tensor.requires_grad
         if self.phase != "train" or not has_graph or tensor.is_leaf:
             return False
-        if getattr(tensor, "stands_for_view", False):
-            self.notes.add(f"{entry.path}: a view inside compiled code, whose gradient is not looked at")
+        if getattr(tensor, "why_untold", ""):
+            self.notes.add(f"{entry.path}: a view, or a tensor that is written to, inside compiled code: its gradient "
+                           "is not looked at")  # fmt: skip
             return False
         if tensor._is_view():
             _ = tensor.grad_fn  # else a stale one is hooked: torch 2.13 crashes
