@@ -463,3 +463,56 @@ def test_load_tells_its_kind(tmp_path):
     assert gaff.load(tmp_path / "acts", "harvest").rows == ROWS
     with pytest.raises(gaff.errors.RecordError, match="is of kind 'harvest'"):
         gaff.load(tmp_path / "acts", "run")
+
+
+def test_int8_with_a_scale_for_each_row(tmp_path):
+    model, data = net(), table()
+    data.tensors[0][5] = 0  # a row of zeros where there is no bias
+    data.tensors[0][7, 0] = float("inf")
+    with torch.no_grad():
+        model[0].bias.zero_()
+    with pytest.warns(UserWarning, match="1 of 210 rows"):
+        store = gaff.harvest(model, DataLoader(data, batch_size=16), "0", out=tmp_path / "acts", dtype="int8", shard=3)
+    with torch.no_grad():
+        exact = model[0](data.tensors[0])
+    column = store["0"]
+    assert column.dtype == torch.float32
+    largest = exact.abs().amax(1, keepdim=True)
+    good = torch.arange(ROWS) != 7
+    assert bool(((column[:] - exact).abs() <= largest / 127 / 2 * 1.001)[good].all())
+    assert bool(column[7].isnan().all())
+    assert torch.equal(column[5], torch.zeros(WIDTH))
+    for index in (3, slice(40, 60), [100, 2]):
+        assert torch.equal(column[index], column[:][index])
+    assert store.nbytes == ROWS * (WIDTH + 4)
+    assert load_file(tmp_path / "acts" / "shards" / "000000" / "0.safetensors")["0"].dtype == torch.int8
+
+
+def test_a_function_that_does_something_else_is_told(tmp_path):
+    """By its instructions: a name alone, such as that of a lambda, tells nothing."""
+    gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=lambda x: x * 2)
+    with pytest.raises(gaff.PlanError, match="functions.reduce"):
+        gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=lambda x: x * 3)
+
+
+def test_gradients_by_a_projection_keep_their_products(tmp_path):
+    """As influence functions need them: thousands of numbers of each sample on a few."""
+    project = gaff.keep.project(512, seed=4)
+    rows = torch.randn(20, 4000, generator=torch.Generator().manual_seed(0))
+    small = project(rows)
+    assert small.shape == (20, 512)
+    assert torch.equal(small, gaff.keep.project(512, seed=4)(rows))
+    assert not torch.equal(small, gaff.keep.project(512, seed=5)(rows))
+    one, other = rows @ rows.T, small @ small.T
+    assert float((other.diagonal() / one.diagonal() - 1).abs().max()) < 0.25
+    assert torch.equal(gaff.keep.project(3, dim=1)(rows.T[None]), gaff.keep.project(3)(rows[None]).transpose(1, 2))
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=gaff.keep.project(3, seed=1))
+    assert list(store["0"].shape) == [ROWS, 3]
+    plan = gaff.Plan.of("0", reduce=gaff.keep.project(3, seed=1))
+    plan.save(tmp_path / "plan.json")
+    assert gaff.Plan.load(tmp_path / "plan.json") == plan
+    for wrong in (0, 2.0, True):
+        with pytest.raises(gaff.PlanError, match="expected 1 or more"):
+            gaff.keep.project(wrong)
+    with pytest.raises(gaff.PlanError, match="dimension 3 asked of a tensor"):
+        gaff.keep.project(2, dim=3)(rows)

@@ -309,7 +309,8 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         mask: the key of another mask in the batch, for "token".
         labels: columns beside sample, position and token: a dict from name to key (or place) in the batch, or a
             function from a batch to a dict; numbers of shape ``[samples]`` or ``[samples, positions]``.
-        reduce, dtype: as ``capture`` knows them; the first dimensions must stay.
+        reduce, dtype: as ``capture`` knows them; the first dimensions must stay. "int8" writes whole numbers with a
+            scale for each row (0.4 % of its largest number), which are read back as float32.
         nonfinite: rows with a NaN or an infinity are told by a warning ("count"), also by a label ``finite``
             ("mark"), or end the harvest ("refuse").
         shard: batches in each shard: what is done anew after a kill.

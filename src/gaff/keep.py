@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,7 +107,46 @@ _REDUCTIONS: dict[str, Any] = {
     "amin": torch.amin,
     "norm": torch.linalg.vector_norm,
 }
-_KINDS: dict[str, Any] = {"part": Part, "heads": Heads, "reduce": Reduce}
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A random projection of dimension ``dim`` onto ``size`` numbers, the same for the same seed on every machine.
+
+    The matrix has independent entries of a normal distribution of variance 1 / ``size``, so that lengths and dot
+    products are kept on average (Johnson and Lindenstrauss, 1984). Computed in float32, or in float64 where the tensor
+    is; the result has that dtype. The matrix of a width is made once, and kept.
+    """
+
+    size: int
+    seed: int = 0
+    dim: int = -1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise PlanError(f"a projection onto {self.size!r} numbers: expected 1 or more")
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not -tensor.dim() <= self.dim < tensor.dim():
+            raise PlanError(
+                f"dimension {self.dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}"
+            )
+        tensor = elements.dequantized(tensor)
+        tensor = (tensor if tensor.dtype == torch.float64 else tensor.float()).movedim(self.dim, -1)
+        matrix = _matrix(tensor.shape[-1], self.size, self.seed, tensor.device, tensor.dtype)
+        result: Tensor = (tensor @ matrix).movedim(-1, self.dim)
+        return result
+
+
+@lru_cache(maxsize=64)
+def _matrix(width: int, size: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The matrix of a projection, drawn on the CPU in float32."""
+    with torch.inference_mode(False), torch.no_grad():
+        drawn = torch.randn(width, size, generator=torch.Generator().manual_seed(seed), device="cpu")
+        return (drawn / size**0.5).to(device, dtype)
+
+
+_KINDS: dict[str, Any] = {"part": Part, "heads": Heads, "reduce": Reduce, "projection": Projection}
 
 
 def rows(index: int | slice | Sequence[int], dim: int = 0) -> Part:
@@ -137,6 +177,11 @@ def mean(*dim: int) -> Reduce:
 def norm(*dim: int) -> Reduce:
     """Keep the L2 norm over ``dim``; over everything when none is given."""
     return Reduce("norm", dim or None)
+
+
+def project(size: int, seed: int = 0, dim: int = -1) -> Projection:
+    """Keep a random projection of dimension ``dim`` onto ``size`` numbers; lengths stay what they were on average."""
+    return Projection(size, seed, dim)
 
 
 def in_graph(reduce: Any) -> Any:

@@ -92,7 +92,7 @@ def _print(store: Store) -> None:
 
     rows = [
         (site, "x".join(map(str, column.shape)), str(column.dtype).removeprefix("torch."),
-         bytes_text(column.dtype.itemsize * column.shape.numel()))
+         bytes_text(column.nbytes))
         for site, column in store.items()
     ]  # fmt: skip
     print(table(("site", "shape", "dtype", "on disk"), rows, width=terminal_width(), right=("on disk",)))

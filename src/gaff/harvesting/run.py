@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,13 +30,16 @@ from gaff.harvesting.batches import BatchSource, Numbered, source_of
 from gaff.harvesting.progress import Progress, silent
 from gaff.harvesting.rows import Rows, Selection, own_columns
 from gaff.harvesting.shard import OPEN, Shard, ShardWriter, is_abandoned, numbers, read_shard
-from gaff.harvesting.store import Store
+from gaff.harvesting.store import SCALE_OF, Store
 from gaff.harvesting.tensor_file import StoredTensor, TensorFile, WrittenTensor, checksum_of
 from gaff.harvesting.values import Loss, evaluating, reader_of
 from gaff.sessions.plan import Plan
 from gaff.sessions.take import arguments
 
 NonFinite = Literal["count", "mark", "refuse"]
+
+
+_FUNCTIONS = ("rows", "loss", "inputs", "labels", "reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,11 @@ class HarvestOptions:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise PlanError(f"{name}={getattr(self, name)!r} cannot be called: expected a function")
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether rows are written as int8, each with a scale."""
+        return str(self.dtype).removeprefix("torch.") == "int8"
+
     def described(self) -> dict[str, Any]:
         """The options on which the rows depend, as JSON."""
         labels = self.labels if callable(self.labels) else {name: str(key) for name, key in self.labels.items()}
@@ -74,6 +84,24 @@ class HarvestOptions:
             "labels": _told(labels), "dtype": str(self.dtype).removeprefix("torch."), "nonfinite": self.nonfinite,
             "shard": self.shard, "training": self.training,
         }  # fmt: skip
+
+    def functions(self) -> dict[str, str]:
+        """By option: a checksum of the user's function, of Python's instructions; what it calls is not looked at."""
+        given = {name: getattr(self, name) for name in _FUNCTIONS}
+        return {
+            name: sha256(_code(one.__code__).encode()).hexdigest()[:16]
+            for name, one in given.items()
+            if isinstance(one, FunctionType)
+        }
+
+
+def _code(code: CodeType) -> str:
+    """What a function does, as text: its instructions, names and constants, and those of functions inside it."""
+    inner = [
+        _code(one) if isinstance(one, CodeType) else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
+        for one in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {inner}"
 
 
 def harvest(
@@ -90,7 +118,8 @@ def harvest(
     if distributed.meshes_of(model):
         raise PlanError("a model whose weights lie on several processes cannot be harvested yet: expected one that is "
                         "whole in each, which may be wrapped by DistributedDataParallel")  # fmt: skip
-    out, given = Path(out), {name: getattr(options, name) for name in ("dtype", "reduce")}
+    out = Path(out)
+    given: dict[str, Any] = {"dtype": None if options.is_rounded else options.dtype, "reduce": options.reduce}
     plan = Plan.of(*patterns, **{name: one for name, one in given.items() if one is not None})
     if not plan.requests:
         raise PlanError("harvest was given no site: expected gaff.harvest(model, data, 'layer4', out=...)")
@@ -117,6 +146,7 @@ def _begin(model: nn.Module, plan: Plan, source: BatchSource, out: Path, options
         "model": manifest.described(model),
         "sites": [str(request) for request in plan.requests],
         "options": options.described(),
+        "functions": options.functions(),
         "data": source.described(),
     }
     known, changes = manifest.begin(out, told, order, accept_changes=options.accept_changes)
@@ -214,6 +244,9 @@ class _OpenShard:
             for bad in broken.values():
                 finite &= ~bad
             labels["finite"] = finite
+        if self._options.is_rounded:
+            for address, rows in sites.items():
+                sites[address], labels[SCALE_OF + address] = _rounded(address, rows)
         self.writer.append(sites, labels)
         self._batches = (self._batches[0], given.number + 1)
         return len(labels["sample"])
@@ -232,6 +265,18 @@ def _nonfinite(rows: Tensor) -> Tensor | None:
         return None
     bad: Tensor = ~torch.isfinite(exact).flatten(1).all(1) if rows.dim() > 1 else ~torch.isfinite(exact)
     return bad if bool(bad.any()) else None
+
+
+def _rounded(address: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as whole numbers from -127 to 127, and the float32 by which they are to be multiplied."""
+    if not rows.is_floating_point():
+        raise PlanError(f"{address}: is of {rows.dtype}: expected floating numbers for dtype='int8'")
+    rows = rows.float()
+    dims = tuple(range(1, rows.dim()))
+    scale = (rows.abs().amax(dims) if dims and rows.numel() else rows.abs().reshape(len(rows), -1).sum(1)) / 127
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).view(-1, *(1 for _ in dims))
+    whole = (rows / divisor).round().nan_to_num(0).clamp(-127, 127).to(torch.int8)
+    return whole, torch.where(scale.isfinite(), scale, torch.full_like(scale, torch.nan))
 
 
 def _arguments(model: nn.Module, options: HarvestOptions, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

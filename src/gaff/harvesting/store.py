@@ -22,6 +22,8 @@ from gaff.harvesting.loader import RowLoader
 from gaff.harvesting.shard import Shard, folder_of, numbers, read_shard
 from gaff.harvesting.tensor_file import StoredTensor, dtype_of
 
+SCALE_OF = "scale of "  # begins the name of the label that holds the scales of a site
+
 
 class Column:
     """One site, or one label, over all shards: ``column[5]``, ``column[:8]``, ``column[[3, 1, 4]]``.
@@ -36,6 +38,7 @@ class Column:
         self._parts = parts
         self._ends = list(accumulate(rows))
         self.dtype = dtype_of(like)
+        self.nbytes = sum(part.nbytes for part in parts)
         self.shape = torch.Size((self._ends[-1], *like.shape))
 
     def __len__(self) -> int:
@@ -108,6 +111,37 @@ class Column:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
+class ScaledColumn(Column):
+    """A site that was written as whole numbers from -127 to 127, each row with its own scale: handed out as float32.
+
+    Everything is a copy. A row that held a NaN or an infinity comes back as NaN.
+    """
+
+    def __init__(self, whole: Column, scales: Column) -> None:
+        self.name, self.shape, self.dtype = whole.name, whole.shape, torch.float32
+        self.nbytes = whole.nbytes + scales.nbytes
+        self._whole, self._scales = whole, scales
+        self._ends = whole._ends
+
+    def gather(self, wanted: Tensor) -> Tensor:
+        """Copies of the rows of these numbers (one dimension of integers), in their order."""
+        return self._scaled(self._whole.gather(wanted), self._scales.gather(wanted))
+
+    def check(self) -> Iterator[str]:
+        """Read everything; what is damaged, one text a file."""
+        yield from self._whole.check()
+
+    def _row(self, number: int) -> Tensor:
+        return self._whole._row(number) * self._scales._row(number)
+
+    def _run(self, first: int, last: int) -> Tensor:
+        return self._scaled(self._whole._run(first, last), self._scales._run(first, last))
+
+    @staticmethod
+    def _scaled(rows: Tensor, scales: Tensor) -> Tensor:
+        return rows * scales.view(-1, *(1 for _ in rows.shape[1:]))
+
+
 class Store(Mapping[str, Column]):
     """A harvest: its sites by address, its labels by name, and what it was begun with.
 
@@ -124,8 +158,12 @@ class Store(Mapping[str, Column]):
         """Open the shards that are there now; where some in the middle are missing their rows are, too."""
         self.shards: list[Shard] = [read_shard(self.path, number) for number in numbers(self.path)]
         filled = [shard for shard in self.shards if shard.rows]
-        self._sites = self._columns([(shard, shard.sites) for shard in filled])
+        columns = self._columns([(shard, shard.sites) for shard in filled])
         self.labels: Mapping[str, Column] = self._columns([(shard, shard.labels) for shard in filled])
+        self._sites = {
+            name: ScaledColumn(column, self.labels[SCALE_OF + name]) if SCALE_OF + name in self.labels else column
+            for name, column in columns.items()
+        }
 
     def __getitem__(self, site: str) -> Column:
         """The rows of a site. Raises SiteError for one that was not harvested."""
@@ -148,8 +186,8 @@ class Store(Mapping[str, Column]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, without labels."""
-        return sum(column.dtype.itemsize * column.shape.numel() for column in self._sites.values())
+        """Bytes of all rows on disk, without labels."""
+        return sum(column.nbytes for column in self._sites.values())
 
     @property
     def nonfinite(self) -> dict[str, int]:

@@ -150,6 +150,7 @@ class StoredTensor:
         if size < expected + _PAGE or (size - expected) % _PAGE:
             raise RecordError(f"{self._path}: has {size} bytes: expected {expected} of rows and its header")
         self._begin = size - expected
+        self.nbytes = expected
 
     def run(self, first: int, last: int) -> Tensor:
         """Rows ``first`` to ``last - 1`` as they lie in the file, shape ``[last - first, *shape]``."""
