@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import gaff
 
@@ -338,6 +338,7 @@ def test_rows_that_are_not_finite(tmp_path, policy):
         ({"sites": ["0:grad_output"]}, "is a gradient: expected loss="),
         ({"loss": len}, "loss= is given and no gradient is asked for"),
         ({"labels": {"kind": 7}}, "label 'kind': the batch has no 7"),
+        ({"data": loader(sampler=DistributedSampler(table(), 2, 0))}, "DistributedSampler gives each process other"),
         ({"data": 3}, "data is a int: expected a DataLoader"),
         ({"data": []}, "the data gave no batch"),
         ({"rows": "position"}, r"0: has shape \[16, 8\]"),

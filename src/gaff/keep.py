@@ -11,6 +11,7 @@ to a GPU, which waits for it; slices and reductions do not. ``Part`` and ``Heads
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -134,8 +135,7 @@ class Projection:
         tensor = elements.dequantized(tensor)
         tensor = (tensor if tensor.dtype == torch.float64 else tensor.float()).movedim(self.dim, -1)
         matrix = _matrix(tensor.shape[-1], self.size, self.seed, tensor.device, tensor.dtype)
-        result: Tensor = (tensor @ matrix).movedim(-1, self.dim)
-        return result
+        return (tensor @ matrix).movedim(-1, self.dim)
 
 
 @lru_cache(maxsize=64)
@@ -143,7 +143,7 @@ def _matrix(width: int, size: int, seed: int, device: torch.device, dtype: torch
     """The matrix of a projection, drawn on the CPU in float32."""
     with torch.inference_mode(False), torch.no_grad():
         drawn = torch.randn(width, size, generator=torch.Generator().manual_seed(seed), device="cpu")
-        return (drawn / size**0.5).to(device, dtype)
+        return (drawn / math.sqrt(size)).to(device, dtype)
 
 
 _KINDS: dict[str, Any] = {"part": Part, "heads": Heads, "reduce": Reduce, "projection": Projection}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gaff.address.nested import first_tensor, iter_tensors
 from gaff.errors import PlanError, RecordError
@@ -80,6 +80,11 @@ class LoaderSource:
     """A ``DataLoader`` that makes its batches from indices: samples are numbered as its data set does."""
 
     def __init__(self, loader: DataLoader[Any], prepare: Prepare) -> None:
+        if isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler):
+            raise PlanError(
+                "the loader's DistributedSampler gives each process other samples: expected the whole data set in each, "
+                "of which every process does its own shards"
+            )
         self._loader, self._prepare = loader, prepare
         self._order: list[list[int]] = []
 

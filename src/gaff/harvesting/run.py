@@ -226,8 +226,8 @@ class _OpenShard:
 
     def take(self, given: Numbered, values: Mapping[str, Any]) -> int:
         """Write the rows of a batch; how many they were. Raises PlanError for a NaN where that is to be refused."""
-        checksum = checksum_of(given.tensors())
-        self._first = checksum if self._batches[0] == self._batches[1] else self._first
+        if self._batches[0] == self._batches[1]:
+            self._first = checksum_of(given.tensors())
         self._inputs = checksum_of(given.tensors(), self._inputs)
         selection = Selection(given, self._options.rows, self._options.mask)
         sites = {address: selection.of(address, value) for address, value in values.items()}
