@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gaff
+from ranks import of_ranks
 from test_harvest import loader, net, tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -104,3 +105,17 @@ def test_a_folder_that_is_gone(tmp_path):
     shutil.rmtree(tmp_path / "acts", ignore_errors=True)
     os.waitpid(child, 0)
     assert not (tmp_path / "acts" / "end.json").exists()
+
+
+def found_by(rank, out):
+    """What a rank of DDP has harvested: its own shards, into the folder of all."""
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    data = loader(batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    gaff.harvest(model, data, "0", "1", "2", out=out, labels={"target": 1}, shard=1)
+    return [shard.number for shard in gaff.load(out).shards]
+
+
+def test_ranks_of_ddp_share_a_harvest(tmp_path, whole):
+    of_ranks(found_by, 2, str(tmp_path / "acts"))
+    assert {**rows_of(tmp_path / "acts"), "harvest.json": b""} == {**whole, "harvest.json": b""}
+    assert gaff.load(tmp_path / "acts").is_complete

@@ -82,8 +82,8 @@ class LoaderSource:
     def __init__(self, loader: DataLoader[Any], prepare: Prepare) -> None:
         if isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler):
             raise PlanError(
-                "the loader's DistributedSampler gives each process other samples: expected the whole data set in each, "
-                "of which every process does its own shards"
+                "the loader's DistributedSampler gives each process other samples: expected the whole data set in "
+                "each, of which every process does its own shards"
             )
         self._loader, self._prepare = loader, prepare
         self._order: list[list[int]] = []
