@@ -33,7 +33,7 @@ def look(model: nn.Module, x: Tensor, loss: Tensor) -> str:
     store = gaff.harvest(model, [x], "fc", out="rows", rows="token", reduce=gaff.keep.project(8), labels={"y": 1})
     first: Tensor = store["fc"][0]
     again = gaff.load("rows", "harvest").labels["sample"][[1, 2]]
-    row_batches = [rows for rows in store.loader("fc", batch=8, shuffle=0)]
+    row_batches = list(store.loader("fc", batch=8, shuffle=0))
     kept = [saved.get("fc", stacked), got[model], saved.receipt.runs, "fc" in saved, shapes, *saved.values()]
     tree: str = str(gaff.sites(model, x, ops=True))
     return f"{first} {again} {row_batches} {kept} {got['0']} {got.receipt} {got.all('0')} {keys} {plain['b']} {site} {tree}"
