@@ -65,8 +65,7 @@ class Gradients:
     def arm(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> Armed:
         """Tell ``stream`` every gradient that arrives at ``tensor``, which must require grad.
 
-        Sets one hook, or with edits joins the chain of the tensor. A stand-in of compiled code that says why its
-        gradient is not told is refused at once.
+        Sets one hook, or with edits joins the chain of the tensor. A stand-in that says ``why_untold`` is refused.
         """
         armed: Armed
         untold = getattr(tensor, "why_untold", "")  # of what stands for a tensor inside compiled code
