@@ -140,3 +140,12 @@ def test_the_examples_run(example):
     expected = {"digits.py": "this digit is a 1", "minilm.py": "0.665  0.060", "resnet50.py": "(1, 2048, 7, 7)"}
     expected |= {"train_digits.py": "epoch 5: loss", "attention.py": "looking at [SEP]: 0.659"}
     assert expected[example] in ran.stdout
+
+
+@pytest.mark.slow
+def test_the_example_of_a_harvest_runs(tmp_path):
+    command = [sys.executable, "examples/words.py", str(tmp_path / "words")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "3 sites, 21358 rows, 6 shards, complete" in ran.stdout
+    assert "monday   tuesday, sunday" in ran.stdout
