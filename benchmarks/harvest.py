@@ -149,11 +149,14 @@ def reading():
 
     def of_files():
         for file in sorted(out.rglob("*output*.safetensors")):
-            torch.from_file(str(file), shared=False, size=file.stat().st_size // 4, dtype=torch.float32).sum()
+            rows = torch.empty(file.stat().st_size // 4)
+            with file.open("rb", buffering=0) as opened:
+                opened.readinto(memoryview(rows.numpy()).cast("B"))
+            rows.sum()
 
     rows = [int(one) for one in wanted]
     found = {"one row": (lambda: [column[one] for one in rows], 4096), "4,096 random rows": (lambda: column[wanted], 1),
-             "all rows, added up": (sequential, 1), "the same of mapped files": (of_files, 1)}  # fmt: skip
+             "all rows, added up": (sequential, 1), "the same by reading the files": (of_files, 1)}  # fmt: skip
     print(f"\n### Reading {size / 1e6:.0f} MB, in memory\n\n| what | us |\n|---|---|")
     for name, (work, count) in found.items():
         times = []

@@ -28,9 +28,8 @@ SCALE_OF = "scale of "  # begins the name of the label that holds the scales of 
 class Column:
     """One site, or one label, over all shards: ``column[5]``, ``column[:8]``, ``column[[3, 1, 4]]``.
 
-    A single row, and a slice that lies in one shard, are the file's own memory, private to this process; anything else
-    is a copy. All on the CPU, in the dtype that was written. Raises RecordError where the rows that are asked for are
-    not what was written.
+    Always copies, on the CPU, in the dtype that was written; only the rows that are asked for are read, and those with
+    which they share a block the first time. Raises RecordError where they are not what was written.
     """
 
     def __init__(self, name: str, parts: Sequence[StoredTensor], rows: Sequence[int], like: Any) -> None:
@@ -114,7 +113,7 @@ class Column:
 class ScaledColumn(Column):
     """A site that was written as whole numbers from -127 to 127, each row with its own scale: handed out as float32.
 
-    Everything is a copy. A row that held a NaN or an infinity comes back as NaN.
+    A row that held a NaN or an infinity comes back as NaN.
     """
 
     def __init__(self, whole: Column, scales: Column) -> None:

@@ -134,8 +134,7 @@ class StoredTensor:
     """The rows of one file, mapped into memory: none is read before it is asked for.
 
     Raises RecordError, when made, where the file is not there or not as long as ``written`` says; from reading, where
-    a block is not what was written. What is returned of one run of rows is the file's own memory, private to this
-    process: what is written there reaches no disk.
+    a block is not what was written. What is returned is a copy: whoever writes into it changes no later answer.
     """
 
     def __init__(self, folder: Path, name: str, written: WrittenTensor) -> None:
@@ -153,16 +152,16 @@ class StoredTensor:
         self.nbytes = expected
 
     def run(self, first: int, last: int) -> Tensor:
-        """Rows ``first`` to ``last - 1`` as they lie in the file, shape ``[last - first, *shape]``."""
+        """Copies of the rows ``first`` to ``last - 1``, shape ``[last - first, *shape]``."""
         if self._unseen:
             self._check(first, last)
-        return self._mapped()[first:last]
+        return self._mapped()[first:last].clone()
 
     def row(self, number: int) -> Tensor:
-        """One row, of ``shape``."""
+        """A copy of one row, of ``shape``."""
         if self._unseen:
             self._check(number, number + 1)
-        return self._mapped()[number]
+        return self._mapped()[number].clone()
 
     def gather(self, numbers: Tensor) -> Tensor:
         """Copies of the rows of these numbers (int64), in their order."""
