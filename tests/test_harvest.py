@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -343,7 +344,11 @@ def test_rows_that_are_not_finite(tmp_path, policy):
         ({"data": 3}, "data is a int: expected a DataLoader"),
         ({"data": []}, "the data gave no batch"),
         ({"rows": "position"}, r"0: has shape \[16, 8\]"),
-        ({"sites": ["0.weight:param"]}, r"has shape \[8, 4\]: expected it to begin with \[16\]"),
+        ({"sites": ["0.weight:param"]}, "0.weight:param: belongs to a parameter or a buffer"),
+        ({"sites": ["0.bias:grad"], "loss": lambda output, batch: output.sum()}, "belongs to a parameter or a buffer"),
+        ({"labels": {"sample": 1}}, "label 'sample' is a name of gaff's own"),
+        ({"labels": lambda batch: {"finite": batch[1]}}, "label 'finite' is a name of gaff's own"),
+        ({"labels": {"kind": 1}, "data": [(torch.ones(16, 4), torch.ones(3))]}, r"label 'kind' has shape \[3\]"),
     ],
 )
 def test_what_cannot_be_is_told_and_leaves_no_shard(tmp_path, given, message):
@@ -410,7 +415,13 @@ def test_the_loader_gives_every_row_once_in_an_order_that_comes_again(tmp_path, 
     assert len(rows) == len(first) == 7
     assert sorted(flat(first)) == sorted(flat(second)) == list(range(ROWS))
     assert (flat(first) == list(range(ROWS))) == (shuffle is None)
-    assert (first == second) == (shuffle is None)
+    assert first == second
+    rows.set_epoch(1)
+    assert (passed(rows) == first) == (shuffle is None)
+    rows.set_epoch(0)
+    assert next(iter(rows))["sample"].tolist() == first[0]
+    assert passed(rows) == first  # a look at the first batch takes nothing away
+    assert [one for pair in zip(rows, rows, strict=True) for one in pair][:2] != []
     again = store.loader("0", batch=32, shuffle=shuffle, labels=["sample"])
     assert passed(again) == first
     again.set_epoch(0)
@@ -518,3 +529,83 @@ def test_gradients_by_a_projection_keep_their_products(tmp_path):
             gaff.keep.project(wrong)
     with pytest.raises(gaff.PlanError, match="dimension 3 asked of a tensor"):
         gaff.keep.project(2, dim=3)(rows)
+
+
+def test_what_a_plan_keeps_is_part_of_the_harvest(tmp_path):
+    gaff.harvest(net(), loader(), gaff.Plan.of("0", reduce=lambda v: v * 1), out=tmp_path / "acts")
+    with pytest.raises(gaff.PlanError, match="functions.plan.reduce"):
+        gaff.harvest(net(), loader(), gaff.Plan.of("0", reduce=lambda v: v * 100), out=tmp_path / "acts")
+    with pytest.raises(gaff.PlanError, match="options.plan"):
+        gaff.harvest(net(), loader(), gaff.Plan.of("0", reduce=gaff.keep.mean(1)), out=tmp_path / "acts")
+
+
+def test_data_that_has_grown_is_told_before_anything_is_written(tmp_path):
+    model, data = net(), [torch.randn(2, 4) for _ in range(5)]
+    gaff.harvest(model, data[:3], "0", out=tmp_path / "acts", shard=2)
+    before = tree(tmp_path / "acts")
+    with pytest.raises(gaff.errors.RecordError, match="the data had 3 batches, and has more now"):
+        gaff.harvest(model, data, "0", out=tmp_path / "acts", shard=2)
+    assert tree(tmp_path / "acts") == before
+    (tmp_path / "acts" / "end.json").unlink()
+    with pytest.raises(gaff.errors.RecordError, match="the data had 3 batches, and has more now"):
+        gaff.harvest(model, data, "0", out=tmp_path / "acts", shard=2)
+    assert gaff.harvest(model, data[:3], "0", out=tmp_path / "acts", shard=2).is_complete
+    assert tree(tmp_path / "acts") == before
+
+
+def test_rows_that_are_others_in_a_later_shard_are_refused_before_it_is_there(tmp_path):
+    data = [torch.randn(2, 5, 4), torch.randn(2, 7, 4)]
+    with pytest.raises(gaff.PlanError, match=r"0: a row was float32 \[5, 8\] and is float32 \[7, 8\] in shard 1"):
+        gaff.harvest(net(), data, "0", out=tmp_path / "acts", shard=1)
+    assert gaff.load(tmp_path / "acts")["0"].shape == (2, 5, WIDTH)
+    with pytest.raises(gaff.PlanError, match="in shard 1: rows of one site or label must be alike"):
+        gaff.harvest(net(), data, "0", out=tmp_path / "acts", shard=1)
+
+
+class Pooled(Tokens):
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids).mean(1))
+
+
+def test_what_has_other_positions_than_the_tokens_is_refused(tmp_path):
+    with pytest.raises(gaff.SiteError, match=r"head: has shape \[2, 3\]: expected it to begin with \[2, 5\]"):
+        gaff.harvest(Pooled(), [{"input_ids": torch.ones(2, 5).long()}], "head", out=tmp_path / "acts", rows="token")
+
+
+def test_a_site_and_a_label_of_one_name(tmp_path):
+    model = nn.ModuleDict({"sample": nn.Linear(4, 3)})
+    model.forward = lambda x: model["sample"](x)
+    store = gaff.harvest(model, [torch.randn(6, 4)], "sample", out=tmp_path / "acts")
+    assert store["sample"].shape == (6, 3)
+    assert store.labels["sample"].shape == (6,)
+    with pytest.raises(gaff.PlanError, match="asked for as a site and as a label"):
+        store.loader("sample", labels=["sample"])
+
+
+def test_a_state_does_not_go_to_workers(tmp_path):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
+    rows = store.loader("0", batch=8)
+    rows.load_state_dict({"epoch": 0, "batches": 3})
+    with pytest.raises(gaff.PlanError, match="expected num_workers=0"):
+        list(DataLoader(rows, batch_size=None, num_workers=1))
+
+
+def test_batches_without_any_row_and_int8(tmp_path):
+    batch = {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3).long()}
+    full = {**batch, "attention_mask": torch.ones(2, 3).long()}
+    store = gaff.harvest(Tokens(), [batch, full], "block", out=tmp_path / "acts", rows="token", dtype="int8", shard=1)
+    assert store.rows == 6
+    assert store.check() == []
+
+
+def test_a_callable_object_is_the_same_in_another_process(tmp_path):
+    for _ in range(2):  # objects at other places in memory
+        store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=partial(torch.clamp, min=0.0))
+    assert store.rows == ROWS
+
+
+@pytest.mark.parametrize("index", [(0, 1), (slice(3), 0), ..., None, True])
+def test_there_is_no_second_index(tmp_path, index):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
+    with pytest.raises(IndexError, match="no second index"):
+        store["0"][index]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from gaff.address.nested import first_tensor, iter_tensors
+from gaff.address.nested import iter_tensors
 from gaff.errors import PlanError, RecordError
 from gaff.harvesting.shard import Shard
 from gaff.harvesting.tensor_file import checksum_of
@@ -94,10 +94,10 @@ class LoaderSource:
         return {
             "dataset": _kind(loader.dataset),
             "fingerprint": _fingerprint(loader.dataset),
-            "samples": len(loader.dataset),
+            "samples": _length(loader.dataset),
             "sampler": [_kind(one) for one in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))],
             "batch_size": getattr(loader.batch_sampler, "batch_size", None),
-            "batches": len(loader),
+            "batches": _length(loader.batch_sampler),
         }
 
     def draw_order(self) -> list[list[int]]:
@@ -196,10 +196,10 @@ class IterableSource:
 
 def batch_size(given: Any) -> int:
     """The size of the first dimension of the first tensor. Raises PlanError where there is none."""
-    first = first_tensor(given)
-    if first is None or not first[1].dim():
+    first = next((one for _, one in iter_tensors(given) if one.dim()), None)
+    if first is None:
         raise PlanError("a batch holds no tensor with a dimension: expected one whose first dimension are the samples")
-    return int(first[1].shape[0])
+    return int(first.shape[0])
 
 
 def _fingerprint(dataset: Any) -> str | None:
@@ -209,6 +209,13 @@ def _fingerprint(dataset: Any) -> str | None:
         return f"{checksum_of(tensors):08x}"
     told = getattr(dataset, "_fingerprint", None) or getattr(dataset, "fingerprint", None)
     return told if isinstance(told, str) else None
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except TypeError:
+        return None
 
 
 def _kind(value: Any) -> str:

@@ -31,12 +31,13 @@ class RowLoader(IterableDataset[Any]):
 
     With a seed the rows are shuffled in two steps, both by arithmetic: runs of 64 neighbours are put into another
     order, then 65,536 rows at a time are mixed among each other. A store of up to so many rows is mixed completely.
-    ``set_epoch(n)`` gives another order; the same seed and epoch the same one, on every machine.
+    ``set_epoch(n)`` gives another order, and has to be called for one; the same seed and epoch give the same one, on
+    every machine.
 
     Batches are dealt out in turn to the ranks of a ``torchrun`` and to the workers of a ``DataLoader`` (with
     ``batch_size=None``): each gets its own, none comes twice. ``state_dict`` says how many batches this process has
-    handed out, and ``load_state_dict`` goes on there, without reading what came before; with workers of a DataLoader
-    the count is theirs, not this process's.
+    handed out of the pass that was begun last, and ``load_state_dict`` has the next pass go on there, without reading
+    what came before; workers of a DataLoader count for themselves, and cannot go on in the middle.
     """
 
     def __init__(self, columns: Mapping[str, Gathered], *, batch: int, shuffle: int | None) -> None:
@@ -47,11 +48,11 @@ class RowLoader(IterableDataset[Any]):
         self._columns = dict(columns)
         self._rows = len(next(iter(self._columns.values())))
         self._batch, self._seed = batch, shuffle
-        self._epoch = self._done = 0
+        self._epoch = self._done = self._begin = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the pass of this number, from its first batch."""
-        self._epoch, self._done = epoch, 0
+        self._epoch, self._done, self._begin = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
         """Where this loader is: the epoch, and how many batches it has handed out in it."""
@@ -59,7 +60,8 @@ class RowLoader(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where ``state_dict`` was asked; the next iteration begins there."""
-        self._epoch, self._done = int(state["epoch"]), int(state["batches"])
+        self._epoch = int(state["epoch"])
+        self._done = self._begin = int(state["batches"])
 
     def __len__(self) -> int:
         """How many batches this rank gets in a pass."""
@@ -70,16 +72,19 @@ class RowLoader(IterableDataset[Any]):
         place, places = _rank()
         worker = get_worker_info()
         if worker is not None:
+            if self._begin:
+                raise PlanError("a loader that goes on in the middle has no workers: expected num_workers=0")
             place, places = place + places * worker.id, places * worker.num_workers
         mine = range(place, self._all, places)
         order = _Order(self._rows, self._seed, self._epoch)
-        while self._done < len(mine):
-            first = mine[self._done] * self._batch
+        begin, self._begin = self._begin, 0
+        for done in range(begin, len(mine)):
+            first = mine[done] * self._batch
             wanted = order.rows(first, min(first + self._batch, self._rows))
-            self._done += 1
+            self._done = done + 1
             found = {name: column.gather(wanted) for name, column in self._columns.items()}
             yield found if len(found) > 1 else next(iter(found.values()))
-        self._done, self._epoch = 0, self._epoch + 1
+        self._done = 0
 
     @property
     def _all(self) -> int:

@@ -13,6 +13,8 @@ from gaff.errors import PlanError, SiteError
 from gaff.harvesting.batches import Numbered
 
 Rows = Literal["sample", "token", "position"]
+SCALE_OF = "scale of "  # begins the name of the label that holds the scales of a site
+_OWN = ("sample", "position", "token", "finite")
 _MASK, _TOKENS = "attention_mask", "input_ids"
 
 
@@ -37,6 +39,11 @@ class Selection:
                 self._set(_as_mask(found, f"the mask {mask or _MASK!r}"))
             elif mask is not None:
                 raise PlanError(f"mask={mask!r} is not in the batch: expected a key of it")
+
+        if self._mask is None and self._dims > 1:
+            tokens = column(given.batch, _TOKENS)
+            if isinstance(tokens, Tensor) and tokens.dim() == self._dims:
+                self._shape = tuple(tokens.shape)
 
     def of(self, address: str, value: Any) -> Tensor:
         """The rows of a value, ``[rows, ...]`` on the CPU. Raises SiteError for one that has other dimensions."""
@@ -72,6 +79,8 @@ class Selection:
             if tokens is not None and tuple(tokens.shape) == self._shape:
                 labels["token"] = tokens.cpu()[tuple(places.T)]
         for name, values in own.items():
+            if is_reserved(name):
+                raise PlanError(f"label {name!r} is a name of gaff's own: expected another")
             labels[name] = self._own(name, values, places)
         return labels
 
@@ -90,12 +99,17 @@ class Selection:
         tensor = tensor.detach().cpu()
         if tuple(tensor.shape[: self._dims]) == self._shape:
             return tensor[tuple(places.T)].contiguous()
-        if tensor.dim() and tensor.shape[0] == self._size:
+        if tensor.shape == (self._size,) or (self._dims == 1 and tensor.dim() and len(tensor) == self._size):
             return tensor[places[:, 0]].contiguous()
         raise PlanError(
-            f"label {name!r} has shape {list(tensor.shape)}: expected its first dimension to be the {self._size} "
-            "samples of the batch"
+            f"label {name!r} has shape {list(tensor.shape)}: expected one number for each of the "
+            f"{self._size} samples, or something for each place of {list(self._shape)}"
         )
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a label of this name is made by gaff itself."""
+    return name in _OWN or name.startswith(SCALE_OF)
 
 
 def column(batch: Any, key: Any) -> Any:

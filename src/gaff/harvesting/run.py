@@ -10,17 +10,19 @@ import inspect
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, Literal, get_args
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
+from gaff.address.grammar import STATE_PORTS
 from gaff.address.nested import map_tensors
 from gaff.address.resolve import need_module
 from gaff.compat import distributed, libraries
@@ -28,9 +30,9 @@ from gaff.errors import PlanError, RecordError
 from gaff.harvesting import manifest
 from gaff.harvesting.batches import BatchSource, Numbered, source_of
 from gaff.harvesting.progress import Progress, silent
-from gaff.harvesting.rows import Rows, Selection, own_columns
+from gaff.harvesting.rows import SCALE_OF, Rows, Selection, is_reserved, own_columns
 from gaff.harvesting.shard import OPEN, Shard, ShardWriter, is_abandoned, numbers, read_shard
-from gaff.harvesting.store import SCALE_OF, Store
+from gaff.harvesting.store import Store
 from gaff.harvesting.tensor_file import StoredTensor, TensorFile, WrittenTensor, checksum_of
 from gaff.harvesting.values import Loss, evaluating, reader_of
 from gaff.sessions.plan import Plan
@@ -67,6 +69,9 @@ class HarvestOptions:
             raise PlanError(f"shard={self.shard!r} is no number of batches: expected 1 or more")
         if self.mask is not None and self.rows != "token":
             raise PlanError(f"mask={self.mask!r} is for rows='token': expected that, or no mask")
+        taken = [name for name in (() if callable(self.labels) else self.labels) if is_reserved(name)]
+        if taken:
+            raise PlanError(f"label {taken[0]!r} is a name of gaff's own: expected another")
         for name in ("loss", "inputs", "reduce"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise PlanError(f"{name}={getattr(self, name)!r} cannot be called: expected a function")
@@ -87,12 +92,27 @@ class HarvestOptions:
 
     def functions(self) -> dict[str, str]:
         """By option: a checksum of the user's function, of Python's instructions; what it calls is not looked at."""
-        given = {name: getattr(self, name) for name in _FUNCTIONS}
-        return {
-            name: sha256(_code(one.__code__).encode()).hexdigest()[:16]
-            for name, one in given.items()
-            if isinstance(one, FunctionType)
-        }
+        return _checksums({name: getattr(self, name) for name in _FUNCTIONS})
+
+
+def _plan_options(plan: Plan) -> list[Any]:
+    """What a plan that was given ready-made says of how its values are kept."""
+    return [str(plan.options.dtype), _told(plan.options.reduce), *(_told(one.reduce) for one in plan.requests)]
+
+
+def _plan_functions(plan: Plan) -> dict[str, str]:
+    """As ``HarvestOptions.functions``, of the functions in a plan."""
+    given = {"plan.reduce": plan.options.reduce, **{f"plan.{one}": one.reduce for one in plan.requests}}
+    return _checksums(given)
+
+
+def _checksums(given: Mapping[str, Any]) -> dict[str, str]:
+    """By name: a checksum of what a function does; what is none is left out."""
+    return {
+        name: sha256(_code(one.__code__).encode()).hexdigest()[:16]
+        for name, one in given.items()
+        if isinstance(one, FunctionType)
+    }
 
 
 def _code(code: CodeType) -> str:
@@ -123,7 +143,12 @@ def harvest(
     plan = Plan.of(*patterns, **{name: one for name, one in given.items() if one is not None})
     if not plan.requests:
         raise PlanError("harvest was given no site: expected gaff.harvest(model, data, 'layer4', out=...)")
-    plan.check(model)
+    for row in plan.check(model):
+        if row.found.site.port in STATE_PORTS:
+            raise PlanError(
+                f"{row.found.site}: belongs to a parameter or a buffer, and has no rows of samples: expected the "
+                "address of a value or of its gradient"
+            )
     source = source_of(data, partial(_arguments, model, options))
     work = _Work(model, source, out, options, progress)
     with ExitStack() as stack:
@@ -145,8 +170,8 @@ def _begin(model: nn.Module, plan: Plan, source: BatchSource, out: Path, options
     told = {
         "model": manifest.described(model),
         "sites": [str(request) for request in plan.requests],
-        "options": options.described(),
-        "functions": options.functions(),
+        "options": {**options.described(), "plan": _plan_options(plan)},
+        "functions": {**options.functions(), **_plan_functions(plan)},
         "data": source.described(),
     }
     known, changes = manifest.begin(out, told, order, accept_changes=options.accept_changes)
@@ -163,6 +188,7 @@ class _Work:
         self.read: Callable[[Numbered], Mapping[str, Any]]
         self._source, self._out, self._options, self._progress = source, out, options, progress
         self._device = libraries.device_of(model)
+        self._like: dict[tuple[str, str], WrittenTensor] = {}  # of every column: what its rows are in all shards
 
     def go_on(self, changes: tuple[str, ...]) -> None:
         """Do what is not done yet. On the way out, also by Ctrl-C, nothing half done is left behind."""
@@ -171,23 +197,37 @@ class _Work:
                 shutil.rmtree(folder, ignore_errors=True)
         size, (rank, ranks) = self._options.shard, distributed.place()
         there = {number: read_shard(self._out, number) for number in numbers(self._out)}
+        for known in there.values():
+            self._like.update({("site", name): one for name, one in known.sites.items()})
+            self._like.update({("label", name): one for name, one in known.labels.items()})
         shard: _OpenShard | None = None
         with ExitStack() as stack:
             mine = partial(_is_mine, rank, ranks)
+            most = self._known_end(there)
             for given in self._source.after(there, size, mine, compares=not changes):
+                if most is not None and given.number >= most:
+                    raise RecordError(f"the data had {most} batches, and has more now: it is another")
                 number = given.number // size
                 if shard is None or shard.writer.number != number:
                     if shard is not None:
                         shard.commit(changes)
                         stack.close()
-                    shard = _OpenShard(stack.enter_context(ShardWriter(self._out, number)), given.number, self._options)
+                    shard = _OpenShard(
+                        stack.enter_context(ShardWriter(self._out, number, self._like)), given.number, self._options
+                    )
                 rows = shard.take(given, self.read(self._moved(given)))
                 self._progress(given.number, self._source.count, rows)
             if shard is not None:
                 shard.commit(changes)
         self._end(there)
-        if (self._out / OPEN).is_dir() and not any((self._out / OPEN).iterdir()):
-            shutil.rmtree(self._out / OPEN, ignore_errors=True)
+        with suppress(OSError):  # another process writes in it, or has taken it away
+            (self._out / OPEN).rmdir()
+
+    def _known_end(self, there: Mapping[int, Shard]) -> int | None:
+        """How many batches the data had, where that is known: it was noted, or a shard is not full."""
+        if (self._out / manifest.END).exists():
+            return int(manifest.read(self._out, manifest.END)["batches"])
+        return min((one.batches[1] for one in there.values() if one.batches[1] % self._options.shard), default=None)
 
     def _end(self, there: Mapping[int, Shard]) -> None:
         """Note how many batches the data had. Raises RecordError where shards that were there hold others."""
@@ -272,8 +312,10 @@ def _rounded(address: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     if not rows.is_floating_point():
         raise PlanError(f"{address}: is of {rows.dtype}: expected floating numbers for dtype='int8'")
     rows = rows.float()
+    if not rows.numel():
+        return rows.to(torch.int8), torch.zeros(len(rows))
     dims = tuple(range(1, rows.dim()))
-    scale = (rows.abs().amax(dims) if dims and rows.numel() else rows.abs().reshape(len(rows), -1).sum(1)) / 127
+    scale = (rows.abs().amax(dims) if dims else rows.abs()) / 127
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).view(-1, *(1 for _ in dims))
     whole = (rows / divisor).round().nan_to_num(0).clamp(-127, 127).to(torch.int8)
     return whole, torch.where(scale.isfinite(), scale, torch.full_like(scale, torch.nan))
@@ -297,10 +339,12 @@ def _written_order(order: list[list[int]], out: Path) -> Any:
     pairs = torch.tensor([[number, sample] for number, batch in enumerate(order) for sample in batch])
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"order-{checksum_of([pairs]):08x}.safetensors"
-    path.unlink(missing_ok=True)
-    file = TensorFile(path, "batch, sample", pairs)
+    draft = out / f".{path.stem}-{uuid4().hex[:8]}.safetensors"
+    file = TensorFile(draft, "batch, sample", pairs)
     file.append(pairs)
-    return file.close().to_dict()
+    told = file.close().to_dict()
+    draft.replace(path)  # of the same name, where another process was faster, and with the same content
+    return {**told, "file": path.name}
 
 
 def _read_order(told: Any, out: Path) -> list[list[int]]:
@@ -317,5 +361,9 @@ def _told(value: Any) -> Any:
     """An option as text that is the same in another process: a function by its name."""
     if value is None or isinstance(value, (str, int, float, dict)):
         return value
+    if isinstance(value, partial):
+        return f"partial({_told(value.func)}, {value.args!r}, {value.keywords!r})"
     name = getattr(value, "__qualname__", None)
+    if name is None and " at 0x" in repr(value):  # an address of memory, which is another each time
+        name = f"{type(value).__qualname__}()"
     return f"{value.__module__}.{name}" if name is not None else f"{value!r}"

@@ -19,8 +19,8 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from gaff.errors import RecordError
-from gaff.harvesting.tensor_file import TensorFile, WrittenTensor, sync
+from gaff.errors import PlanError, RecordError
+from gaff.harvesting.tensor_file import ALIKE, TensorFile, WrittenTensor, dtype_of, sync, told
 
 SHARDS, OPEN, TOLD = "shards", "open", "shard.json"
 _LONGEST = 200  # characters of a file's name; most file systems take 255 bytes
@@ -98,10 +98,12 @@ def read_shard(out: Path, number: int) -> Shard:
 class ShardWriter:
     """Writes one shard, block by block; ``commit`` puts it in its place. What is left without that is taken away.
 
-    A context manager. The files are made with the first block.
+    A context manager. The files are made with the first block. ``like``: by kind and name, the rows that other shards
+    hold, with which those of this one must agree; filled in where it is empty.
     """
 
-    def __init__(self, out: Path, number: int) -> None:
+    def __init__(self, out: Path, number: int, like: dict[tuple[str, str], WrittenTensor] | None = None) -> None:
+        self._like = {} if like is None else like
         self.number = number
         self._out = out
         self._folder = out / OPEN / f"{number:06d}-{os.getpid()}-{uuid4().hex[:8]}-{socket.gethostname()}"
@@ -135,6 +137,12 @@ class ShardWriter:
             odd = ", ".join(sorted(name for _, name in blocks.keys() ^ self._files.keys()))
             raise RecordError(f"{odd}: in some batches only: expected the same sites and labels in each")
         for (kind, name), rows in blocks.items():
+            known = self._like.get((kind, name))
+            if known is not None and (dtype_of(known), known.shape) != (rows.dtype, tuple(rows.shape[1:])):
+                raise PlanError(
+                    f"{name}: a row was {told(dtype_of(known), known.shape)} and is {told(rows.dtype, rows.shape[1:])} "
+                    f"in shard {self.number}: {ALIKE}"
+                )
             if (kind, name) not in self._files:
                 path = self._folder / _file_name(name if kind == "site" else f"label {name}", len(self._files))
                 self._files[kind, name] = TensorFile(path, name, rows)
@@ -149,6 +157,7 @@ class ShardWriter:
         not give the same ones twice.
         """
         written = {key: file.close() for key, file in self._files.items()}
+        self._like.update(written)
         sites = {name: one for (kind, name), one in written.items() if kind == "site"}
         labels = {name: one for (kind, name), one in written.items() if kind == "label"}
         shard = Shard(self.number, batches, self._rows, sites, labels, nonfinite, inputs, first, changes)

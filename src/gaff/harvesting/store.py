@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.errors import RecordError, SiteError
+from gaff.errors import PlanError, RecordError, SiteError
 from gaff.harvesting import manifest
 from gaff.harvesting.loader import RowLoader
+from gaff.harvesting.rows import SCALE_OF
 from gaff.harvesting.shard import Shard, folder_of, numbers, read_shard
 from gaff.harvesting.tensor_file import StoredTensor, dtype_of
-
-SCALE_OF = "scale of "  # begins the name of the label that holds the scales of a site
 
 
 class Column:
@@ -56,7 +55,9 @@ class Column:
             if step != 1:
                 return self.gather(torch.tensor(range(first, last, step), dtype=torch.int64))
             return self._run(first, max(first, last))
-        if not isinstance(index, (list, tuple)) and getattr(index, "shape", ()) == ():
+        if isinstance(index, (tuple, bool)) or index is None or index is Ellipsis:
+            raise IndexError(f"{index!r}: expected a row, a slice of rows, or a list of them, and no second index")
+        if not isinstance(index, list) and getattr(index, "shape", ()) == ():
             return self._row(operator.index(index))
         wanted = torch.as_tensor(index) if len(index) else torch.empty(0, dtype=torch.int64)
         if wanted.dtype == torch.bool:
@@ -221,6 +222,9 @@ class Store(Mapping[str, Column]):
             shuffle: a seed; None: in the order of the store.
             labels: columns of labels that come along.
         """
+        both = set(sites) & set(labels)
+        if both:
+            raise PlanError(f"{both.pop()!r} is asked for as a site and as a label: expected one, or a loader for each")
         columns = {**{site: self[site] for site in sites}, **{name: self._label(name) for name in labels}}
         if not columns:
             raise SiteError(f"the loader was given no site: expected some of {', '.join(self._sites) or 'none'}")

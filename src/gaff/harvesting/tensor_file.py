@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.compat import elements
 from gaff.compat.extras import need
 from gaff.errors import PlanError, RecordError
 
@@ -30,6 +31,10 @@ _SPELLED = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {spelled: dtype for dtype, spelled in _SPELLED.items()}
+ALIKE = (
+    "rows of one site or label must be alike; rows='token' or 'position' takes the positions of a sequence apart, "
+    "reduce= makes one size of many"
+)
 _PAGE = 4096  # bytes; the elements begin at a multiple, so that they can be mapped
 _DIGITS = 48  # bytes that the numbers of a header may grow by, from 0 rows to as many as a disk holds
 
@@ -100,9 +105,8 @@ class TensorFile:
         """Write a block of rows. Raises PlanError where dtype or shape are not those of the first block."""
         if (rows.dtype, tuple(rows.shape[1:])) != (self._dtype, self._shape):
             raise PlanError(
-                f"{self._name}: a row was {_told(self._dtype, self._shape)} and is {_told(rows.dtype, rows.shape[1:])} "
-                "in a later batch: rows of one site must be alike; rows='token' or 'position' takes the positions of "
-                "a sequence apart, reduce= makes one size of many"
+                f"{self._name}: a row was {told(self._dtype, self._shape)} and is {told(rows.dtype, rows.shape[1:])} "
+                f"in a later batch: {ALIKE}"
             )
         rows = rows.resolve_neg().contiguous()
         memory = bytes_of(rows)
@@ -235,10 +239,16 @@ def bytes_of(tensor: Tensor) -> Any:
 
 
 def checksum_of(tensors: Sequence[Tensor], start: int = 0) -> int:
-    """CRC32C over dtypes, shapes and elements, going on from ``start``. Copies what lies on a device to the CPU."""
+    """CRC32C over dtypes, shapes and elements, going on from ``start``. Copies what lies on a device to the CPU.
+
+    Of what has no plain memory (sparse, quantised, not made yet) only the kind and the shape count.
+    """
     extend = need("google_crc32c", "harvest", for_="a harvest").extend
     for tensor in tensors:
-        plain = tensor.detach().cpu().contiguous()
+        if not elements.is_plain(tensor):
+            start = extend(start, f"{type(tensor).__name__} {tensor.layout} {tuple(tensor.shape)}".encode())
+            continue
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         start = extend(start, f"{plain.dtype}{tuple(plain.shape)}".encode())
         start = extend(start, bytes_of(plain))
     return int(start)
@@ -256,5 +266,6 @@ def sync(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def _told(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def told(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """The kind of a row as text, such as ``float32 [384]``."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
