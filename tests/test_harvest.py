@@ -609,3 +609,11 @@ def test_there_is_no_second_index(tmp_path, index):
     store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
     with pytest.raises(IndexError, match="no second index"):
         store["0"][index]
+
+
+def test_a_model_that_is_not_made_yet(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(gaff.PlanError, match="'0.weight' is not made yet"):
+        gaff.harvest(model, [torch.randn(2, 4)], "0", out=tmp_path / "acts")
+    model(torch.randn(2, 4))
+    assert gaff.harvest(model, [torch.randn(2, 4)], "0", out=tmp_path / "acts").rows == 2

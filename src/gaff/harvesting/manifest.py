@@ -25,12 +25,15 @@ _DRAFTS = (".", "order-")  # names of what a start that was killed may have left
 def described(model: nn.Module) -> dict[str, Any]:
     """What tells one model from another: classes by path, and a checksum of all parameters and buffers by name.
 
-    Copies what lies on a device to the CPU, one tensor after another.
+    Copies what lies on a device to the CPU, one tensor after another. Raises PlanError for a lazy module.
     """
     model = unwrap(model)
     classes = {path: f"{type(one).__module__}.{type(one).__qualname__}" for path, one in model.named_modules()}
     checksum = 0
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lazy = next((name for name, tensor in state.items() if nn.parameter.is_lazy(tensor)), None)
+    if lazy is not None:
+        raise PlanError(f"{lazy!r} is not made yet (a lazy module): expected a model that was called once")
     for name, tensor in state.items():
         checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8), tensor], checksum)
     structure = checksum_of([torch.tensor(list(json.dumps(classes).encode()), dtype=torch.uint8)])
