@@ -617,3 +617,9 @@ def test_a_model_that_is_not_made_yet(tmp_path):
         gaff.harvest(model, [torch.randn(2, 4)], "0", out=tmp_path / "acts")
     model(torch.randn(2, 4))
     assert gaff.harvest(model, [torch.randn(2, 4)], "0", out=tmp_path / "acts").rows == 2
+
+
+def test_a_model_that_is_all_frozen_is_told(tmp_path):
+    with pytest.raises(gaff.PlanError, match="the loss has no gradient: .* .all may be frozen"):
+        gaff.harvest(net().requires_grad_(False), loader(), "0:grad_output", out=tmp_path / "acts",
+                     loss=lambda output, batch: output.sum())  # fmt: skip

@@ -60,6 +60,10 @@ class BatchSource(Protocol):
     def count(self) -> int:
         """How many batches there are; known of an iterable when it has ended."""
 
+    @property
+    def expected(self) -> int:
+        """How many batches there will be, for a bar; 0 where nobody can say."""
+
 
 def source_of(data: Any, prepare: Prepare) -> BatchSource:
     """The source for what a user gives as data. Raises PlanError for what is none."""
@@ -115,6 +119,11 @@ class LoaderSource:
         """How many batches there are."""
         return len(self._order)
 
+    @property
+    def expected(self) -> int:
+        """As many as there are."""
+        return len(self._order)
+
     def after(
         self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
     ) -> Iterator[Numbered]:
@@ -157,6 +166,11 @@ class IterableSource:
     def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
         self._data, self._prepare = data, prepare
         self.count = 0
+
+    @property
+    def expected(self) -> int:
+        """What the iterable says of its length."""
+        return _length(self._data) or 0
 
     def described(self) -> dict[str, Any]:
         """The class of the iterable; what it gives is compared batch by batch."""

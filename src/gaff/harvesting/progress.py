@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 Progress = Callable[[int, int, int], None]  # number of a batch, how many there are (as far as known), rows it gave
 
@@ -26,13 +27,14 @@ def on_terminal() -> Iterator[Progress]:
     if not console.is_terminal:
         yield silent
         return
-    columns = (TextColumn("gaff harvest"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rows]} rows, "
-               "{task.speed} batches/s"), TimeRemainingColumn())  # fmt: skip
+    told = TextColumn("{task.fields[rows]} rows, {task.fields[rate]:.0f} rows/s")
+    columns = (TextColumn("gaff harvest"), BarColumn(), MofNCompleteColumn(), told, TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True) as bar:
-        task, total = bar.add_task("", rows=0), [0]
+        task, total, begun = bar.add_task("", total=None, rows=0, rate=0.0), [0], perf_counter()
 
         def tell(number: int, count: int, rows: int) -> None:
             total[0] += rows
-            bar.update(task, completed=number + 1, total=count or None, rows=total[0])
+            rate = total[0] / (perf_counter() - begun)
+            bar.update(task, completed=number + 1, total=count or None, rows=total[0], rate=rate)
 
         yield tell

@@ -39,7 +39,6 @@ class Selection:
                 self._set(_as_mask(found, f"the mask {mask or _MASK!r}"))
             elif mask is not None:
                 raise PlanError(f"mask={mask!r} is not in the batch: expected a key of it")
-
         if self._mask is None and self._dims > 1:
             tokens = column(given.batch, _TOKENS)
             if isinstance(tokens, Tensor) and tokens.dim() == self._dims:

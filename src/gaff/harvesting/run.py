@@ -39,8 +39,6 @@ from gaff.sessions.plan import Plan
 from gaff.sessions.take import arguments
 
 NonFinite = Literal["count", "mark", "refuse"]
-
-
 _FUNCTIONS = ("rows", "loss", "inputs", "labels", "reduce")
 
 
@@ -216,7 +214,7 @@ class _Work:
                         stack.enter_context(ShardWriter(self._out, number, self._like)), given.number, self._options
                     )
                 rows = shard.take(given, self.read(self._moved(given)))
-                self._progress(given.number, self._source.count, rows)
+                self._progress(given.number, self._source.expected, rows)
             if shard is not None:
                 shard.commit(changes)
         self._end(there)

@@ -23,7 +23,7 @@ Loss = Callable[[Any, Any], Tensor]
 def reader_of(model: nn.Module, plan: Plan, loss: Loss | None) -> Callable[[Numbered], Mapping[str, Any]]:
     """A function from a batch to the values by address, on the model's device. Raises what ``gaff.take`` raises, and
     PlanError where gradients are wanted and there is no loss, or the other way round."""
-    gradients = [request for request in plan.requests if _port(request) in (*GRADIENT_PORTS, "grad")]
+    gradients = [request for request in plan.requests if _port(request) in GRADIENT_PORTS]
     if gradients and loss is None:
         raise PlanError(f"{gradients[0]}: is a gradient: expected loss=, a function (output, batch) -> scalar loss")
     if loss is not None and not gradients:
@@ -61,8 +61,13 @@ def _with_backward(model: nn.Module, capture: Capture, loss: Loss, given: Number
     try:
         with torch.enable_grad(), capture as got:
             total = loss(model(*given.args, **given.kwargs), given.batch)
-            if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
-                raise PlanError("loss= returned no scalar with a gradient: expected a function (output, batch) -> loss")
+            if not isinstance(total, Tensor) or total.numel() != 1:
+                raise PlanError("loss= returned no scalar: expected a function (output, batch) -> loss")
+            if not total.requires_grad:
+                raise PlanError(
+                    "the loss has no gradient: expected one of what the model returns, and a parameter or an input "
+                    "that requires grad (all may be frozen)"
+                )
             total.backward()
         return {address: got[address] for address in got}
     finally:
