@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -276,7 +275,7 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
     data: Any,
     /,
     *patterns: PatternLike | Plan,
-    out: str | PathLike[str],
+    out: str | PathLike[str] | Any,
     rows: Rows | Callable[[Any], Tensor] = "sample",
     loss: Callable[[Any, Any], Tensor] | None = None,
     inputs: Callable[[Any], Any] | None = None,
@@ -301,7 +300,8 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         data: a DataLoader, any iterable of batches, or one batch. A dict is passed as keywords, of a tuple or list the
             first element; batches are moved to the model's device.
         patterns: as ``capture`` takes them. Forward values only: the model stops at the last one, without gradients.
-        out: a new folder, or that of the same harvest, which is completed.
+        out: a new folder, or that of the same harvest, which is completed; or a place in an object store: a URL such
+            as ``s3://bucket/acts``, or a store of ``obstore`` (extra ``objects``).
         rows: what one row is. "sample": the first dimension; "token": the first two, where the mask is true (that of
             ``attention_mask``, or all); "position": the first two; or a function from a batch to a mask over them.
         loss: of gradients, a function (output, batch) -> scalar; ``.grad`` of parameters is as before afterwards.
@@ -332,7 +332,7 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         rows, loss, inputs, mask, labels or {}, reduce, dtype, nonfinite, shard, training, accept_changes
     )
     with on_terminal() if progress else nullcontext(silent) as tell:
-        return run_harvest(model, data, patterns, Path(out), options, tell)
+        return run_harvest(model, data, patterns, out, options, tell)
 
 
 def trace(

@@ -70,11 +70,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _stopped(out: str) -> str:
     """What to say after Ctrl-C: what is there, and how to go on."""
-    from pathlib import Path
+    from gaff.harvesting.places import place_of
 
-    from gaff.harvesting.shard import numbers
-
-    return f"gaff: stopped, {len(numbers(Path(out)))} shards are in {out}; the same command again goes on there"
+    return f"gaff: stopped, {len(place_of(out).shards())} shards are in {out}; the same command again goes on there"
 
 
 def _label(text: str) -> tuple[str, str | int]:
@@ -97,4 +95,4 @@ def _print(store: Store) -> None:
     ]  # fmt: skip
     print(table(("site", "shape", "dtype", "on disk"), rows, width=terminal_width(), right=("on disk",)))
     print(f"{counted(store.rows, 'row')} in {counted(len(store.shards), 'shard')}, with {', '.join(store.labels)}; "
-          f"read with gaff.load({str(store.path)!r})")  # fmt: skip
+          f"read with gaff.load({str(store.place)!r})")  # fmt: skip

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import nn
 
 from gaff.address.resolve import unwrap
 from gaff.errors import PlanError, RecordError
-from gaff.harvesting.shard import sync_folder
-from gaff.harvesting.tensor_file import checksum_of, sync
+from gaff.harvesting.places import OPEN, Place
+from gaff.harvesting.tensor_file import checksum_of
 from gaff.version import __version__
 
 NAME, END = "harvest.json", "end.json"
 FORMAT = 1
-_DRAFTS = (".", "order-")  # names of what a start that was killed may have left before it had a manifest
+_DRAFTS = (OPEN, "order-")  # names of what a start that was killed may have left before it had a manifest
 
 
 def described(model: nn.Module) -> dict[str, Any]:
@@ -40,26 +37,25 @@ def described(model: nn.Module) -> dict[str, Any]:
     return {"class": classes[""], "modules": len(classes), "structure": structure, "weights": checksum}
 
 
-def is_begun(out: Path) -> bool:
-    """Whether a harvest was begun in this folder. Raises PlanError where something else is there."""
-    if (out / NAME).exists():
+def is_begun(out: Place) -> bool:
+    """Whether a harvest was begun in this place. Raises PlanError where something else is there."""
+    if out.holds(NAME):
         return True
-    if out.exists() and (not out.is_dir() or any(not one.name.startswith(_DRAFTS) for one in out.iterdir())):
+    if any(not name.startswith(_DRAFTS) for name in out.names()):
         raise PlanError(f"{str(out)!r} holds something else: expected a new folder, or that of a harvest")
     return False
 
 
 def begin(
-    out: Path, told: dict[str, Any], order: Any, *, accept_changes: bool
+    out: Place, told: dict[str, Any], order: Any, *, accept_changes: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write the manifest of a new harvest, or compare that of the one that is there.
 
     ``order``: where the order of the samples lies, which is kept and not compared. Returns the manifest that counts,
     the first one, and how ``told`` differs from it. Raises PlanError where it does and ``accept_changes`` is not given.
     """
-    out.mkdir(parents=True, exist_ok=True)
     told = {"gaff_harvest": FORMAT, "gaff": __version__, "torch": torch.__version__, **told}
-    create(out / NAME, json.dumps({**told, "order": order}, indent=1))
+    out.create(NAME, json.dumps({**told, "order": order}, indent=1).encode())
     known = read(out)
     changes = tuple(_differences({name: one for name, one in known.items() if name != "order"}, told))
     plan = [text for text in changes if text.startswith(("sites", "options"))]
@@ -76,31 +72,12 @@ def begin(
     return known, changes
 
 
-def create(path: Path, text: str) -> bool:
-    """Write a file as a whole, where none of that name is there yet; whether it was written now."""
-    draft = path.with_name(f".{path.name}-{uuid4().hex[:8]}")
-    try:
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            sync(file)
-        os.link(draft, path)
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink(missing_ok=True)
-    sync_folder(path.parent)
-    return True
-
-
-def read(out: Path, name: str = NAME) -> dict[str, Any]:
+def read(out: Place, name: str = NAME) -> dict[str, Any]:
     """The manifest of a harvest, or its end. Raises RecordError where it cannot be read, or is of a later version."""
-    path = out / name
+    path, content = f"{out}/{name}", out.read(name)
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = json.loads(content)
         version = told["gaff_harvest"]
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, RecursionError):
         raise RecordError(f"{path}: is damaged, or none that gaff has written") from None
     if version != FORMAT:
@@ -108,12 +85,12 @@ def read(out: Path, name: str = NAME) -> dict[str, Any]:
     return dict(told)
 
 
-def end(out: Path, batches: int) -> None:
+def end(out: Place, batches: int) -> None:
     """Note that the data ends after that many batches. Raises RecordError where another process met another end."""
-    create(out / END, json.dumps({"gaff_harvest": FORMAT, "batches": batches}))
+    out.create(END, json.dumps({"gaff_harvest": FORMAT, "batches": batches}).encode())
     known = read(out, END).get("batches")
     if known != batches:
-        raise RecordError(f"{out / END}: the data had {known} batches, and has {batches} now: it is another")
+        raise RecordError(f"{out}/{END}: the data had {known} batches, and has {batches} now: it is another")
 
 
 def _differences(known: dict[str, Any], told: dict[str, Any], path: str = "") -> list[str]:

@@ -7,17 +7,15 @@ is begun again by the same call: shards that are there are left as they are, all
 from __future__ import annotations
 
 import inspect
-import shutil
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
+from itertools import groupby
 from types import CodeType, FunctionType
 from typing import Any, Literal, get_args
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +27,18 @@ from gaff.compat import distributed, libraries
 from gaff.errors import PlanError, RecordError
 from gaff.harvesting import manifest
 from gaff.harvesting.batches import BatchSource, Numbered, source_of
+from gaff.harvesting.places import Place, draft_in, leave, place_of, sweep
 from gaff.harvesting.progress import Progress, silent
 from gaff.harvesting.rows import SCALE_OF, Rows, Selection, is_reserved, own_columns
-from gaff.harvesting.shard import OPEN, Shard, ShardWriter, is_abandoned, numbers, read_shard
+from gaff.harvesting.shard import Shard, ShardWriter, read_shard
 from gaff.harvesting.store import Store
-from gaff.harvesting.tensor_file import StoredTensor, TensorFile, WrittenTensor, checksum_of
+from gaff.harvesting.tensor_file import TensorFile, WrittenTensor, checksum_of
 from gaff.harvesting.values import Loss, evaluating, reader_of
 from gaff.sessions.plan import Plan
 from gaff.sessions.take import arguments
 
 NonFinite = Literal["count", "mark", "refuse"]
+_ORDER = "batch, sample"  # what the columns of the file of the order are
 _FUNCTIONS = ("rows", "loss", "inputs", "labels", "reduce")
 
 
@@ -126,7 +126,7 @@ def harvest(
     model: nn.Module,
     data: Any,
     patterns: tuple[Any, ...],
-    out: str | Path,
+    out: Any,
     options: HarvestOptions,
     progress: Progress = silent,
 ) -> Store:
@@ -136,7 +136,7 @@ def harvest(
     if distributed.meshes_of(model):
         raise PlanError("a model whose weights lie on several processes cannot be harvested yet: expected one that is "
                         "whole in each, which may be wrapped by DistributedDataParallel")  # fmt: skip
-    out = Path(out)
+    place = place_of(out)
     given: dict[str, Any] = {"dtype": None if options.is_rounded else options.dtype, "reduce": options.reduce}
     plan = Plan.of(*patterns, **{name: one for name, one in given.items() if one is not None})
     if not plan.requests:
@@ -148,18 +148,18 @@ def harvest(
                 "address of a value or of its gradient"
             )
     source = source_of(data, partial(_arguments, model, options))
-    work = _Work(model, source, out, options, progress)
+    work = _Work(model, source, place, options, progress)
     with ExitStack() as stack:
         stack.enter_context(nullcontext() if options.training else evaluating(model))
         work.read = reader_of(model, plan, options.loss)
-        work.go_on(_begin(model, plan, source, out, options))
-    store = Store(out)
+        work.go_on(_begin(model, plan, source, place, options))
+    store = Store(place)
     for site, count in store.nonfinite.items():
         warnings.warn(f"{site}: {count} of {store.rows} rows hold a NaN or an infinity", stacklevel=3)
     return store
 
 
-def _begin(model: nn.Module, plan: Plan, source: BatchSource, out: Path, options: HarvestOptions) -> tuple[str, ...]:
+def _begin(model: nn.Module, plan: Plan, source: BatchSource, out: Place, options: HarvestOptions) -> tuple[str, ...]:
     """Write or compare the manifest, and have the source take samples in the order of the first start.
 
     Returns what has changed since, where that is allowed. Raises PlanError where it is not.
@@ -181,7 +181,7 @@ class _Work:
     """One process's part of a harvest: the batches of its shards, one after another."""
 
     def __init__(
-        self, model: nn.Module, source: BatchSource, out: Path, options: HarvestOptions, progress: Progress
+        self, model: nn.Module, source: BatchSource, out: Place, options: HarvestOptions, progress: Progress
     ) -> None:
         self.read: Callable[[Numbered], Mapping[str, Any]]
         self._source, self._out, self._options, self._progress = source, out, options, progress
@@ -190,40 +190,33 @@ class _Work:
 
     def go_on(self, changes: tuple[str, ...]) -> None:
         """Do what is not done yet. On the way out, also by Ctrl-C, nothing half done is left behind."""
-        for folder in self._out.glob(f"{OPEN}/*"):
-            if is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+        sweep(self._out.drafts())
         size, (rank, ranks) = self._options.shard, distributed.place()
-        there = {number: read_shard(self._out, number) for number in numbers(self._out)}
+        there = {number: read_shard(self._out, number) for number in self._out.shards()}
         for known in there.values():
             self._like.update({("site", name): one for name, one in known.sites.items()})
             self._like.update({("label", name): one for name, one in known.labels.items()})
-        shard: _OpenShard | None = None
-        with ExitStack() as stack:
-            mine = partial(_is_mine, rank, ranks)
-            most = self._known_end(there)
-            for given in self._source.after(there, size, mine, compares=not changes):
+        batches = self._source.after(there, size, partial(_is_mine, rank, ranks), compares=not changes)
+        most = self._known_end(there)
+        for number, of_shard in groupby(batches, lambda given: given.number // size):
+            self._write(number, of_shard, changes, most)
+        self._end(there)
+        leave(self._out.drafts())
+
+    def _write(self, number: int, batches: Iterable[Numbered], changes: tuple[str, ...], most: int | None) -> None:
+        """Make one shard. Raises RecordError for a batch behind ``most``, the end of the data at an earlier time."""
+        with ShardWriter(self._out, number, self._like) as writer:
+            shard = _OpenShard(writer, number * self._options.shard, self._options)
+            for given in batches:
                 if most is not None and given.number >= most:
                     raise RecordError(f"the data had {most} batches, and has more now: it is another")
-                number = given.number // size
-                if shard is None or shard.writer.number != number:
-                    if shard is not None:
-                        shard.commit(changes)
-                        stack.close()
-                    shard = _OpenShard(
-                        stack.enter_context(ShardWriter(self._out, number, self._like)), given.number, self._options
-                    )
                 rows = shard.take(given, self.read(self._moved(given)))
                 self._progress(given.number, self._source.expected, rows)
-            if shard is not None:
-                shard.commit(changes)
-        self._end(there)
-        with suppress(OSError):  # another process writes in it, or has taken it away
-            (self._out / OPEN).rmdir()
+            shard.commit(changes)
 
     def _known_end(self, there: Mapping[int, Shard]) -> int | None:
         """How many batches the data had, where that is known: it was noted, or a shard is not full."""
-        if (self._out / manifest.END).exists():
+        if self._out.holds(manifest.END):
             return int(manifest.read(self._out, manifest.END)["batches"])
         return min((one.batches[1] for one in there.values() if one.batches[1] % self._options.shard), default=None)
 
@@ -330,27 +323,25 @@ def _arguments(model: nn.Module, options: HarvestOptions, batch: Any) -> tuple[t
     return args, kwargs
 
 
-def _written_order(order: list[list[int]], out: Path) -> Any:
+def _written_order(order: list[list[int]], out: Place) -> Any:
     """Write down which samples each batch has, and say where; None where the data has no indices."""
     if not order:
         return None
     pairs = torch.tensor([[number, sample] for number, batch in enumerate(order) for sample in batch])
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"order-{checksum_of([pairs]):08x}.safetensors"
-    draft = out / f".{path.stem}-{uuid4().hex[:8]}.safetensors"
-    file = TensorFile(draft, "batch, sample", pairs)
-    file.append(pairs)
-    told = file.close().to_dict()
-    draft.replace(path)  # of the same name, where another process was faster, and with the same content
-    return {**told, "file": path.name}
+    name = f"order-{checksum_of([pairs]):08x}.safetensors"
+    with draft_in(out.drafts(), 0) as folder, TensorFile(folder / name, _ORDER, pairs) as file:
+        file.append(pairs)
+        told = file.close().to_dict()
+        out.send(folder / name, name)
+    return told
 
 
-def _read_order(told: Any, out: Path) -> list[list[int]]:
+def _read_order(told: Any, out: Place) -> list[list[int]]:
     """The samples of each batch. Raises RecordError where the file is damaged."""
     if told is None:
         return []
     written = WrittenTensor.from_dict(told)
-    pairs = StoredTensor(out, "batch, sample", written).run(0, written.rows)
+    pairs = out.rows(written.file, _ORDER, written).run(0, written.rows)
     counts = torch.bincount(pairs[:, 0]).tolist()
     return [one.tolist() for one in pairs[:, 1].split(counts)]
 

@@ -1,28 +1,24 @@
 """A shard: a folder with one file for each site and each label, and ``shard.json``, which says what is in them.
 
-It is written under another name, in ``open/``, and gets its place by one renaming, which the file system refuses where
-that place is taken: so a shard is there whole or not at all, and once, whoever else writes into the same store.
+It is written elsewhere and gets its place in one step, which is refused where that place is taken: so a shard is there
+whole or not at all, and once, whoever else writes into the same store.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import quote
-from uuid import uuid4
 
 from torch import Tensor
 
 from gaff.errors import PlanError, RecordError
+from gaff.harvesting.places import TOLD, Place, draft_in, shard_path
 from gaff.harvesting.tensor_file import ALIKE, TensorFile, WrittenTensor, dtype_of, sync, told
 
-SHARDS, OPEN, TOLD = "shards", "open", "shard.json"
 _LONGEST = 200  # characters of a file's name; most file systems take 255 bytes
 
 
@@ -61,23 +57,12 @@ class Shard:
         return json.dumps(told, indent=1)
 
 
-def folder_of(out: Path, number: int) -> Path:
-    """Where the shard of that number is, or will be."""
-    return out / SHARDS / f"{number:06d}"
-
-
-def numbers(out: Path) -> list[int]:
-    """The shards that are there, in ascending order."""
-    folder = out / SHARDS
-    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def read_shard(out: Path, number: int) -> Shard:
+def read_shard(out: Place, number: int) -> Shard:
     """What a shard says of itself. Raises RecordError, with the file, for what is none."""
-    path = folder_of(out, number) / TOLD
+    path = f"{out}/{shard_path(number, TOLD)}"
+    content = out.read(shard_path(number, TOLD))
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = json.loads(content)
         first, last = told["batches"]
         shard = Shard(
             int(told["shard"]), (int(first), int(last)), int(told["rows"]),
@@ -86,8 +71,6 @@ def read_shard(out: Path, number: int) -> Shard:
             {str(name): int(count) for name, count in told["nonfinite"].items()},
             int(told["inputs"]), int(told["first"]), tuple(map(str, told["changes"])),
         )  # fmt: skip
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RecordError(f"{path}: is damaged, or none that gaff has written") from None
     if shard.number != number or any(one.rows != shard.rows for one in (*shard.sites.values(), *shard.labels.values())):
@@ -98,28 +81,25 @@ def read_shard(out: Path, number: int) -> Shard:
 class ShardWriter:
     """Writes one shard, block by block; ``commit`` puts it in its place. What is left without that is taken away.
 
-    A context manager. The files are made with the first block. ``like``: by kind and name, the rows that other shards
-    hold, with which those of this one must agree; filled in where it is empty.
+    A context manager. The files are made with the first block. ``like``: by kind
+    and name, the rows that other shards hold, with which those of this one must agree; filled in where it is empty.
     """
 
-    def __init__(self, out: Path, number: int, like: dict[tuple[str, str], WrittenTensor] | None = None) -> None:
+    def __init__(self, out: Place, number: int, like: dict[tuple[str, str], WrittenTensor] | None = None) -> None:
         self._like = {} if like is None else like
         self.number = number
         self._out = out
-        self._folder = out / OPEN / f"{number:06d}-{os.getpid()}-{uuid4().hex[:8]}-{socket.gethostname()}"
+        self._stack = ExitStack()
+        self._folder: Path
         self._files: dict[tuple[str, str], TensorFile] = {}
         self._rows = 0
 
     def __enter__(self) -> ShardWriter:
-        self._folder.mkdir(parents=True)
+        self._folder = self._stack.enter_context(draft_in(self._out.drafts(), self.number))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            file.discard()
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     @property
     def rows(self) -> int:
@@ -145,18 +125,19 @@ class ShardWriter:
                 )
             if (kind, name) not in self._files:
                 path = self._folder / _file_name(name if kind == "site" else f"label {name}", len(self._files))
-                self._files[kind, name] = TensorFile(path, name, rows)
+                self._files[kind, name] = self._stack.enter_context(TensorFile(path, name, rows))
             self._files[kind, name].append(rows)
         self._rows += len(next(iter(blocks.values())))
 
     def commit(self, batches: tuple[int, int], inputs: int, first: int, nonfinite: dict[str, int],
                changes: tuple[str, ...]) -> Shard:  # fmt: skip
-        """Close the files, say what is in them, and put the folder in its place; returns what it says.
+        """Close the files, say what is in them, and have all of it in its place; returns what it says.
 
         Where another process was first its shard stays. Raises RecordError where that holds other rows: the model does
         not give the same ones twice.
         """
-        written = {key: file.close() for key, file in self._files.items()}
+        closed = {key: file.close() for key, file in self._files.items()}
+        written = {key: self._out.named(one) for key, one in closed.items()}
         self._like.update(written)
         sites = {name: one for (kind, name), one in written.items() if kind == "site"}
         labels = {name: one for (kind, name), one in written.items() if kind == "label"}
@@ -165,46 +146,16 @@ class ShardWriter:
             file.write(shard.to_json())
             file.flush()
             sync(file)
-        place = folder_of(self._out, self.number)
-        place.parent.mkdir(exist_ok=True)
-        try:
-            self._folder.rename(place)
-        except OSError:
-            if not place.is_dir():
-                raise
-            other = read_shard(self._out, self.number)
-            if (other.sites, other.labels) != (sites, labels):
-                raise RecordError(
-                    f"{place}: another process has written other rows into this shard: the model or the data do not "
-                    "give the same twice"
-                ) from None
-            return other
-        sync_folder(place.parent)
-        return shard
-
-
-def is_abandoned(folder: Path) -> bool:
-    """Whether the process of this machine that began to write in ``open/`` is gone."""
-    _, process, _, host = (*folder.name.split("-", 3), "", "", "")[:4]
-    if host != socket.gethostname() or not process.isdigit():
-        return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the system put the names in a folder on the disk, where it can."""
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        names = {one.file: written[key].file for key, one in closed.items()}
+        if self._out.commit(self._folder, self.number, {**names, TOLD: TOLD}):
+            return shard
+        other = read_shard(self._out, self.number)
+        if (other.sites, other.labels) != (sites, labels):
+            raise RecordError(
+                f"{self._out}/{shard_path(self.number)}: another process has written other rows into this shard: the "
+                "model or the data do not give the same twice"
+            )
+        return other
 
 
 def _file_name(name: str, number: int) -> str:

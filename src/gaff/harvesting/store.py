@@ -10,7 +10,6 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.harvesting import manifest
 from gaff.harvesting.loader import RowLoader
+from gaff.harvesting.places import StoredRows, place_of, shard_path
 from gaff.harvesting.rows import SCALE_OF
-from gaff.harvesting.shard import Shard, folder_of, numbers, read_shard
-from gaff.harvesting.tensor_file import StoredTensor, dtype_of
+from gaff.harvesting.shard import Shard, read_shard
+from gaff.harvesting.tensor_file import dtype_of
 
 
 class Column:
@@ -31,7 +31,7 @@ class Column:
     which they share a block the first time. Raises RecordError where they are not what was written.
     """
 
-    def __init__(self, name: str, parts: Sequence[StoredTensor], rows: Sequence[int], like: Any) -> None:
+    def __init__(self, name: str, parts: Sequence[StoredRows], rows: Sequence[int], like: Any) -> None:
         self.name = name
         self._parts = parts
         self._ends = list(accumulate(rows))
@@ -149,14 +149,14 @@ class Store(Mapping[str, Column]):
     RecordError, with the file, where one is missing, of another length, or none that gaff has written.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.manifest = manifest.read(self.path)
+    def __init__(self, path: Any) -> None:
+        self.place = place_of(path)
+        self.manifest = manifest.read(self.place)
         self.refresh()
 
     def refresh(self) -> None:
         """Open the shards that are there now; where some in the middle are missing their rows are, too."""
-        self.shards: list[Shard] = [read_shard(self.path, number) for number in numbers(self.path)]
+        self.shards: list[Shard] = [read_shard(self.place, number) for number in self.place.shards()]
         filled = [shard for shard in self.shards if shard.rows]
         columns = self._columns([(shard, shard.sites) for shard in filled])
         self.labels: Mapping[str, Column] = self._columns([(shard, shard.labels) for shard in filled])
@@ -169,7 +169,7 @@ class Store(Mapping[str, Column]):
         """The rows of a site. Raises SiteError for one that was not harvested."""
         if site not in self._sites:
             raise SiteError(
-                f"{site!r} is not in {str(self.path)!r}: expected one of {', '.join(self._sites) or 'none'}"
+                f"{site!r} is not in {str(self.place)!r}: expected one of {', '.join(self._sites) or 'none'}"
             )
         return self._sites[site]
 
@@ -201,9 +201,9 @@ class Store(Mapping[str, Column]):
     @property
     def is_complete(self) -> bool:
         """Whether the data was gone through to its end, and every shard is there."""
-        if not (self.path / manifest.END).exists():
+        if not self.place.holds(manifest.END):
             return False
-        batches = int(manifest.read(self.path, manifest.END)["batches"])
+        batches = int(manifest.read(self.place, manifest.END)["batches"])
         return sum(shard.batches[1] - shard.batches[0] for shard in self.shards) == batches
 
     @property
@@ -237,11 +237,13 @@ class Store(Mapping[str, Column]):
 
     def __repr__(self) -> str:
         how = "complete" if self.is_complete else "not complete"
-        return f"<gaff store {str(self.path)!r}: {len(self)} sites, {self.rows} rows, {len(self.shards)} shards, {how}>"
+        return (
+            f"<gaff store {str(self.place)!r}: {len(self)} sites, {self.rows} rows, {len(self.shards)} shards, {how}>"
+        )
 
     def _label(self, name: str) -> Column:
         if name not in self.labels:
-            raise SiteError(f"{name!r} is no label of {str(self.path)!r}: expected one of {', '.join(self.labels)}")
+            raise SiteError(f"{name!r} is no label of {str(self.place)!r}: expected one of {', '.join(self.labels)}")
         return self.labels[name]
 
     def _columns(self, shards: Sequence[tuple[Shard, Mapping[str, Any]]]) -> dict[str, Column]:
@@ -254,9 +256,9 @@ class Store(Mapping[str, Column]):
                 like = like or one
                 if one is None or like is None or (one.dtype, one.shape) != (like.dtype, like.shape):
                     raise RecordError(
-                        f"{folder_of(self.path, shard.number)}: its {name!r} is not as in the shards before: made by "
-                        "another plan, or moved from another store"
+                        f"{self.place}/{shard_path(shard.number)}: its {name!r} is not as in the shards before: made "
+                        "by another plan, or moved from another store"
                     )
-                parts.append(StoredTensor(folder_of(self.path, shard.number), name, one))
+                parts.append(self.place.rows(shard_path(shard.number, one.file), name, one))
             found[name] = Column(name, parts, [shard.rows for shard, _ in shards], like)
         return found

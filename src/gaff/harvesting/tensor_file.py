@@ -84,8 +84,8 @@ class WrittenTensor:
 class TensorFile:
     """Writes a tensor of shape ``[rows, *shape]``, of which blocks of rows come one after another.
 
-    ``name`` is the tensor's name in the file. The first block decides dtype and shape of a row. Who makes one calls
-    ``close``, or ``discard`` where the file is not wanted any more.
+    ``name`` is the tensor's name in the file. The first block decides dtype and shape of a row. A context
+    manager; without ``close`` the file is none that could be read.
     """
 
     def __init__(self, path: Path, name: str, first: Tensor) -> None:
@@ -96,8 +96,7 @@ class TensorFile:
         self._name, self._path = name, path
         self._dtype, self._shape = first.dtype, tuple(first.shape[1:])
         self._blocks: list[tuple[int, int]] = []
-        self._begin = _PAGE * math.ceil((8 + len(_header(name, self._written)) + _DIGITS) / _PAGE)
-        self._checksum = need("google_crc32c", "harvest", for_="a harvest").value
+        self._begin = _PAGE * math.ceil((8 + len(header_of(name, self._written)) + _DIGITS) / _PAGE)
         self._file = path.open("xb", buffering=0)
         self._file.seek(self._begin)
 
@@ -109,25 +108,26 @@ class TensorFile:
                 f"in a later batch: {ALIKE}"
             )
         rows = rows.resolve_neg().contiguous()
-        memory = bytes_of(rows)
-        left = memoryview(memory)
+        left = memoryview(bytes_of(rows))
         while left:
             left = left[self._file.write(left) :]
-        self._blocks.append((len(rows), self._checksum(memory) if rows.numel() else 0))
+        self._blocks.append((len(rows), checksum_of_rows(rows)))
 
     def close(self) -> WrittenTensor:
         """Fill in the header, have the system put everything on the disk, and say what was written."""
         written = self._written
-        header = _header(self._name, written).ljust(self._begin - 8)
+        header = header_of(self._name, written).ljust(self._begin - 8)
         self._file.seek(0)
         self._file.write(len(header).to_bytes(8, "little") + header)
         sync(self._file)
         self._file.close()
         return written
 
-    def discard(self) -> None:
-        """Close the file as it is; it is none that could be read."""
-        self._file.close()
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()  # without ``close`` before, it is none that could be read
 
     @property
     def _written(self) -> WrittenTensor:
@@ -191,7 +191,7 @@ class StoredTensor:
         """All rows as a tensor over the file, its header compared. Raises RecordError where that is another."""
         if self._rows is None:
             size = self._begin + self._written.nbytes
-            header = _header(self._name, self._written).ljust(self._begin - 8)
+            header = header_of(self._name, self._written).ljust(self._begin - 8)
             try:
                 with self._path.open("rb") as file:
                     is_right = file.read(self._begin) == (self._begin - 8).to_bytes(8, "little") + header
@@ -217,13 +217,12 @@ class StoredTensor:
         rows, expected = self._written.blocks[block]
         first = self._ends[block] - rows
         found = self._mapped()[first : first + rows]
-        checksum = need("google_crc32c", "harvest", for_="a harvest").value
-        if found.numel() and checksum(bytes_of(found)) != expected:
+        if checksum_of_rows(found) != expected:
             raise RecordError(f"{self._path}: rows {first} to {first + rows - 1} are not what was written: damaged")
         self._unseen.discard(block)
 
 
-def _header(name: str, written: WrittenTensor) -> bytes:
+def header_of(name: str, written: WrittenTensor) -> bytes:
     """What a safetensors file begins with, behind the eight bytes of its length: the same wherever it is written."""
     told = {
         "dtype": written.dtype,
@@ -236,6 +235,13 @@ def _header(name: str, written: WrittenTensor) -> bytes:
 def bytes_of(tensor: Tensor) -> Any:
     """The memory of a contiguous CPU tensor, without a copy; only as long as somebody holds the tensor."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+
+
+def checksum_of_rows(rows: Tensor) -> int:
+    """CRC32C of the elements of a contiguous CPU tensor; 0 where it has none."""
+    if not rows.numel():
+        return 0
+    return int(need("google_crc32c", "harvest", for_="a harvest").value(bytes_of(rows)))
 
 
 def checksum_of(tensors: Sequence[Tensor], start: int = 0) -> int:
