@@ -14,6 +14,7 @@ from torch import nn
 
 import gaff
 from benchmarks.harness import table
+from gaff.harvesting.folder import location_of
 from gaff.harvesting.shard import ShardWriter
 
 SITES = ("encoder.layer.3", "encoder.layer.5")
@@ -120,7 +121,7 @@ def store_prices():
             os.fsync(file.fileno())
 
     def stored(out):
-        with ShardWriter(out, 0) as writer:
+        with ShardWriter(location_of(out), 0) as writer:
             for block in blocks:
                 writer.append({"x": block}, {})
             writer.commit((0, 16), 0, 0, {}, ())

@@ -128,11 +128,11 @@ def test_files_without_a_shard_that_names_them_are_no_rows(url):
 
 
 def test_two_that_write_one_shard_leave_the_first_and_other_rows_are_an_error(url):
-    from gaff.harvesting.places import place_of
+    from gaff.harvesting.folder import location_of
     from gaff.harvesting.shard import ShardWriter
 
     def write(rows):
-        with ShardWriter(place_of(url), 0) as writer:
+        with ShardWriter(location_of(url), 0) as writer:
             writer.append({"0": rows}, {"sample": torch.arange(3)})
             return writer.commit((0, 1), 0, 0, {}, ())
 
@@ -140,7 +140,7 @@ def test_two_that_write_one_shard_leave_the_first_and_other_rows_are_an_error(ur
     assert write(torch.ones(3, 2)) == first
     with pytest.raises(gaff.RecordError, match="another process has written other rows"):
         write(torch.zeros(3, 2))
-    assert place_of(url).shards() == [0]
+    assert location_of(url).shards() == [0]
 
 
 def test_what_is_damaged_is_refused_by_its_name(url, capsys):

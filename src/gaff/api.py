@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # tools are loaded when they are called
     from typing_extensions import Unpack
 
     from gaff.edits.places import EditLike
+    from gaff.harvesting.engines import Engine
     from gaff.harvesting.rows import Rows
     from gaff.harvesting.store import Store
     from gaff.inspection.anatomy import Anatomy
@@ -287,6 +288,7 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
     shard: int = 64,
     training: bool = False,
     accept_changes: bool = False,
+    engine: Literal["ranks", "ray"] | Engine = "ranks",
     progress: bool = True,
 ) -> Store:
     """Run ``model`` over ``data`` and keep what passes at some sites on disk; begun again, it goes on where it was.
@@ -296,7 +298,8 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
     holds one batch. Needs the extra ``harvest``.
 
     Args:
-        model: any module that is whole in this process. It is in evaluation mode meanwhile, unless ``training``.
+        model: any module. It is in evaluation mode meanwhile, unless ``training``. Of one whose weights lie on several
+            processes (FSDP2, tensor parallelism) values are written as one process would have them, once.
         data: a DataLoader, any iterable of batches, or one batch. A dict is passed as keywords, of a tuple or list the
             first element; batches are moved to the model's device.
         patterns: as ``capture`` takes them. Forward values only: the model stops at the last one, without gradients.
@@ -316,23 +319,25 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         shard: batches in each shard: what is done anew after a kill.
         training: leave the modes of the modules as they are.
         accept_changes: go on although model, data, plan or versions are others than at the beginning.
+        engine: "ranks": this process makes the shards, or each rank of a ``torchrun`` its own, for which ``data`` must
+            give every rank the same batches. "ray": workers of a Ray cluster, or of one that is started here;
+            ``gaff.integrations.ray.OnRay(workers=4)`` says how many (extra ``ray``).
         progress: draw a bar on a terminal, where the package ``rich`` is there.
-
-    Under ``torchrun`` each rank does its own shards: ``data`` must give every rank the same batches.
 
     Raises:
         SiteError, PlanError: before anything runs, and for what cannot be told apart by rows. RecordError: where what
             is there is damaged, or the data gives something else than the first time.
     """
+    from gaff.harvesting.engines import engine_of
+    from gaff.harvesting.options import HarvestOptions
     from gaff.harvesting.progress import on_terminal, silent
-    from gaff.harvesting.run import HarvestOptions
     from gaff.harvesting.run import harvest as run_harvest
 
     options = HarvestOptions(
         rows, loss, inputs, mask, labels or {}, reduce, dtype, nonfinite, shard, training, accept_changes
     )
     with on_terminal() if progress else nullcontext(silent) as tell:
-        return run_harvest(model, data, patterns, out, options, tell)
+        return run_harvest(model, data, patterns, out, options, progress=tell, engine=engine_of(engine))
 
 
 def trace(

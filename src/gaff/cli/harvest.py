@@ -38,6 +38,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
                         help="what becomes of rows with a NaN or an infinity")  # fmt: skip
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="samples in a batch of texts or images")
     parser.add_argument("--shard", type=int, default=64, metavar="N", help="batches in a shard")
+    parser.add_argument("--engine", choices=("ranks", "ray"), default="ranks",
+                        help="who makes the shards: this process or the ranks of torchrun, or workers of Ray")  # fmt: skip
     parser.add_argument("--accept-changes", action="store_true",
                         help="go on although model, data or versions are others than at the beginning")  # fmt: skip
     parser.epilog = "example: gaff harvest net.py:model net.py:loader 'h.*.mlp' --rows token --out acts"
@@ -57,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         store = harvest(
             loaded.model, data, *options.sites, out=options.out, rows=options.rows, loss=loss, mask=options.mask,
             labels=dict(map(_label, options.label)), dtype=options.dtype, nonfinite=options.nonfinite,
-            shard=options.shard, accept_changes=options.accept_changes,
+            shard=options.shard, accept_changes=options.accept_changes, engine=options.engine,
         )  # fmt: skip
     except KeyboardInterrupt:
         import sys
@@ -70,9 +72,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _stopped(out: str) -> str:
     """What to say after Ctrl-C: what is there, and how to go on."""
-    from gaff.harvesting.places import place_of
+    from gaff.harvesting.folder import location_of
 
-    return f"gaff: stopped, {len(place_of(out).shards())} shards are in {out}; the same command again goes on there"
+    return f"gaff: stopped, {len(location_of(out).shards())} shards are in {out}; the same command again goes on there"
 
 
 def _label(text: str) -> tuple[str, str | int]:

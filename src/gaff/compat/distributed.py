@@ -34,6 +34,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_spread(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """A DTensor put together, for which all processes of its mesh must ask; any other tensor itself."""
+    return tensor.detach().full_tensor() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:
     """A DTensor like ``tensor`` with another local part. No communication."""
     from torch.distributed.tensor import DTensor
@@ -180,6 +185,13 @@ def _meshes(tensors: Iterable[Any]) -> list[Any]:
 def ranks_of(tensors: Iterable[Any]) -> tuple[int, ...]:
     """The ranks over which ``tensors`` are spread."""
     return tuple(sorted({rank for mesh in _meshes(tensors) for rank in mesh.mesh.flatten().tolist()}))
+
+
+def told_by_all(value: Any) -> list[Any]:
+    """What every process has said, by rank. All must ask, and wait for each other."""
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
 
 
 def any_process(flag: bool, meshes: Iterable[Any]) -> bool:

@@ -7,7 +7,7 @@ other iterable is gone through from its beginning: what it gives is compared wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,6 +55,9 @@ class BatchSource(Protocol):
 
         With ``compares`` it raises RecordError where the data does not give what it gave for ``shards``.
         """
+
+    def spare(self) -> Numbered:
+        """Any batch, for a process that has none of its own and runs the model for others."""
 
     @property
     def count(self) -> int:
@@ -128,14 +131,25 @@ class LoaderSource:
         self, shards: Mapping[int, Shard], size: int, is_mine: Callable[[int], bool], *, compares: bool
     ) -> Iterator[Numbered]:
         """Load only batches that are still to be done, after one that is there, which is compared if there is one."""
-        known = min(shards, default=None) if compares else None
         wanted = [
             number for number in range(len(self._order)) if number // size not in shards and is_mine(number // size)
         ]
-        if known is not None and wanted:
-            first = self._numbered(known * size, next(iter(self._load([known * size]))))
-            if checksum_of(first.tensors()) != shards[known].first:
-                raise RecordError(f"batch {known * size} of the data is not what it was when shard {known} was written")
+        if compares and wanted:
+            self.compare(shards, size)
+        yield from self.only(wanted)
+
+    def compare(self, shards: Mapping[int, Shard], size: int) -> None:
+        """Load the first batch of the first shard that is there. Raises RecordError where it is another."""
+        known = min(shards, default=None)
+        if known is not None and checksum_of(next(self.only([known * size])).tensors()) != shards[known].first:
+            raise RecordError(f"batch {known * size} of the data is not what it was when shard {known} was written")
+
+    def spare(self) -> Numbered:
+        """The first batch."""
+        return next(self.only(range(1)))
+
+    def only(self, wanted: Sequence[int]) -> Iterator[Numbered]:
+        """The batches of these numbers."""
         for number, batch in zip(wanted, self._load(wanted), strict=True):
             yield self._numbered(number, batch)
 
@@ -149,7 +163,7 @@ class LoaderSource:
             )
         return Numbered(number, torch.tensor(self._order[number]), batch, args, kwargs)
 
-    def _load(self, wanted: list[int]) -> Iterable[Any]:
+    def _load(self, wanted: Sequence[int]) -> Iterable[Any]:
         """The batches of these numbers, by a loader with the workers and settings of the user's own."""
         one: Any = self._loader
         own = {
@@ -165,6 +179,7 @@ class IterableSource:
 
     def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
         self._data, self._prepare = data, prepare
+        self._last: Numbered
         self.count = 0
 
     @property
@@ -175,6 +190,10 @@ class IterableSource:
     def described(self) -> dict[str, Any]:
         """The class of the iterable; what it gives is compared batch by batch."""
         return {"iterable": _kind(self._data)}
+
+    def spare(self) -> Numbered:
+        """The last batch."""
+        return self._last
 
     def draw_order(self) -> list[list[int]]:
         """None: the order is that in which batches come."""
@@ -196,7 +215,7 @@ class IterableSource:
             rows = batch_size((args, kwargs))
             shard = number // size
             self.count = number + 1
-            given = Numbered(number, torch.arange(sample, sample + rows), batch, args, kwargs)
+            self._last = given = Numbered(number, torch.arange(sample, sample + rows), batch, args, kwargs)
             if shard in shards:
                 checksum = checksum_of(given.tensors(), checksum if number % size else 0)
                 is_last = number + 1 == shards[shard].batches[1]

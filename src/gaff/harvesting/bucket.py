@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gaff.compat.extras import need
 from gaff.errors import PlanError, RecordError
-from gaff.harvesting.places import SHARDS, TOLD, StoredRows, shard_path
+from gaff.harvesting.location import SHARDS, TOLD, StoredRows, shard_path
 from gaff.harvesting.tensor_file import WrittenTensor, checksum_of_rows, dtype_of, header_of
 
 _KEPT = 256 * 2**20  # bytes of blocks that are kept in memory, of those read last

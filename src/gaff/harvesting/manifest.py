@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from gaff.address.resolve import unwrap
+from gaff.compat import distributed
 from gaff.errors import PlanError, RecordError
-from gaff.harvesting.places import OPEN, Place
+from gaff.harvesting.location import OPEN, Location
 from gaff.harvesting.tensor_file import checksum_of
 from gaff.version import __version__
 
@@ -22,7 +23,8 @@ _DRAFTS = (OPEN, "order-")  # names of what a start that was killed may have lef
 def described(model: nn.Module) -> dict[str, Any]:
     """What tells one model from another: classes by path, and a checksum of all parameters and buffers by name.
 
-    Copies what lies on a device to the CPU, one tensor after another. Raises PlanError for a lazy module.
+    Copies what lies on a device to the CPU, and puts together what lies on several processes, which must all ask, one
+    tensor after another. Raises PlanError for a lazy module.
     """
     model = unwrap(model)
     classes = {path: f"{type(one).__module__}.{type(one).__qualname__}" for path, one in model.named_modules()}
@@ -32,12 +34,13 @@ def described(model: nn.Module) -> dict[str, Any]:
     if lazy is not None:
         raise PlanError(f"{lazy!r} is not made yet (a lazy module): expected a model that was called once")
     for name, tensor in state.items():
-        checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8), tensor], checksum)
+        whole = distributed.whole_of(tensor)
+        checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8), whole], checksum)
     structure = checksum_of([torch.tensor(list(json.dumps(classes).encode()), dtype=torch.uint8)])
     return {"class": classes[""], "modules": len(classes), "structure": structure, "weights": checksum}
 
 
-def is_begun(out: Place) -> bool:
+def is_begun(out: Location) -> bool:
     """Whether a harvest was begun in this place. Raises PlanError where something else is there."""
     if out.holds(NAME):
         return True
@@ -47,7 +50,7 @@ def is_begun(out: Place) -> bool:
 
 
 def begin(
-    out: Place, told: dict[str, Any], order: Any, *, accept_changes: bool
+    out: Location, told: dict[str, Any], order: Any, *, accept_changes: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write the manifest of a new harvest, or compare that of the one that is there.
 
@@ -72,7 +75,7 @@ def begin(
     return known, changes
 
 
-def read(out: Place, name: str = NAME) -> dict[str, Any]:
+def read(out: Location, name: str = NAME) -> dict[str, Any]:
     """The manifest of a harvest, or its end. Raises RecordError where it cannot be read, or is of a later version."""
     path, content = f"{out}/{name}", out.read(name)
     try:
@@ -85,7 +88,7 @@ def read(out: Place, name: str = NAME) -> dict[str, Any]:
     return dict(told)
 
 
-def end(out: Place, batches: int) -> None:
+def end(out: Location, batches: int) -> None:
     """Note that the data ends after that many batches. Raises RecordError where another process met another end."""
     out.create(END, json.dumps({"gaff_harvest": FORMAT, "batches": batches}).encode())
     known = read(out, END).get("batches")

@@ -7,7 +7,7 @@ whole or not at all, and once, whoever else writes into the same store.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from urllib.parse import quote
 from torch import Tensor
 
 from gaff.errors import PlanError, RecordError
-from gaff.harvesting.places import TOLD, Place, draft_in, shard_path
+from gaff.harvesting.location import TOLD, Location, draft_in, shard_path
 from gaff.harvesting.tensor_file import ALIKE, TensorFile, WrittenTensor, dtype_of, sync, told
 
 _LONGEST = 200  # characters of a file's name; most file systems take 255 bytes
@@ -41,6 +41,11 @@ class Shard:
     first: int
     changes: tuple[str, ...] = ()
 
+    def columns(self) -> Iterator[tuple[str, str, WrittenTensor]]:
+        """Sites and labels, each with its kind and name."""
+        yield from (("site", name, one) for name, one in self.sites.items())
+        yield from (("label", name, one) for name, one in self.labels.items())
+
     def to_json(self) -> str:
         """A text without anything that differs from one run of the same harvest to the next, such as the time."""
         told = {
@@ -57,7 +62,7 @@ class Shard:
         return json.dumps(told, indent=1)
 
 
-def read_shard(out: Place, number: int) -> Shard:
+def read_shard(out: Location, number: int) -> Shard:
     """What a shard says of itself. Raises RecordError, with the file, for what is none."""
     path = f"{out}/{shard_path(number, TOLD)}"
     content = out.read(shard_path(number, TOLD))
@@ -85,7 +90,7 @@ class ShardWriter:
     and name, the rows that other shards hold, with which those of this one must agree; filled in where it is empty.
     """
 
-    def __init__(self, out: Place, number: int, like: dict[tuple[str, str], WrittenTensor] | None = None) -> None:
+    def __init__(self, out: Location, number: int, like: dict[tuple[str, str], WrittenTensor] | None = None) -> None:
         self._like = {} if like is None else like
         self.number = number
         self._out = out

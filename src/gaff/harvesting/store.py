@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.harvesting import manifest
+from gaff.harvesting.folder import location_of
 from gaff.harvesting.loader import RowLoader
-from gaff.harvesting.places import StoredRows, place_of, shard_path
+from gaff.harvesting.location import StoredRows, shard_path
 from gaff.harvesting.rows import SCALE_OF
 from gaff.harvesting.shard import Shard, read_shard
 from gaff.harvesting.tensor_file import dtype_of
@@ -150,7 +151,7 @@ class Store(Mapping[str, Column]):
     """
 
     def __init__(self, path: Any) -> None:
-        self.place = place_of(path)
+        self.place = location_of(path)
         self.manifest = manifest.read(self.place)
         self.refresh()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS
+from gaff.compat import distributed
 from gaff.errors import PlanError
 from gaff.harvesting.batches import Numbered
 from gaff.sessions.capture import Capture
@@ -28,9 +31,18 @@ def reader_of(model: nn.Module, plan: Plan, loss: Loss | None) -> Callable[[Numb
         raise PlanError(f"{gradients[0]}: is a gradient: expected loss=, a function (output, batch) -> scalar loss")
     if loss is not None and not gradients:
         raise PlanError("loss= is given and no gradient is asked for: expected an address such as 'fc:grad_output'")
+    step = partial(_with_backward, model, loss) if loss is not None else partial(_forward, model)
+    if distributed.meshes_of_rows(model):
+        return partial(_put_together, plan, _bare_capture(model, plan), step)
     if loss is not None:
         capture = Capture(model, plan, {})
-        return lambda given: _with_backward(model, capture, loss, given)
+
+        def backward(given: Numbered) -> Mapping[str, Any]:
+            with capture:
+                step(given)
+            return {address: capture[address] for address in capture}
+
+        return backward
     extractor = Take(model, plan)
 
     def forward(given: Numbered) -> Mapping[str, Any]:
@@ -53,13 +65,39 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _with_backward(model: nn.Module, capture: Capture, loss: Loss, given: Numbered) -> Mapping[str, Any]:
-    """The values of one step; gradients of parameters are those from before, as if it had not been."""
+def _bare_capture(model: nn.Module, plan: Plan) -> Capture:
+    """A capture of parts as they pass. Raises PlanError where a site has its own reduction, which wants a whole."""
+    own = next((request for request in plan.requests if request.reduce is not None), None)
+    if own is not None:
+        raise PlanError(f"{own}: has a reduction of its own, and the model's layers are split over processes: expected "
+                        "reduce= of the harvest, which is given whole values")  # fmt: skip
+    return Capture(model, replace(plan, options=replace(plan.options, reduce=None, dtype=None)), {})
+
+
+def _put_together(plan: Plan, capture: Capture, step: Callable[[Numbered], None], given: Numbered) -> Mapping[str, Any]:
+    """The values of one batch, each as one process would have it, reduced and cast after that. Communicates."""
+    with capture:
+        step(given)
+    found = {}
+    for address in capture:
+        value = capture.full(address)
+        value = value if plan.options.reduce is None else plan.options.reduce(value)
+        found[address] = value.to(plan.options.dtype) if value.is_floating_point() else value
+    return found
+
+
+def _forward(model: nn.Module, given: Numbered) -> None:
+    with torch.no_grad():
+        model(*given.args, **given.kwargs)
+
+
+def _with_backward(model: nn.Module, loss: Loss, given: Numbered) -> None:
+    """One step; gradients of parameters are those from before, as if it had not been."""
     before = [(one, one.grad) for one in model.parameters()]
     for one, _ in before:
         one.grad = None
     try:
-        with torch.enable_grad(), capture as got:
+        with torch.enable_grad():
             total = loss(model(*given.args, **given.kwargs), given.batch)
             if not isinstance(total, Tensor) or total.numel() != 1:
                 raise PlanError("loss= returned no scalar: expected a function (output, batch) -> loss")
@@ -69,7 +107,6 @@ def _with_backward(model: nn.Module, capture: Capture, loss: Loss, given: Number
                     "that requires grad (all may be frozen)"
                 )
             total.backward()
-        return {address: got[address] for address in got}
     finally:
         for one, gradient in before:
             one.grad = gradient

@@ -1,0 +1,135 @@
+"""One shard, made of its batches: run the model, take the rows, write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.nested import map_tensors
+from gaff.compat import libraries
+from gaff.errors import PlanError, RecordError
+from gaff.harvesting.batches import Numbered
+from gaff.harvesting.location import Location
+from gaff.harvesting.options import HarvestOptions
+from gaff.harvesting.rows import SCALE_OF, Selection, own_columns
+from gaff.harvesting.shard import ShardWriter
+from gaff.harvesting.tensor_file import WrittenTensor, checksum_of
+from gaff.harvesting.values import reader_of
+from gaff.sessions.plan import Plan
+
+Told = Callable[[int, int], None]  # the number of a batch, and how many rows it gave
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all shards of a harvest have in common, also those that another process makes.
+
+    ``like``: by kind and name, the rows of shards that are there, with which others must agree. ``changes``: what is
+    another than at the beginning. ``end``: how many batches the data had at an earlier time, where that is known.
+    """
+
+    model: nn.Module
+    plan: Plan
+    options: HarvestOptions
+    out: Location
+    like: dict[tuple[str, str], WrittenTensor]
+    changes: tuple[str, ...] = ()
+    end: int | None = None
+
+
+class ShardMaker:
+    """Makes the shards of a job, one after another, from batches. The model is in the mode that it is to run in."""
+
+    def __init__(self, job: Job) -> None:
+        self.read = reader_of(job.model, job.plan, job.options.loss)
+        self._job = job
+        self._device = libraries.device_of(job.model)
+
+    def make(self, number: int, batches: Iterable[Numbered], tell: Told) -> None:
+        """Make one shard. Raises RecordError for a batch behind the end of the data at an earlier time."""
+        job = self._job
+        with ShardWriter(job.out, number, job.like) as writer:
+            shard = _OpenShard(writer, number * job.options.shard, job.options)
+            for given in batches:
+                if job.end is not None and given.number >= job.end:
+                    raise RecordError(f"the data had {job.end} batches, and has more now: it is another")
+                tell(given.number, shard.take(given, self.read(self.moved(given))))
+            shard.commit(job.changes)
+
+    def moved(self, given: Numbered) -> Numbered:
+        """The batch's arguments on the device of the model."""
+        args, kwargs = map_tensors(
+            (given.args, given.kwargs), lambda tensor: tensor.to(self._device, non_blocking=True)
+        )
+        return given._replace(args=args, kwargs=kwargs)
+
+
+class _OpenShard:
+    """The shard that is being written, and what is counted along the way."""
+
+    def __init__(self, writer: ShardWriter, first: int, options: HarvestOptions) -> None:
+        self._writer = writer
+        self._options = options
+        self._batches = (first, first)
+        self._nonfinite: dict[str, int] = {}
+        self._inputs = self._first = 0
+
+    def take(self, given: Numbered, values: Mapping[str, Any]) -> int:
+        """Write the rows of a batch; how many they were. Raises PlanError for a NaN where that is to be refused."""
+        if self._batches[0] == self._batches[1]:
+            self._first = checksum_of(given.tensors())
+        self._inputs = checksum_of(given.tensors(), self._inputs)
+        selection = Selection(given, self._options.rows, self._options.mask)
+        sites = {address: selection.of(address, value) for address, value in values.items()}
+        labels = selection.labels(own_columns(given.batch, self._options.labels))
+        broken = {address: bad for address, rows in sites.items() if (bad := _nonfinite(rows)) is not None}
+        for address, bad in broken.items():
+            self._nonfinite[address] = self._nonfinite.get(address, 0) + int(bad.sum())
+            if self._options.nonfinite == "refuse":
+                sample = int(labels["sample"][bad][0])
+                raise PlanError(f"{address}: a NaN or an infinity in batch {given.number}, sample {sample}: expected "
+                                "finite values, or nonfinite='count' or 'mark'")  # fmt: skip
+        if self._options.nonfinite == "mark":
+            finite = torch.ones(len(labels["sample"]), dtype=torch.bool)
+            for bad in broken.values():
+                finite &= ~bad
+            labels["finite"] = finite
+        if self._options.is_rounded:
+            for address, rows in sites.items():
+                sites[address], labels[SCALE_OF + address] = _rounded(address, rows)
+        self._writer.append(sites, labels)
+        self._batches = (self._batches[0], given.number + 1)
+        return len(labels["sample"])
+
+    def commit(self, changes: tuple[str, ...]) -> None:
+        """Put the shard in its place."""
+        self._writer.commit(self._batches, self._inputs, self._first, self._nonfinite, changes)
+
+
+def _nonfinite(rows: Tensor) -> Tensor | None:
+    """Which rows hold a NaN or an infinity; None where none does, which one sum tells nearly always."""
+    if not (rows.is_floating_point() or rows.is_complex()) or not rows.numel():
+        return None
+    exact = rows.float() if rows.dtype.itemsize < 2 else rows  # torch adds up no float8
+    if bool(torch.isfinite(exact.sum())):
+        return None
+    bad: Tensor = ~torch.isfinite(exact).flatten(1).all(1) if rows.dim() > 1 else ~torch.isfinite(exact)
+    return bad if bool(bad.any()) else None
+
+
+def _rounded(address: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row as whole numbers from -127 to 127, and the float32 by which they are to be multiplied."""
+    if not rows.is_floating_point():
+        raise PlanError(f"{address}: is of {rows.dtype}: expected floating numbers for dtype='int8'")
+    rows = rows.float()
+    if not rows.numel():
+        return rows.to(torch.int8), torch.zeros(len(rows))
+    dims = tuple(range(1, rows.dim()))
+    scale = (rows.abs().amax(dims) if dims else rows.abs()) / 127
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).view(-1, *(1 for _ in dims))
+    whole = (rows / divisor).round().nan_to_num(0).clamp(-127, 127).to(torch.int8)
+    return whole, torch.where(scale.isfinite(), scale, torch.full_like(scale, torch.nan))

@@ -1,0 +1,113 @@
+"""How a data set is harvested, checked; and what of that is compared when the harvest is begun again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from types import CodeType, FunctionType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gaff.errors import PlanError
+from gaff.harvesting.rows import Rows, is_reserved
+from gaff.harvesting.values import Loss
+from gaff.sessions.plan import Plan
+
+NonFinite = Literal["count", "mark", "refuse"]
+_FUNCTIONS = ("rows", "loss", "inputs", "labels", "reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestOptions:
+    """How a data set is harvested; the meaning of each is told at ``gaff.harvest``. Raises PlanError, when made."""
+
+    rows: Rows | Callable[[Any], Tensor] = "sample"
+    loss: Loss | None = None
+    inputs: Callable[[Any], Any] | None = None
+    mask: str | None = None
+    labels: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = field(default_factory=dict)
+    reduce: Callable[[Tensor], Tensor] | None = None
+    dtype: torch.dtype | str | None = None
+    nonfinite: NonFinite = "count"
+    shard: int = 64
+    training: bool = False
+    accept_changes: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.rows) and self.rows not in get_args(Rows):
+            raise PlanError(f"rows={self.rows!r} is not known: expected 'sample', 'token', 'position' or a function")
+        if self.nonfinite not in get_args(NonFinite):
+            raise PlanError(f"nonfinite={self.nonfinite!r} is not known: expected 'count', 'mark' or 'refuse'")
+        if isinstance(self.shard, bool) or not isinstance(self.shard, int) or self.shard < 1:
+            raise PlanError(f"shard={self.shard!r} is no number of batches: expected 1 or more")
+        if self.mask is not None and self.rows != "token":
+            raise PlanError(f"mask={self.mask!r} is for rows='token': expected that, or no mask")
+        taken = [name for name in (() if callable(self.labels) else self.labels) if is_reserved(name)]
+        if taken:
+            raise PlanError(f"label {taken[0]!r} is a name of gaff's own: expected another")
+        for name in ("loss", "inputs", "reduce"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise PlanError(f"{name}={getattr(self, name)!r} cannot be called: expected a function")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether rows are written as int8, each with a scale."""
+        return str(self.dtype).removeprefix("torch.") == "int8"
+
+    def described(self) -> dict[str, Any]:
+        """The options on which the rows depend, as JSON."""
+        labels = self.labels if callable(self.labels) else {name: str(key) for name, key in self.labels.items()}
+        return {
+            **{name: _told(getattr(self, name)) for name in ("rows", "loss", "inputs", "mask", "reduce")},
+            "labels": _told(labels), "dtype": str(self.dtype).removeprefix("torch."), "nonfinite": self.nonfinite,
+            "shard": self.shard, "training": self.training,
+        }  # fmt: skip
+
+    def functions(self) -> dict[str, str]:
+        """By option: a checksum of the user's function, of Python's instructions; what it calls is not looked at."""
+        return _checksums({name: getattr(self, name) for name in _FUNCTIONS})
+
+
+def plan_options(plan: Plan) -> list[Any]:
+    """What a plan that was given ready-made says of how its values are kept."""
+    return [str(plan.options.dtype), _told(plan.options.reduce), *(_told(one.reduce) for one in plan.requests)]
+
+
+def plan_functions(plan: Plan) -> dict[str, str]:
+    """As ``HarvestOptions.functions``, of the functions in a plan."""
+    given = {"plan.reduce": plan.options.reduce, **{f"plan.{one}": one.reduce for one in plan.requests}}
+    return _checksums(given)
+
+
+def _checksums(given: Mapping[str, Any]) -> dict[str, str]:
+    """By name: a checksum of what a function does; what is none is left out."""
+    return {
+        name: sha256(_code(one.__code__).encode()).hexdigest()[:16]
+        for name, one in given.items()
+        if isinstance(one, FunctionType)
+    }
+
+
+def _code(code: CodeType) -> str:
+    """What a function does, as text: its instructions, names and constants, and those of functions inside it."""
+    inner = [
+        _code(one) if isinstance(one, CodeType) else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
+        for one in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {inner}"
+
+
+def _told(value: Any) -> Any:
+    """An option as text that is the same in another process: a function by its name."""
+    if value is None or isinstance(value, (str, int, float, dict)):
+        return value
+    if isinstance(value, partial):
+        return f"partial({_told(value.func)}, {value.args!r}, {value.keywords!r})"
+    name = getattr(value, "__qualname__", None)
+    if name is None and " at 0x" in repr(value):  # an address of memory, which is another each time
+        name = f"{type(value).__qualname__}()"
+    return f"{value.__module__}.{name}" if name is not None else f"{value!r}"
