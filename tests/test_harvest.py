@@ -623,3 +623,81 @@ def test_a_model_that_is_all_frozen_is_told(tmp_path):
     with pytest.raises(gaff.PlanError, match="the loss has no gradient: .* .all may be frozen"):
         gaff.harvest(net().requires_grad_(False), loader(), "0:grad_output", out=tmp_path / "acts",
                      loss=lambda output, batch: output.sum())  # fmt: skip
+
+
+def test_the_largest_numbers_and_their_places(tmp_path):
+    model, data = net(), loader()
+    whole = gaff.harvest(model, data, "0", out=tmp_path / "whole")["0"][:]
+    store = gaff.harvest(model, data, "0", out=tmp_path / "top", top=3)
+    places = store.labels["place of 0"][:]
+    assert (store["0"].shape, places.dtype) == ((ROWS, 3), torch.int32)
+    expected = whole.abs().topk(3, dim=-1).indices
+    assert torch.equal(places.long(), expected)
+    assert torch.equal(store["0"][:], whole.gather(-1, expected))
+    small = gaff.harvest(model, data, "0", out=tmp_path / "small", top=2, dtype="int8")
+    torch.testing.assert_close(small["0"][:], store["0"][:][:, :2], atol=0.02, rtol=0)
+    tokens = gaff.harvest(Tokens(), texts(), "block", out=tmp_path / "tokens", rows="token", top=2)
+    assert tokens.labels["place of block"].shape == tokens["block"].shape == (tokens.rows, 2)
+    with pytest.raises(gaff.SiteError, match="0: has shape .*expected a dense tensor with 9 numbers or more"):
+        gaff.harvest(model, data, "0", out=tmp_path / "more", top=9)
+    with pytest.raises(gaff.PlanError, match="top=0 is no number of numbers"):
+        gaff.harvest(model, data, "0", out=tmp_path / "none", top=0)
+    with pytest.raises(gaff.PlanError, match=r"options.top: 3, now 2"):
+        gaff.harvest(model, data, "0", out=tmp_path / "top", top=2)
+
+
+def summed(output, batch):
+    return F.cross_entropy(output, batch[1], reduction="sum")
+
+
+def test_norms_of_the_gradients_of_each_sample(tmp_path):
+    model = net()
+    store = gaff.harvest(model, loader(), "2:grad_output", out=tmp_path / "acts", loss=summed, sample_norms=["0", "2"])
+    x, y = table().tensors
+    for number in (0, 17, ROWS - 1):
+        model.zero_grad()
+        summed(model(x[number : number + 1]), (None, y[number : number + 1])).backward()
+        for name, one in model.named_parameters():
+            torch.testing.assert_close(store.labels[f"gradient norm of {name}"][number], one.grad.norm())
+    assert set(store.labels) == {"sample", *(f"gradient norm of {name}" for name, _ in model.named_parameters())}
+    assert all(one.grad is not None for one in model.parameters())
+    only = gaff.harvest(model, loader(), "0", out=tmp_path / "only", loss=summed, sample_norms="2")
+    assert set(only.labels) == {"sample", "gradient norm of 2.weight", "gradient norm of 2.bias"}
+    with pytest.raises(gaff.PlanError, match="sample_norms= wants a loss"):
+        gaff.harvest(model, loader(), "0", out=tmp_path / "none", sample_norms=["0"])
+
+
+def test_gradients_of_a_head_outside_of_the_model_are_as_before(tmp_path):
+    model, head = net(), nn.Linear(3, 1)
+    head.weight.grad = torch.ones(1, 3)
+    gaff.harvest(model, loader(), "0:grad_output", out=tmp_path / "acts", loss=lambda output, batch: head(output).sum())
+    assert torch.equal(head.weight.grad, torch.ones(1, 3))
+    assert head.bias.grad is None
+    assert all(one.grad is None for one in model.parameters())
+
+
+def test_a_data_set_of_hugging_face(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    drawn, ids = random.Random(0), []
+    for _ in range(30):
+        ids.append([drawn.randrange(1, 50) for _ in range(drawn.randint(2, 9))])
+    rows = {"input_ids": ids, "kind": [number % 3 for number in range(30)], "title": ["x"] * 30}
+    table, model = datasets.Dataset.from_dict(rows), Tokens()
+    store = gaff.harvest(model, table, "embed", out=tmp_path / "acts", rows="token", labels={"kind": "kind"}, batch=4)
+    samples, positions = store.labels["sample"][:], store.labels["position"][:]
+    assert store.rows == sum(map(len, ids))
+    assert torch.equal(store.labels["kind"][:], samples % 3)
+    tokens = torch.tensor([ids[sample][position] for sample, position in zip(samples, positions, strict=True)])
+    assert torch.equal(store.labels["token"][:], tokens)
+    assert torch.equal(store["embed"][:], model.embed(tokens).detach())
+    sizes = [len(ids[number]) for number in samples.unique_consecutive()]
+    assert sizes == sorted(sizes)  # so that little is padded
+    other = datasets.Dataset.from_dict({**rows, "input_ids": ids[::-1]})
+    with pytest.raises(gaff.PlanError, match=r"data.fingerprint: .*, now"):
+        gaff.harvest(model, other, "embed", out=tmp_path / "acts", rows="token", labels={"kind": "kind"}, batch=4)
+    with pytest.raises(gaff.PlanError, match="no column 'sort': expected one of input_ids, kind, title"):
+        gaff.harvest(model, table, "embed", out=tmp_path / "none", labels={"sort": "sort"})
+    with pytest.raises(gaff.PlanError, match="has the columns kind and no 'input_ids'"):
+        gaff.harvest(model, table.select_columns(["kind"]), "embed", out=tmp_path / "none")
+    with pytest.raises(gaff.PlanError, match="batch=0 is no number of samples"):
+        gaff.harvest(model, table, "embed", out=tmp_path / "none", batch=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -283,8 +284,11 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
     mask: str | None = None,
     labels: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None = None,
     reduce: Reducer | None = None,
+    top: int | None = None,
+    sample_norms: str | Sequence[str] | None = None,
     dtype: torch.dtype | str | None = None,
     nonfinite: Literal["count", "mark", "refuse"] = "count",
+    batch: int = 32,
     shard: int = 64,
     training: bool = False,
     accept_changes: bool = False,
@@ -301,7 +305,8 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         model: any module. It is in evaluation mode meanwhile, unless ``training``. Of one whose weights lie on several
             processes (FSDP2, tensor parallelism) values are written as one process would have them, once.
         data: a DataLoader, any iterable of batches, or one batch. A dict is passed as keywords, of a tuple or list the
-            first element; batches are moved to the model's device.
+            first element; batches are moved to the model's device. Or a Hugging Face data set with the column
+            ``input_ids``, whose sequences are put together by length, so that little is padded.
         patterns: as ``capture`` takes them. Forward values only: the model stops at the last one, without gradients.
         out: a new folder, or that of the same harvest, which is completed; or a place in an object store: a URL such
             as ``s3://bucket/acts``, or a store of ``obstore`` (extra ``objects``).
@@ -314,8 +319,13 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
             function from a batch to a dict; numbers of shape ``[samples]`` or ``[samples, positions]``.
         reduce, dtype: as ``capture`` knows them; the first dimensions must stay. "int8" writes whole numbers with a
             scale for each row (0.4 % of its largest number), which are read back as float32.
+        top: of each row keep only so many numbers of its last dimension, those of largest size, largest first; the
+            label ``place of SITE`` (int32) says which they are.
+        sample_norms: layers whose parameters' gradients are measured for each sample, as ``gaff.sample_norms`` does
+            with reduction "sum" (an empty list: all with trainable parameters): labels ``gradient norm of PARAMETER``.
         nonfinite: rows with a NaN or an infinity are told by a warning ("count"), also by a label ``finite``
             ("mark"), or end the harvest ("refuse").
+        batch: samples in a batch of a Hugging Face data set, whose batches are made here.
         shard: batches in each shard: what is done anew after a kill.
         training: leave the modes of the modules as they are.
         accept_changes: go on although model, data, plan or versions are others than at the beginning.
@@ -328,16 +338,27 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         SiteError, PlanError: before anything runs, and for what cannot be told apart by rows. RecordError: where what
             is there is damaged, or the data gives something else than the first time.
     """
+    from gaff.harvesting.buckets import is_table, table_loader
     from gaff.harvesting.engines import engine_of
     from gaff.harvesting.options import HarvestOptions
     from gaff.harvesting.progress import on_terminal, silent
     from gaff.harvesting.run import harvest as run_harvest
 
     options = HarvestOptions(
-        rows, loss, inputs, mask, labels or {}, reduce, dtype, nonfinite, shard, training, accept_changes
-    )
+        rows, loss, inputs, mask, labels or {}, reduce, top,
+        (sample_norms,) if isinstance(sample_norms, str) else sample_norms, dtype, nonfinite, shard, training,
+        accept_changes,
+    )  # fmt: skip
+    norms = None if options.sample_norms is None else partial(_sample_norms, options.sample_norms)
     with on_terminal() if progress else nullcontext(silent) as tell:
-        return run_harvest(model, data, patterns, out, options, progress=tell, engine=engine_of(engine))
+        if is_table(data):
+            data = table_loader(data, batch, None if callable(labels) else (labels or {}).values())
+        return run_harvest(model, data, patterns, out, options, progress=tell, engine=engine_of(engine), norms=norms)
+
+
+def _sample_norms(patterns: Sequence[str], model: nn.Module) -> SampleNorms:
+    """A measurement of one batch, for a harvest."""
+    return sample_norms(model, *patterns, reduction="sum")
 
 
 def trace(

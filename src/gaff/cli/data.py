@@ -1,31 +1,41 @@
 """DATA on the command line: batches for ``gaff harvest``. Imports torch.
 
-A name in a Python file, a file of texts for a model with a tokenizer, or a folder of images for one that says how it
-wants them. Nothing is unpickled, and nothing is downloaded.
+A name in a Python file, a file of texts for a model with a tokenizer, a data set of Hugging Face that was saved to
+disk, or a folder of images for a model that says how it wants them. Nothing is unpickled, and nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch.utils.data import DataLoader
 
 from gaff.cli.inputs import is_image, load_inputs, tokenizer_of
 from gaff.cli.models import Loaded, load_name
+from gaff.compat.extras import need
 from gaff.errors import PlanError
+from gaff.harvesting.buckets import OnDemand, by_length, table_loader
+
+_TABLE = "dataset_info.json"  # what a data set of Hugging Face on disk has beside its rows
 
 
-def load_data(spec: str, loaded: Loaded, batch: int) -> Any:
-    """What ``spec`` names, as ``gaff.harvest`` takes it; ``batch``: samples in a batch of texts or images.
+def load_data(spec: str, loaded: Loaded, batch: int, columns: Sequence[str] = ()) -> Any:
+    """What ``spec`` names, as ``gaff.harvest`` takes it.
 
+    ``batch``: samples in a batch of texts or images; ``columns``: of a data set on disk, those that are to come along.
     Raises PlanError that says what was expected, or which package to install.
     """
     path = Path(spec)
     if path.suffix.lower() == ".txt":
-        return _texts(path, loaded, batch)
+        if not path.is_file():
+            raise PlanError(f"{str(path)!r} is no file: expected one with a text on each line")
+        return _texts(path.read_text(encoding="utf-8").splitlines(), {}, path, loaded, batch)
+    if (path / _TABLE).is_file():
+        return _table(path, loaded, batch, columns)
     if path.is_dir():
         return _images(path, loaded, batch)
     _, value = load_name(spec)
@@ -34,40 +44,42 @@ def load_data(spec: str, loaded: Loaded, batch: int) -> Any:
     return value
 
 
-class _Made(Dataset[Any]):
-    """Samples that are made when they are asked for. ``fingerprint`` tells their source from another."""
+def _table(path: Path, loaded: Loaded, batch: int, columns: Sequence[str]) -> DataLoader[Any]:
+    """Batches of a data set that ``save_to_disk`` has written: of its tokens, or of its column ``text``."""
+    table = need("datasets", for_=f"data {str(path)!r}").load_from_disk(str(path))
+    if not hasattr(table, "column_names") or isinstance(table, dict):
+        raise PlanError(f"{str(path)!r} holds several parts: expected the folder of one, such as {path / 'train'}")
+    if "input_ids" in table.column_names:
+        return table_loader(table, batch, columns)
+    if "text" not in table.column_names:
+        raise PlanError(
+            f"{str(path)!r} has the columns {', '.join(table.column_names)}: expected 'text' or 'input_ids', or a "
+            "DataLoader, by file.py:name"
+        )
+    missing = next((name for name in columns if name not in table.column_names), None)
+    if missing is not None:
+        raise PlanError(f"{str(path)!r} has no column {missing!r}: expected one of {', '.join(table.column_names)}")
+    return _texts(list(table["text"]), {name: list(table[name]) for name in columns}, path, loaded, batch)
 
-    def __init__(self, things: list[Any], make: Callable[[Any], Any], source: str) -> None:
-        self._things, self._make = things, make
-        self.fingerprint = hashlib.sha256(source.encode()).hexdigest()[:16]
 
-    def __len__(self) -> int:
-        return len(self._things)
-
-    def __getitem__(self, number: int) -> Any:
-        return self._make(self._things[number])
-
-
-def _texts(path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:
-    """Batches of lines that have about as many tokens, so that little is padded; a line's number is its sample's."""
+def _texts(lines: list[str], columns: dict[str, list[Any]], path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:
+    """Batches of texts that have about as many tokens, so that little is padded; a line's number is its sample's."""
     if loaded.folder is None:
         raise PlanError(f"{str(path)!r} holds texts: expected a transformers:FOLDER model, whose tokenizer reads them")
-    if not path.is_file():
-        raise PlanError(f"{str(path)!r} is no file: expected one with a text on each line")
-    lines = path.read_text(encoding="utf-8").splitlines()
     if not lines:
         raise PlanError(f"{str(path)!r} is empty: expected a text on each line")
     tokenizer = tokenizer_of(loaded.folder, f"data {str(path)!r}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     lengths = [len(ids) for ids in tokenizer(lines, truncation=True)["input_ids"]]
-    order = sorted(range(len(lines)), key=lambda number: lengths[number])
-    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
 
-    def together(texts: list[str]) -> dict[str, Any]:
-        return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+    def together(numbers: list[int]) -> dict[str, Any]:
+        texts = [lines[number] for number in numbers]
+        own = {name: torch.tensor([values[number] for number in numbers]) for name, values in columns.items()}
+        return {**tokenizer(texts, padding=True, truncation=True, return_tensors="pt"), **own}
 
-    return DataLoader(_Made(lines, str, "\n".join(lines)), batch_sampler=batches, collate_fn=together)
+    samples = OnDemand(range(len(lines)), int, _fingerprint("\n".join(lines)))
+    return DataLoader(samples, batch_sampler=by_length(lengths, batch), collate_fn=together)
 
 
 def _images(path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:
@@ -87,4 +99,8 @@ def _images(path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:
         return args[0][0], folders.index(file.parent)
 
     source = "\n".join(f"{one} {one.stat().st_size} {one.stat().st_mtime_ns}" for one in files)
-    return DataLoader(_Made(files, sample, source), batch_size=batch)
+    return DataLoader(OnDemand(files, sample, _fingerprint(source)), batch_size=batch)
+
+
+def _fingerprint(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SUMMARY = "keep activations or gradients of a data set on disk; begun again, it goes on"
 _DATA_HELP = (
     "file.py:name (a DataLoader, batches, or what makes them), a .txt file with a text on each line, for "
-    "transformers:FOLDER, or a folder of images"
+    "transformers:FOLDER, a data set that datasets has saved to disk, or a folder of images"
 )
 
 
@@ -34,12 +34,15 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", action="append", default=[], metavar="NAME=KEY",
                         help="a column of labels from the batch, by key or place; may be repeated")  # fmt: skip
     parser.add_argument("--dtype", metavar="DTYPE", help="of the rows, such as bfloat16; else that of the model")
+    parser.add_argument("--top", type=int, metavar="K", help="keep the K largest numbers of each row, and their places")
+    parser.add_argument("--sample-norms", action="append", metavar="LAYER",
+                        help="with --loss: norms of each sample's gradients; may be repeated")  # fmt: skip
     parser.add_argument("--nonfinite", choices=("count", "mark", "refuse"), default="count",
                         help="what becomes of rows with a NaN or an infinity")  # fmt: skip
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="samples in a batch of texts or images")
     parser.add_argument("--shard", type=int, default=64, metavar="N", help="batches in a shard")
     parser.add_argument("--engine", choices=("ranks", "ray"), default="ranks",
-                        help="who makes the shards: this process or the ranks of torchrun, or workers of Ray")  # fmt: skip
+                        help="who makes the shards: this process, or ranks of torchrun; workers of Ray")  # fmt: skip
     parser.add_argument("--accept-changes", action="store_true",
                         help="go on although model, data or versions are others than at the beginning")  # fmt: skip
     parser.epilog = "example: gaff harvest net.py:model net.py:loader 'h.*.mlp' --rows token --out acts"
@@ -53,12 +56,14 @@ def run(options: argparse.Namespace) -> int:
     from gaff.cli.models import load_model, load_name
 
     loaded = load_model(options.model)
-    data = load_data(options.data, loaded, options.batch)
+    labels = dict(map(_label, options.label))
+    data = load_data(options.data, loaded, options.batch, [key for key in labels.values() if isinstance(key, str)])
     loss: Any = load_name(options.loss)[1] if options.loss is not None else None
     try:
         store = harvest(
             loaded.model, data, *options.sites, out=options.out, rows=options.rows, loss=loss, mask=options.mask,
-            labels=dict(map(_label, options.label)), dtype=options.dtype, nonfinite=options.nonfinite,
+            labels=labels, top=options.top,
+            sample_norms=options.sample_norms, dtype=options.dtype, nonfinite=options.nonfinite,
             shard=options.shard, accept_changes=options.accept_changes, engine=options.engine,
         )  # fmt: skip
     except KeyboardInterrupt:

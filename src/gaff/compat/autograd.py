@@ -159,6 +159,20 @@ def nodes_of(outputs: Iterable[Any]) -> list[Node]:
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The leaves whose ``.grad`` a backward pass from ``tensor`` adds to, each once."""
+    seen, waiting, found = set(), [tensor.grad_fn], []
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [onward for onward, _ in node.next_functions]
+    return found
+
+
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that this thread executes has finished.
 

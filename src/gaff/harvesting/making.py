@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import map_tensors
-from gaff.compat import libraries
-from gaff.errors import PlanError, RecordError
+from gaff.compat import elements, libraries
+from gaff.errors import PlanError, RecordError, SiteError
 from gaff.harvesting.batches import Numbered
 from gaff.harvesting.location import Location
 from gaff.harvesting.options import HarvestOptions
-from gaff.harvesting.rows import SCALE_OF, Selection, own_columns
+from gaff.harvesting.rows import NORM_OF, PLACE_OF, SCALE_OF, Selection, own_columns
 from gaff.harvesting.shard import ShardWriter
 from gaff.harvesting.tensor_file import WrittenTensor, checksum_of
-from gaff.harvesting.values import reader_of
+from gaff.harvesting.values import Norms, reader_of
 from gaff.sessions.plan import Plan
 
 Told = Callable[[int, int], None]  # the number of a batch, and how many rows it gave
@@ -39,13 +39,14 @@ class Job:
     like: dict[tuple[str, str], WrittenTensor]
     changes: tuple[str, ...] = ()
     end: int | None = None
+    norms: Norms | None = None
 
 
 class ShardMaker:
     """Makes the shards of a job, one after another, from batches. The model is in the mode that it is to run in."""
 
     def __init__(self, job: Job) -> None:
-        self.read = reader_of(job.model, job.plan, job.options.loss)
+        self.read = reader_of(job.model, job.plan, job.options.loss, job.norms)
         self._job = job
         self._device = libraries.device_of(job.model)
 
@@ -84,8 +85,9 @@ class _OpenShard:
             self._first = checksum_of(given.tensors())
         self._inputs = checksum_of(given.tensors(), self._inputs)
         selection = Selection(given, self._options.rows, self._options.mask)
-        sites = {address: selection.of(address, value) for address, value in values.items()}
-        labels = selection.labels(own_columns(given.batch, self._options.labels))
+        sites, places = self._sites(selection, values)
+        labels = {**selection.labels(own_columns(given.batch, self._options.labels)), **places}
+        labels |= {one: selection.of_samples(one, values[one]) for one in values if one.startswith(NORM_OF)}
         broken = {address: bad for address, rows in sites.items() if (bad := _nonfinite(rows)) is not None}
         for address, bad in broken.items():
             self._nonfinite[address] = self._nonfinite.get(address, 0) + int(bad.sum())
@@ -105,9 +107,37 @@ class _OpenShard:
         self._batches = (self._batches[0], given.number + 1)
         return len(labels["sample"])
 
+    def _sites(self, selection: Selection, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The rows of each site, and of which numbers they are, where only the largest are kept."""
+        sites, places = {}, {}
+        for address, value in values.items():
+            if address.startswith(NORM_OF):
+                continue
+            if self._options.top is None:
+                sites[address] = selection.of(address, value)
+                continue
+            found, place = _largest(address, value, self._options.top)
+            sites[address] = selection.of(address, found)
+            places[PLACE_OF + address] = selection.of(address, place)
+        return sites, places
+
     def commit(self, changes: tuple[str, ...]) -> None:
         """Put the shard in its place."""
         self._writer.commit(self._batches, self._inputs, self._first, self._nonfinite, changes)
+
+
+def _largest(address: str, value: Any, count: int) -> tuple[Tensor, Tensor]:
+    """The numbers of largest size in the last dimension, largest first, and their places there (int32).
+
+    NaN counts as larger than all. Raises SiteError for a value with fewer of them.
+    """
+    if not isinstance(value, Tensor) or not elements.is_plain(value) or not value.dim() or value.shape[-1] < count:
+        what = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        raise SiteError(f"{address}: {what}: expected a dense tensor with {count} numbers or more in its last "
+                        f"dimension, as top={count} says")  # fmt: skip
+    sizes = value.abs() if value.dtype.itemsize > 1 else value.float().abs()
+    place = sizes.topk(count, dim=-1).indices
+    return value.gather(-1, place), place.to(torch.int32)
 
 
 def _nonfinite(rows: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -31,6 +31,8 @@ class HarvestOptions:
     mask: str | None = None
     labels: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = field(default_factory=dict)
     reduce: Callable[[Tensor], Tensor] | None = None
+    top: int | None = None
+    sample_norms: Sequence[str] | None = None
     dtype: torch.dtype | str | None = None
     nonfinite: NonFinite = "count"
     shard: int = 64
@@ -44,6 +46,8 @@ class HarvestOptions:
             raise PlanError(f"nonfinite={self.nonfinite!r} is not known: expected 'count', 'mark' or 'refuse'")
         if isinstance(self.shard, bool) or not isinstance(self.shard, int) or self.shard < 1:
             raise PlanError(f"shard={self.shard!r} is no number of batches: expected 1 or more")
+        if self.top is not None and (isinstance(self.top, bool) or not isinstance(self.top, int) or self.top < 1):
+            raise PlanError(f"top={self.top!r} is no number of numbers: expected 1 or more, or None")
         if self.mask is not None and self.rows != "token":
             raise PlanError(f"mask={self.mask!r} is for rows='token': expected that, or no mask")
         taken = [name for name in (() if callable(self.labels) else self.labels) if is_reserved(name)]
@@ -64,6 +68,7 @@ class HarvestOptions:
         return {
             **{name: _told(getattr(self, name)) for name in ("rows", "loss", "inputs", "mask", "reduce")},
             "labels": _told(labels), "dtype": str(self.dtype).removeprefix("torch."), "nonfinite": self.nonfinite,
+            "top": self.top, "sample_norms": None if self.sample_norms is None else list(self.sample_norms),
             "shard": self.shard, "training": self.training,
         }  # fmt: skip
 

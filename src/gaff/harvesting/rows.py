@@ -13,7 +13,8 @@ from gaff.errors import PlanError, SiteError
 from gaff.harvesting.batches import Numbered
 
 Rows = Literal["sample", "token", "position"]
-SCALE_OF = "scale of "  # begins the name of the label that holds the scales of a site
+# Names of labels that belong to a site, or to a parameter, begin with these.
+SCALE_OF, PLACE_OF, NORM_OF = "scale of ", "place of ", "gradient norm of "
 _OWN = ("sample", "position", "token", "finite")
 _MASK, _TOKENS = "attention_mask", "input_ids"
 
@@ -83,6 +84,11 @@ class Selection:
             labels[name] = self._own(name, values, places)
         return labels
 
+    def of_samples(self, name: str, values: Tensor) -> Tensor:
+        """What is known of each sample, for each row."""
+        places = (torch.ones(self._shape, dtype=torch.bool) if self._mask is None else self._mask).nonzero()
+        return self._own(name, values, places)
+
     def _set(self, mask: Tensor) -> None:
         """Keep the rows where ``mask`` is true. Raises PlanError where it is not of this batch."""
         if not mask.dim() or mask.shape[0] != self._size:
@@ -108,7 +114,7 @@ class Selection:
 
 def is_reserved(name: str) -> bool:
     """Whether a label of this name is made by gaff itself."""
-    return name in _OWN or name.startswith(SCALE_OF)
+    return name in _OWN or name.startswith((SCALE_OF, PLACE_OF, NORM_OF))
 
 
 def column(batch: Any, key: Any) -> Any:

@@ -30,7 +30,7 @@ from gaff.harvesting.progress import Progress
 from gaff.harvesting.shard import Shard, read_shard
 from gaff.harvesting.store import Store
 from gaff.harvesting.tensor_file import TensorFile, WrittenTensor, checksum_of
-from gaff.harvesting.values import evaluating, reader_of
+from gaff.harvesting.values import Norms, evaluating, reader_of
 from gaff.sessions.plan import Plan
 from gaff.sessions.take import arguments
 
@@ -46,6 +46,7 @@ def harvest(
     *,
     progress: Progress,
     engine: Engine,
+    norms: Norms | None = None,
 ) -> Store:
     """Go through ``data`` and write what is not there yet. See ``gaff.harvest``, which explains the arguments."""
     need_module(model)
@@ -63,12 +64,12 @@ def harvest(
             )
     source = source_of(data, partial(_arguments, model, options))
     with nullcontext() if options.training else evaluating(model):
-        reader_of(model, plan, options.loss)  # what it refuses is refused before anything is written
+        reader_of(model, plan, options.loss, norms)  # what it refuses is refused before anything is written
         changes = _begin(model, plan, source, place, options)
         sweep(place.drafts())
         there = {number: read_shard(place, number) for number in place.shards()}
         like = {(kind, name): one for shard in there.values() for kind, name, one in shard.columns()}
-        job = Job(model, plan, options, place, like, changes, _known_end(there, place, options.shard))
+        job = Job(model, plan, options, place, like, changes, _known_end(there, place, options.shard), norms)
         engine.run(job, source, there, progress)
     _end(there, place, options.shard, source.count)
     leave(place.drafts())

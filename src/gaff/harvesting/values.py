@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,23 +13,35 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS
 from gaff.compat import distributed
+from gaff.compat.autograd import leaves_of
 from gaff.errors import PlanError
 from gaff.harvesting.batches import Numbered
+from gaff.harvesting.rows import NORM_OF
 from gaff.sessions.capture import Capture
 from gaff.sessions.plan import Plan
 from gaff.sessions.request import Request
 from gaff.sessions.take import Take
 
 Loss = Callable[[Any, Any], Tensor]
+Norms = Callable[[nn.Module], AbstractContextManager[Any]]  # whose ``run(None)`` tells norms by parameter: [samples]
 
 
-def reader_of(model: nn.Module, plan: Plan, loss: Loss | None) -> Callable[[Numbered], Mapping[str, Any]]:
-    """A function from a batch to the values by address, on the model's device. Raises what ``gaff.take`` raises, and
-    PlanError where gradients are wanted and there is no loss, or the other way round."""
+def reader_of(
+    model: nn.Module, plan: Plan, loss: Loss | None, norms: Norms | None = None
+) -> Callable[[Numbered], Mapping[str, Any]]:
+    """A function from a batch to the values by address, on the model's device.
+
+    With ``norms``, which opens a measurement of the norms of the samples' gradients, these come along, by
+    ``NORM_OF`` and the name of the parameter. Raises what ``gaff.take`` raises, and PlanError where gradients are
+    wanted and there is no loss, or the other way round.
+    """
     gradients = [request for request in plan.requests if _port(request) in GRADIENT_PORTS]
     if gradients and loss is None:
         raise PlanError(f"{gradients[0]}: is a gradient: expected loss=, a function (output, batch) -> scalar loss")
-    if loss is not None and not gradients:
+    if norms is not None and (loss is None or distributed.meshes_of(model)):
+        raise PlanError("sample_norms= wants a loss and a model that is whole in this process: expected loss=, a "
+                        "function (output, batch) -> sum of the samples' losses")  # fmt: skip
+    if loss is not None and not gradients and norms is None:
         raise PlanError("loss= is given and no gradient is asked for: expected an address such as 'fc:grad_output'")
     step = partial(_with_backward, model, loss) if loss is not None else partial(_forward, model)
     if distributed.meshes_of_rows(model):
@@ -38,9 +50,12 @@ def reader_of(model: nn.Module, plan: Plan, loss: Loss | None) -> Callable[[Numb
         capture = Capture(model, plan, {})
 
         def backward(given: Numbered) -> Mapping[str, Any]:
-            with capture:
+            with capture, nullcontext() if norms is None else norms(model) as measured:
                 step(given)
-            return {address: capture[address] for address in capture}
+            found = {address: capture[address] for address in capture}
+            if measured is not None:
+                found |= {NORM_OF + name: one for name, one in measured.run(None).items()}
+            return found
 
         return backward
     extractor = Take(model, plan)
@@ -92,11 +107,10 @@ def _forward(model: nn.Module, given: Numbered) -> None:
 
 
 def _with_backward(model: nn.Module, loss: Loss, given: Numbered) -> None:
-    """One step; gradients of parameters are those from before, as if it had not been."""
-    before = [(one, one.grad) for one in model.parameters()]
-    for one, _ in before:
-        one.grad = None
-    try:
+    """One step; gradients of all leaves, also of a head outside the model, are those from before."""
+    with ExitStack() as stack:
+        kept = set(model.parameters())
+        stack.enter_context(_kept_gradients(kept))
         with torch.enable_grad():
             total = loss(model(*given.args, **given.kwargs), given.batch)
             if not isinstance(total, Tensor) or total.numel() != 1:
@@ -106,7 +120,18 @@ def _with_backward(model: nn.Module, loss: Loss, given: Numbered) -> None:
                     "the loss has no gradient: expected one of what the model returns, and a parameter or an input "
                     "that requires grad (all may be frozen)"
                 )
+            stack.enter_context(_kept_gradients(one for one in leaves_of(total) if one not in kept))
             total.backward()
+
+
+@contextmanager
+def _kept_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Put away ``.grad`` of some leaves meanwhile."""
+    before = [(one, one.grad) for one in leaves]
+    for one, _ in before:
+        one.grad = None
+    try:
+        yield
     finally:
         for one, gradient in before:
             one.grad = gradient
