@@ -23,6 +23,7 @@ from gaff.harvesting.location import StoredRows, shard_path
 from gaff.harvesting.rows import SCALE_OF
 from gaff.harvesting.shard import Shard, read_shard
 from gaff.harvesting.tensor_file import dtype_of
+from gaff.views.text import counted
 
 
 class Column:
@@ -238,9 +239,10 @@ class Store(Mapping[str, Column]):
 
     def __repr__(self) -> str:
         how = "complete" if self.is_complete else "not complete"
-        return (
-            f"<gaff store {str(self.place)!r}: {len(self)} sites, {self.rows} rows, {len(self.shards)} shards, {how}>"
+        held = ", ".join(
+            (counted(len(self), "site"), counted(self.rows, "row"), counted(len(self.shards), "shard"), how)
         )
+        return f"<gaff store {str(self.place)!r}: {held}>"
 
     def _label(self, name: str) -> Column:
         if name not in self.labels:
