@@ -1,6 +1,6 @@
-"""``gaff export RUN --to PARTNER``: a watched run as a table, as event files, or in a tracker.
+"""``gaff export RUN --to PARTNER``: a watched run as a table, as event files, or in a tracker; a harvest as files.
 
-Needs no torch, and works while the run goes on. CSV and JSON lines need no other package; every other partner needs
+A run needs no torch, and is read while it goes on. CSV and JSON lines need no other package; every other partner needs
 its own, and the message says which where it is missing.
 """
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from gaff.integrations.partners import Sender
     from gaff.record.run import Record
 
-SUMMARY = "write a watched run as a table or event files, or send it to a tracker"
+SUMMARY = "write a watched run or a harvest as files of others, or send a run to a tracker"
 WRITERS = ("csv", "jsonl", "parquet")
+STORES = ("numpy", "parquet", "datasets", "zarr")  # what a harvest can be written as
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the run, the partner it goes to, and which numbers of it go there."""
-    partners = [*WRITERS, "tensorboard", *TRACKERS]
-    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    partners = [*WRITERS, "tensorboard", *TRACKERS, *(one for one in STORES if one not in WRITERS)]
+    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}; or a harvest")
     parser.add_argument(
         "--to",
         required=True,
         type=one_of(partners),
         metavar="PARTNER",
-        help=f"one of {', '.join(partners)}; all but csv and jsonl need its package",
+        help=f"one of {', '.join(partners)}; all but csv and jsonl need its package; of a harvest {', '.join(STORES)}",
     )
     parser.add_argument("--out", metavar="PATH", help="the file or folder (default: beside the run)")
     parser.add_argument("--site", action="append", default=[], metavar="PATTERN", help="sites, such as '**:grad'")
@@ -45,8 +46,13 @@ def run(options: argparse.Namespace) -> int:
     """Read the run, check what is asked of it, and send it on."""
     from gaff.inspection.saved import load
     from gaff.integrations import rows
+    from gaff.record.run import Record
 
-    record = load(options.run, "run")
+    record = load(options.run)
+    if not isinstance(record, Record):
+        return _harvest(record, options)
+    if options.to not in (*WRITERS, "tensorboard", *TRACKERS):
+        raise PlanError(f"--to {options.to} is for a harvest, and {options.run!r} is a run: expected another")
     has_histograms = options.to == "tensorboard"
     rows.check(record, options.site, [one for one in options.stat if not has_histograms or one != rows.MAGNITUDES])
     if options.to in WRITERS:
@@ -55,6 +61,26 @@ def run(options: argparse.Namespace) -> int:
         _to_folder(record, options)
     else:
         _to_tracker(record, options)
+    return 0
+
+
+def _harvest(store: Any, options: argparse.Namespace) -> int:
+    """Write a harvest as files; tells where they are. Raises PlanError for what is none, or goes elsewhere."""
+    from pathlib import Path
+
+    from gaff.harvesting.store import Store
+    from gaff.integrations import harvests
+    from gaff.views.text import counted
+
+    if not isinstance(store, Store):
+        raise PlanError(f"{options.run!r} is a {type(store).__name__}: expected a run or a harvest")
+    if options.to not in STORES or options.stat:
+        what = "--stat" if options.stat else f"--to {options.to}"
+        raise PlanError(f"{what} is for a run, and {options.run!r} is a harvest: expected --to {', '.join(STORES)}")
+    ending = {"parquet": ".parquet"}.get(options.to, f"-{options.to}")
+    path = Path(options.out or f"{Path(options.run).name}{ending}")
+    getattr(harvests, f"to_{options.to}")(store, path, sites=options.site)
+    print(f"wrote {counted(store.rows, 'row')} to {path}")
     return 0
 
 

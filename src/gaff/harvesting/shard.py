@@ -11,15 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from torch import Tensor
 
 from gaff.errors import PlanError, RecordError
 from gaff.harvesting.location import TOLD, Location, draft_in, shard_path
-from gaff.harvesting.tensor_file import ALIKE, TensorFile, WrittenTensor, dtype_of, sync, told
-
-_LONGEST = 200  # characters of a file's name; most file systems take 255 bytes
+from gaff.harvesting.tensor_file import ALIKE, TensorFile, WrittenTensor, dtype_of, file_name, sync, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,7 @@ class ShardWriter:
                     f"in shard {self.number}: {ALIKE}"
                 )
             if (kind, name) not in self._files:
-                path = self._folder / _file_name(name if kind == "site" else f"label {name}", len(self._files))
+                path = self._folder / file_name(name if kind == "site" else f"label {name}", ".safetensors")
                 self._files[kind, name] = self._stack.enter_context(TensorFile(path, name, rows))
             self._files[kind, name].append(rows)
         self._rows += len(next(iter(blocks.values())))
@@ -161,9 +158,3 @@ class ShardWriter:
                 "model or the data do not give the same twice"
             )
         return other
-
-
-def _file_name(name: str, number: int) -> str:
-    """A name for the file of a site or a label, of which every file system approves."""
-    quoted = quote(name, safe="")
-    return f"{quoted if len(quoted) <= _LONGEST else f'{quoted[:_LONGEST]}-{number}'}.safetensors"

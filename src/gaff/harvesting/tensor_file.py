@@ -13,9 +13,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ ALIKE = (
     "reduce= makes one size of many"
 )
 _PAGE = 4096  # bytes; the elements begin at a multiple, so that they can be mapped
+_LONGEST = 200  # characters of a file's name; most file systems take 255 bytes
 _DIGITS = 48  # bytes that the numbers of a header may grow by, from 0 rows to as many as a disk holds
 
 
@@ -230,6 +233,14 @@ def header_of(name: str, written: WrittenTensor) -> bytes:
         "data_offsets": [0, written.nbytes],
     }
     return json.dumps({"__metadata__": {"gaff_harvest": "1"}, name: told}).encode()
+
+
+def file_name(name: str, ending: str) -> str:
+    """A name for the file of a site or a label, of which every file system approves."""
+    quoted = quote(name, safe="")
+    if len(quoted) > _LONGEST:
+        quoted = f"{quoted[:_LONGEST]}-{sha256(name.encode()).hexdigest()[:8]}"
+    return quoted + ending
 
 
 def bytes_of(tensor: Tensor) -> Any:
