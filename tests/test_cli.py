@@ -197,7 +197,7 @@ def left(capsys, *argv):
         (
             "export runs/a --to cvs",
             "gaff export [-h]",
-            "--to 'cvs' is unknown: expected one of csv, jsonl, .*, trackio; did you mean 'csv'?",
+            "--to 'cvs' is unknown: expected one of csv, jsonl, .*, zarr; did you mean 'csv'?",
         ),
         (
             "watch --every x -- ls",

@@ -87,9 +87,7 @@ def _images(path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:
 
     The second part of a batch is the number of each image's folder, in the order of their names.
     """
-    files = sorted(one for one in path.rglob("*") if is_image(one))
-    if not files:
-        raise PlanError(f"{str(path)!r} holds no images: expected .png, .jpg and the like, also in folders below")
+    files = image_files(path)
     folders = sorted({one.parent for one in files})
 
     def sample(file: Path) -> Any:
@@ -100,6 +98,14 @@ def _images(path: Path, loaded: Loaded, batch: int) -> DataLoader[Any]:
 
     source = "\n".join(f"{one} {one.stat().st_size} {one.stat().st_mtime_ns}" for one in files)
     return DataLoader(OnDemand(files, sample, _fingerprint(source)), batch_size=batch)
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder and those below, by name. Raises PlanError where there is none."""
+    files = sorted(one for one in folder.rglob("*") if is_image(one))
+    if not files:
+        raise PlanError(f"{str(folder)!r} holds no images: expected .png, .jpg and the like, also in folders below")
+    return files
 
 
 def _fingerprint(source: str) -> str:

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
         print(_stopped(options.out), file=sys.stderr)
         raise
-    _print(store)
+    print_store(store)
     return 0
 
 
@@ -90,7 +90,7 @@ def _label(text: str) -> tuple[str, str | int]:
     return name, int(key) if key.lstrip("-").isdigit() else key
 
 
-def _print(store: Store) -> None:
+def print_store(store: Store) -> None:
     """A line for each site, and one for the whole."""
     from gaff.cli.printing import terminal_width
     from gaff.views.text import bytes_text, counted, table

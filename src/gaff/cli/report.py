@@ -1,6 +1,6 @@
 """``gaff report RUN``: what was found in a watched run, as text, data, a page, or a page that follows it.
 
-Needs no torch; the pages need numpy. A run may be read while it goes on.
+Needs no torch; the pages need numpy. A run may be read while it goes on. Of a harvest the page tells what it holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gaff.errors import PlanError, RecordError
 if TYPE_CHECKING:
     from gaff.record.run import Record
 
-SUMMARY = "tell what was found in a watched run"
+SUMMARY = "tell what was found in a watched run, or what a harvest holds"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--all", action="store_true", help="every site in the table, however many there are")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures instead; several runs in one")
+    parser.add_argument("--data", metavar="DATA", help="of a harvest: its .txt file or folder of images, to be shown")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="of a harvest of tokens: where its tokenizer is")
     parser.add_argument("--live", action="store_true", help="serve the page on this machine, and follow the run")
     parser.add_argument("--port", type=whole, default=0, metavar="N", help="of --live (default: any that is free)")
     parser.add_argument("--rank", type=whole, default=0, metavar="N", help="the process whose tables a page shows")
@@ -42,9 +44,17 @@ def run(options: argparse.Namespace) -> int:
         return _live(options)
     from gaff.cli.printing import print_data
     from gaff.inspection.saved import load
+    from gaff.record.run import Record
     from gaff.views import run_text
     from gaff.views.text import printable
 
+    loaded = [load(one) for one in options.run]
+    if len(loaded) == 1 and not isinstance(loaded[0], Record):
+        from gaff.cli.store_page import report_harvest
+
+        return report_harvest(loaded[0], options)
+    if options.data or options.tokenizer:
+        raise PlanError("--data and --tokenizer are for one harvest: expected its folder, and nothing else")
     records = [load(one, "run") for one in options.run]
     if options.html:
         return _html(records, options)

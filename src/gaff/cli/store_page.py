@@ -1,0 +1,89 @@
+"""``gaff report acts --html acts.html``: the page of a harvest, with the texts or pictures that it was made of."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gaff.errors import PlanError
+
+if TYPE_CHECKING:
+    from gaff.harvesting.overview import Show, Shown
+    from gaff.harvesting.store import Store
+
+_AROUND = 12  # tokens before and after the one that is meant
+
+
+def report_harvest(store: Any, options: argparse.Namespace) -> int:
+    """Tell what a harvest holds, as a table or a page. Raises PlanError for what is neither run nor harvest."""
+    from gaff.cli.harvest import print_store
+    from gaff.harvesting.store import Store
+    from gaff.views.text import bytes_text
+
+    if not isinstance(store, Store):
+        raise PlanError(f"{options.run[0]!r} is a {type(store).__name__}: expected a run or a harvest")
+    if options.json:
+        raise PlanError(f"{options.run[0]!r} is a harvest, which has no --json: expected --html, or nothing")
+    if not options.html:
+        print_store(store)
+        return 0
+    from gaff.harvesting.overview import save_page
+
+    size = save_page(store, options.html, show=_show(store, options))
+    print(f"{options.html}: {bytes_text(size)}, open it in a browser; it needs no network")
+    return 0
+
+
+def _show(store: Store, options: argparse.Namespace) -> Show | None:
+    """What is to be shown of a row. Raises PlanError for data or a tokenizer that is none."""
+    if options.tokenizer:
+        from gaff.cli.inputs import tokenizer_of
+
+        if "token" not in store.labels:
+            raise PlanError("--tokenizer: the rows have no label 'token': expected a harvest of tokens, with input_ids")
+        return _in_context(store, tokenizer_of(options.tokenizer, "--tokenizer"))
+    if options.data is None:
+        return None
+    path = Path(options.data)
+    if path.is_dir():
+        return _images(path)
+    if not path.is_file():
+        raise PlanError(f"--data {options.data!r} is not there: expected the .txt file or the folder of images")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lambda row, labels: lines[labels["sample"]] if labels["sample"] < len(lines) else None
+
+
+def _in_context(store: Store, tokenizer: Any) -> Show:
+    """The token of a row, and those beside it that are of the same sample."""
+
+    def show(row: int, labels: Mapping[str, Any]) -> Shown:
+        first = max(0, row - _AROUND)
+        rows = slice(first, row + _AROUND + 1)
+        is_same = (store.labels["sample"][rows] == labels["sample"]).tolist()
+        tokens, at = store.labels["token"][rows].tolist(), row - first
+        before = [one for one, same in zip(tokens[:at], is_same[:at], strict=True) if same]
+        after = [one for one, same in zip(tokens[at + 1 :], is_same[at + 1 :], strict=True) if same]
+        head, tail = tokenizer.decode(before), tokenizer.decode(after)
+        return f"{head} ", tokenizer.decode([tokens[at]]) or "·", f" {tail}"
+
+    return show
+
+
+def _images(folder: Path) -> Show:
+    """The image of a row's sample, by the order in which ``gaff harvest`` takes the files of a folder."""
+    from gaff.cli.data import image_files
+    from gaff.compat.extras import need
+
+    opened, array = need("PIL.Image", "images", for_="--data"), need("numpy", "images", for_="--data")
+    files = image_files(folder)
+
+    def show(row: int, labels: Mapping[str, Any]) -> Shown:
+        import torch
+
+        with opened.open(files[labels["sample"]]) as image:
+            image.thumbnail((96, 96))
+            return torch.from_numpy(array.array(image.convert("RGB"))).movedim(-1, 0) / 255
+
+    return show

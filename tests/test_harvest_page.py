@@ -1,0 +1,111 @@
+"""The page of a harvest: what it tells is what the store holds, and nothing in a text of it can run."""
+
+import re
+from html import unescape
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gaff
+from gaff.cli import main
+from gaff.harvesting.overview import overview, save_page
+from test_harvest import Tokens, texts
+
+pytest.importorskip("numpy")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Features of which one is large in few rows, a row with a NaN, labels of both kinds."""
+    rows = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
+    rows[[7, 40], 3] = torch.tensor([50.0, 90.0])
+    rows[100, 0] = float("nan")
+    data = DataLoader(TensorDataset(rows, torch.arange(300) % 3, rows[:, 1]), batch_size=50)
+    out = tmp_path_factory.mktemp("paged") / "acts<b>"
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with pytest.warns(UserWarning, match="1 of 300 rows hold a NaN"):
+        return gaff.harvest(model, data, "0", out=out, shard=2, labels={"kind": 1, "score": 2})
+
+
+def test_what_is_told_is_what_is_there(store):
+    told = overview(store, features=2)
+    [site] = told.sites
+    rows = store["0"][:]
+    assert (site.shape, site.dtype, site.nonfinite) == ("300x5", "float32", 1)
+    finite = rows.norm(dim=1)[~rows.isnan().any(1)]
+    assert sum(site.norms.counts) == 299
+    assert (site.norms.low, site.norms.high) == (float(finite.min()), float(finite.max()))
+    number, peak, examples = site.features[0]
+    assert number == 3
+    assert [one.value for one in examples[:2]] == [90.0, 50.0]
+    assert examples[0].known.startswith("sample 40, kind 1, score ")
+    assert peak == pytest.approx(90 / float(rows[:, 3].square().mean().sqrt()))
+    assert dict(told.labels)["kind"] == "0: 100 rows, 1: 100 rows, 2: 100 rows"
+    assert dict(told.labels)["sample"] == "from 0 to 299"
+    assert told.looked == "all rows were read"
+
+
+def test_of_many_rows_some_are_read_and_that_is_told(tmp_path):
+    data = DataLoader(TensorDataset(torch.randn(20_000, 3)), batch_size=1000)
+    many = gaff.harvest(nn.Sequential(nn.Identity()), data, "0", out=tmp_path / "acts")
+    assert overview(many, rows=5000).looked == "4096 of 20000 rows were read, spread evenly"
+    assert overview(many, rows=10_000).looked == "8192 of 20000 rows were read, spread evenly"
+    with pytest.raises(gaff.PlanError, match="expected 1 row or more"):
+        overview(many, rows=0)
+
+
+def test_the_page_is_escaped_and_allows_no_script(store, tmp_path):
+    hostile = "</td><script>alert(1)</script>"
+    save_page(store, tmp_path / "a.html", show=lambda row, labels: hostile)
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert "acts<b>" not in text
+    assert hostile in unescape(text)
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?://(?!www\.w3\.org)", text)
+    assert text.count('role="img" aria-label=') == 1
+    links = re.findall(r'href="#([^"]+)"', text)
+    assert links
+    assert all(f'id="{one}"' in text for one in links)
+
+
+def test_texts_in_parts_and_pictures(store, tmp_path):
+    pytest.importorskip("PIL")
+
+    def show(row, labels):
+        assert labels["sample"] == row
+        return torch.rand(3, 8, 8) if row % 2 else ("before ", "<it>", " after")
+
+    save_page(store, tmp_path / "a.html", show=show)
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "before <mark>&lt;it&gt;</mark> after" in text
+    assert 'src="data:image/png;base64,' in text
+    with pytest.raises(gaff.PlanError, match=r"show= gave a tensor of shape \[5\]: expected a picture"):
+        save_page(store, tmp_path / "b.html", show=lambda row, labels: torch.ones(5))
+    with pytest.raises(gaff.RecordError, match="cannot be written"):
+        save_page(store, tmp_path / "no" / "b.html")
+
+
+def test_rows_of_which_only_the_largest_were_kept(tmp_path):
+    sparse = gaff.harvest(Tokens(), texts(), "block", out=tmp_path / "top", rows="token", top=2)
+    whole = gaff.harvest(Tokens(), texts(), "block", out=tmp_path / "all", rows="token")
+    [site] = overview(sparse).sites
+    dense = torch.zeros_like(whole["block"][:])
+    dense.scatter_(1, sparse.labels["place of block"][:].long(), sparse["block"][:])
+    for number, _, examples in site.features:
+        assert [one.value for one in examples] == dense[:, number].topk(len(examples)).values.tolist()
+
+
+def test_the_command(store, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("\n".join(f"line number {number}" for number in range(300)))
+    line = ["report", str(store.place), "--html", str(tmp_path / "a.html")]
+    assert main([*line, "--data", str(tmp_path / "lines.txt")]) == 0
+    assert "line number 40" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert main(line[:2]) == 0
+    assert "300x5" in capsys.readouterr().out
+    for more, told in ((["--data", "none.txt"], "'none.txt' is not there"), (["--json"], "has no --json"),
+                       (["--tokenizer", "x"], "the rows have no label 'token'")):  # fmt: skip
+        assert main([*line, *more]) == 1
+        assert told in capsys.readouterr().err
