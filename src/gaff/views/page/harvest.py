@@ -31,6 +31,7 @@ mark { background: var(--accent); color: var(--card); border-radius: 3px; paddin
 svg { max-width: 100%; height: auto }
 svg rect { fill: var(--accent) }
 svg text { fill: var(--quiet); font-size: 11px }
+td.number:first-child { width: 6em }
 summary { cursor: pointer; padding: 3px 0 }
 img { height: 64px; image-rendering: pixelated; border-radius: 4px }
 """
@@ -124,7 +125,7 @@ def _overview(sites: Sequence[SiteTold]) -> str:
 
 
 def _site(at: int, site: SiteTold, looked: str) -> str:
-    features = "".join(_feature(number, peak, rows) for number, peak, rows in site.features)
+    features = "".join(_feature(one, is_open=not place) for place, one in enumerate(site.features))
     told = (
         f"<h3>Rows that make a feature largest</h3><p class=quiet>Features whose largest value stands out most from "
         f"their root mean square, with the rows where they are largest; {escape(looked)}.</p>{features}"
@@ -137,15 +138,17 @@ def _site(at: int, site: SiteTold, looked: str) -> str:
     )
 
 
-def _feature(number: int, peak: float, rows: Sequence[Example]) -> str:
+def _feature(feature: tuple[int, float, Sequence[Example]], *, is_open: bool) -> str:
+    number, peak, rows = feature
     lines = "".join(
         f'<tr><td class="number">{one.value:.4g}</td><td>{_shown(one)}</td>'
         f'<td class="quiet">{escape(one.known)}</td></tr>'
         for one in rows
     )
     return (
-        f"<details><summary>feature {number} <span class=quiet>largest is {peak:.1f} times the root mean square"
-        f'</span></summary><table><tr><th class="number">value</th><th>row</th><th></th></tr>{lines}</table></details>'
+        f"<details{' open' * is_open}><summary>feature {number} <span class=quiet>largest is {peak:.1f} times the root "
+        'mean square</span></summary><table><tr><th class="number">value</th><th>row</th><th></th></tr>'
+        f"{lines}</table></details>"
     )
 
 
