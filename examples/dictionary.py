@@ -123,9 +123,7 @@ if __name__ == "__main__":
     with torch.no_grad():
         kept = 1 - float((dictionary(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum())
         used = float((dictionary.features(rows) > 0).any(0).float().mean())
-        print(
-            f"{KEPT} of {FEATURES} features a row keep {kept:.1%} of the variance; {used:.0%} of the features are used"
-        )
+        print(f"{KEPT} of {FEATURES} features a row keep {kept:.1%} of the variance; {used:.0%} of all are used")
         print(f"loss on texts that were held back: {float(loss_of(model, held)):.3f}")
         with gaff.edit(model, {SITE: dictionary}):
             print(f"  with the dictionary in place of {SITE}: {float(loss_of(model, held)):.3f}")

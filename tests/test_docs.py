@@ -149,3 +149,26 @@ def test_the_example_of_a_harvest_runs(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "3 sites, 21358 rows, 6 shards, complete" in ran.stdout
     assert "monday   tuesday, sunday" in ran.stdout
+
+
+def printed_by(example, folder):
+    command = [sys.executable, f"examples/{example}", str(folder)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_the_example_of_influence_mends_the_mistake(tmp_path):
+    sure = [float(one) for one in re.findall(r"^ +([0-9.]+)%", printed_by("influence.py", tmp_path), re.MULTILINE)]
+    assert len(sure) == 3
+    assert sure[1] > max(sure[0], sure[2]) + 20  # without those that speak against it the answer is right
+    assert (tmp_path / "influence.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_example_of_a_sparse_autoencoder_keeps_the_layer(tmp_path):
+    found = re.findall(r": ([0-9.]+)$", printed_by("dictionary.py", tmp_path), re.MULTILINE)
+    bare, spliced, mean = map(float, found)
+    assert bare < spliced < bare + (mean - bare) / 4
+    assert "<mark>" in (tmp_path / "features.html").read_text(encoding="utf-8")
