@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -169,7 +171,87 @@ def reading():
     shutil.rmtree(out.parent)
 
 
+WORKER = """
+import resource, sys, torch
+torch.set_num_threads(1)
+import gaff
+from benchmarks.harvest import SITES, minilm
+model, batches = minilm()
+with torch.no_grad():
+    model(**batches[-1])  # the longest
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print("ready", flush=True)
+sys.stdin.readline()
+gaff.harvest(model, batches * 4, *SITES, out=sys.argv[1], rows="token", shard=8, progress=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, flush=True)
+"""
+
+
+def by_processes(count, out):
+    """Seconds from the start of the work to its end in all of ``count`` ranks, and kB that the first has grown by."""
+    children = []
+    for rank in range(count):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+        line, pipe = [sys.executable, "-W", "ignore", "-c", WORKER, str(out)], subprocess.PIPE
+        children.append(subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **place}))
+    for child in children:
+        while child.stdout.readline() != "ready\n":
+            assert child.poll() is None
+    begun = time.perf_counter()
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.close()
+    told = [int(child.stdout.readline()) for child in children]
+    seconds = time.perf_counter() - begun
+    for child in children:
+        child.wait()
+    return seconds, told[0]
+
+
+def by_ray(count, out):
+    """Seconds for a shard, from the first that was written to the last: without the start of the workers."""
+    from gaff.integrations.ray import OnRay
+
+    model, batches = minilm()
+    table = [{**one, "number": number} for number, one in enumerate(batches * 4)]
+    loader = torch.utils.data.DataLoader(table, batch_size=None)
+    gaff.harvest(model, loader, *SITES, out=out, rows="token", shard=4, progress=False, engine=OnRay(workers=count),
+                 inputs=lambda batch: {name: one for name, one in batch.items() if name != "number"})  # fmt: skip
+    done = sorted(one.stat().st_mtime_ns for one in out.glob("shards/*/shard.json"))
+    return (done[-1] - done[count - 1]) / 1e9 / (len(done) - count)
+
+
+def beside(title, times):
+    """A table of one and two."""
+    one, two = statistics.median(times[1]), statistics.median(times[2])
+    print(f"\n### {title}\n\n| | |\n|---|---|\n| 1 | {one:.2f} |\n| 2 | {two:.2f} ({one / two:.2f} x as fast) |")
+
+
+def more_processes(rounds=3):
+    """Two ranks, and two workers of Ray, beside one."""
+    times, grown = {1: [], 2: []}, []
+    for _ in range(rounds):
+        for count in (1, 2):
+            out = Path(tempfile.mkdtemp())
+            seconds, kilobytes = by_processes(count, out / "acts")
+            times[count].append(seconds)
+            if count == 1:
+                store = gaff.load(out / "acts")
+                grown.append(kilobytes * 1024 / (store.nbytes / len(store.shards)))
+            shutil.rmtree(out)
+    beside("MiniLM, 96 batches: ranks, s", times)
+    print(f"\nmemory above that of the model and one forward: {statistics.median(grown):.1f} shards")
+    workers = {count: [] for count in (1, 2)}
+    for _ in range(rounds):
+        for count in (1, 2):
+            out = Path(tempfile.mkdtemp())
+            workers[count].append(by_ray(count, out / "acts"))
+            shutil.rmtree(out)
+    beside("workers of Ray, s a shard", workers)
+
+
 def prices():
     pass_prices()
     store_prices()
     reading()
+    more_processes()

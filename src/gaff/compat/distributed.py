@@ -315,6 +315,8 @@ def meshes_of_rows(model: Any) -> list[Any]:
     FSDP2 shards what lay whole in each process, in a mesh of one or two dimensions; tensor parallelism, also below it,
     has parameters that are spread already.
     """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
     own = {one for unit in model.modules() for group in groups_of(fsdp_state(unit)) for one in group.fsdp_params}
     sharded = {id(one.sharded_param) for one in own}
     specs = [getattr(one, "_unsharded_dtensor_spec", None) or getattr(one, "_tp_spec", None) for one in own]

@@ -43,7 +43,9 @@ def reader_of(
                         "function (output, batch) -> sum of the samples' losses")  # fmt: skip
     if loss is not None and not gradients and norms is None:
         raise PlanError("loss= is given and no gradient is asked for: expected an address such as 'fc:grad_output'")
-    step = partial(_with_backward, model, loss) if loss is not None else partial(_forward, model)
+    step = partial(_forward, model)
+    if loss is not None:
+        step = partial(_with_backward, model, set(model.parameters()), loss)
     if distributed.meshes_of_rows(model):
         return partial(_put_together, plan, _bare_capture(model, plan), step)
     if loss is not None:
@@ -106,11 +108,10 @@ def _forward(model: nn.Module, given: Numbered) -> None:
         model(*given.args, **given.kwargs)
 
 
-def _with_backward(model: nn.Module, loss: Loss, given: Numbered) -> None:
+def _with_backward(model: nn.Module, parameters: set[Tensor], loss: Loss, given: Numbered) -> None:
     """One step; gradients of all leaves, also of a head outside the model, are those from before."""
     with ExitStack() as stack:
-        kept = set(model.parameters())
-        stack.enter_context(_kept_gradients(kept))
+        stack.enter_context(_kept_gradients(parameters))
         with torch.enable_grad():
             total = loss(model(*given.args, **given.kwargs), given.batch)
             if not isinstance(total, Tensor) or total.numel() != 1:
@@ -120,7 +121,7 @@ def _with_backward(model: nn.Module, loss: Loss, given: Numbered) -> None:
                     "the loss has no gradient: expected one of what the model returns, and a parameter or an input "
                     "that requires grad (all may be frozen)"
                 )
-            stack.enter_context(_kept_gradients(one for one in leaves_of(total) if one not in kept))
+            stack.enter_context(_kept_gradients(one for one in leaves_of(total) if one not in parameters))
             total.backward()
 
 
