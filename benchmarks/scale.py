@@ -21,9 +21,10 @@ def paper():
     for name, (parameters, width) in MODELS.items():
         size = TOKENS * width * BYTES
         hours = TOKENS * 2 * parameters / FLOPS / 3600
-        month, gpus, rate = size / 1e9 * STORE_DOLLARS, hours * GPU_DOLLARS, size / hours / 3600
+        dollars, gpus, rate = size / 1e9 * STORE_DOLLARS, hours * GPU_DOLLARS, size / hours / 3600
         cells = (name, f"{size / 1e15:.2f} PB", f"{hours:,.0f}", f"{rate / 1e6:,.0f} MB",
-                 f"{size / SHARD / 1e6:.1f} M", f"{month:,.0f}", f"{gpus:,.0f}", f"{gpus / month * 30:.1f}")  # fmt: skip
+                 f"{size / SHARD / 1e6:.1f} M", f"{dollars:,.0f}", f"{gpus:,.0f}",
+                 f"{gpus / dollars * 30:.1f}")  # fmt: skip
         print(f"| {' | '.join(cells)} |")
 
 
