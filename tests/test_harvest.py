@@ -701,3 +701,30 @@ def test_a_data_set_of_hugging_face(tmp_path):
         gaff.harvest(model, table.select_columns(["kind"]), "embed", out=tmp_path / "none")
     with pytest.raises(gaff.PlanError, match="batch=0 is no number of samples"):
         gaff.harvest(model, table, "embed", out=tmp_path / "none", batch=0)
+
+
+def test_an_index_says_what_the_shards_say(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    from gaff.harvesting import index
+
+    monkeypatch.setattr(index, "WORTH", 5)
+    out = tmp_path / "acts"
+    store = gaff.harvest(net(), loader(), "0", out=out, shard=2)
+    [file] = out.glob("index-*.parquet")
+    for number in range(7):  # nothing of them is read: the index tells it
+        (out / "shards" / f"{number:06d}" / "shard.json").write_text("{}")
+    assert torch.equal(gaff.load(out)["0"][:], store["0"][:])
+    assert gaff.load(out).check() == []
+    shutil.rmtree(out / "shards" / "000003")
+    assert gaff.load(out).rows == ROWS - 32
+    assert not gaff.load(out).is_complete
+    content = bytearray(file.read_bytes())
+    for place in (4, len(content) // 3, len(content) - 9):
+        content[place] ^= 255
+        file.write_bytes(content)
+        with pytest.raises(gaff.RecordError, match=rf"{file.name}: is damaged"):
+            gaff.load(out)
+        content[place] ^= 255
+    file.unlink()
+    with pytest.raises(gaff.RecordError, match=r"shard.json: is damaged"):
+        gaff.load(out)

@@ -23,11 +23,12 @@ from gaff.harvesting import manifest
 from gaff.harvesting.batches import BatchSource, source_of
 from gaff.harvesting.engines import Engine
 from gaff.harvesting.folder import location_of
+from gaff.harvesting.index import read_shards, write_index
 from gaff.harvesting.location import Location, draft_in, leave, sweep
 from gaff.harvesting.making import Job
 from gaff.harvesting.options import HarvestOptions, plan_functions, plan_options
 from gaff.harvesting.progress import Progress
-from gaff.harvesting.shard import Shard, read_shard
+from gaff.harvesting.shard import Shard
 from gaff.harvesting.store import Store
 from gaff.harvesting.tensor_file import TensorFile, WrittenTensor, checksum_of
 from gaff.harvesting.values import Norms, evaluating, reader_of
@@ -67,13 +68,15 @@ def harvest(
         reader_of(model, plan, options.loss, norms)  # what it refuses is refused before anything is written
         changes = _begin(model, plan, source, place, options)
         sweep(place.drafts())
-        there = {number: read_shard(place, number) for number in place.shards()}
+        there = {shard.number: shard for shard in read_shards(place)}
         like = {(kind, name): one for shard in there.values() for kind, name, one in shard.columns()}
         job = Job(model, plan, options, place, like, changes, _known_end(there, place, options.shard), norms)
         engine.run(job, source, there, progress)
     _end(there, place, options.shard, source.count)
     leave(place.drafts())
     store = Store(place)
+    if store.is_complete:
+        write_index(place, store.shards)
     for site, count in store.nonfinite.items():
         warnings.warn(f"{site}: {count} of {store.rows} rows hold a NaN or an infinity", stacklevel=3)
     return store

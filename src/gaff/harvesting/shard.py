@@ -61,8 +61,11 @@ class Shard:
 
 def read_shard(out: Location, number: int) -> Shard:
     """What a shard says of itself. Raises RecordError, with the file, for what is none."""
-    path = f"{out}/{shard_path(number, TOLD)}"
-    content = out.read(shard_path(number, TOLD))
+    return parse_shard(out.read(shard_path(number, TOLD)), number, f"{out}/{shard_path(number, TOLD)}")
+
+
+def parse_shard(content: str | bytes, number: int, path: str) -> Shard:
+    """The shard of that number, from what ``to_json`` has told. Raises RecordError, with ``path``, for all else."""
     try:
         told = json.loads(content)
         first, last = told["batches"]

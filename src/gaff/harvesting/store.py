@@ -18,10 +18,11 @@ from torch import Tensor
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.harvesting import manifest
 from gaff.harvesting.folder import location_of
+from gaff.harvesting.index import read_shards
 from gaff.harvesting.loader import RowLoader
 from gaff.harvesting.location import StoredRows, shard_path
 from gaff.harvesting.rows import SCALE_OF
-from gaff.harvesting.shard import Shard, read_shard
+from gaff.harvesting.shard import Shard
 from gaff.harvesting.tensor_file import dtype_of
 from gaff.views.text import counted
 
@@ -158,7 +159,7 @@ class Store(Mapping[str, Column]):
 
     def refresh(self) -> None:
         """Open the shards that are there now; where some in the middle are missing their rows are, too."""
-        self.shards: list[Shard] = [read_shard(self.place, number) for number in self.place.shards()]
+        self.shards: list[Shard] = read_shards(self.place)
         filled = [shard for shard in self.shards if shard.rows]
         columns = self._columns([(shard, shard.sites) for shard in filled])
         self.labels: Mapping[str, Column] = self._columns([(shard, shard.labels) for shard in filled])
