@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -116,6 +117,10 @@ def test_gradients_and_functions_go_along(cluster, tmp_path):
 def test_what_is_wrong_is_told_as_without_ray(cluster, tmp_path):
     with pytest.raises(gaff.SiteError, match="head: has shape"):
         gaff.harvest(Tokens(), texts(), "head", out=tmp_path / "acts", rows="token", engine=TWO)
+    model = net()
+    model.lock = threading.Lock()
+    with pytest.raises(gaff.PlanError, match=r"cannot be sent to workers of Ray \(cannot pickle '_thread.lock'"):
+        gaff.harvest(model, data(), "0", out=tmp_path / "lock", engine=TWO)
     with pytest.raises(gaff.PlanError, match="too few for 9 workers"):
         gaff.harvest(net(), data(), "0", out=tmp_path / "more", engine=OnRay(workers=9))
     with pytest.raises(gaff.PlanError, match="workers=0: expected 1 or more"):

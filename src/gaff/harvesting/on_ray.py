@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby
+from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -145,14 +146,25 @@ class _Task(NamedTuple):
     attempt: int
 
 
+def _packed(ray: Any, shared: tuple[Job, LoaderSource | None]) -> bytes:
+    """What every worker is given. Raises PlanError where it cannot leave this process."""
+    try:
+        content: bytes = ray.cloudpickle.dumps(shared)
+    except (TypeError, AttributeError, ValueError, PicklingError) as error:
+        raise PlanError(
+            f"the model, a function, the data set or the place cannot be sent to workers of Ray ({error}): expected "
+            "what can be pickled"
+        ) from None
+    return content
+
+
 class _Workers:
     """Processes of Ray, each with one shard or none."""
 
     def __init__(self, ray: Any, engine: OnRay, count: int, shared: tuple[Job, LoaderSource | None]) -> None:
         self._ray = ray
         self._kind = ray.remote(num_cpus=engine.cpus, num_gpus=engine.gpus)(_Worker)
-        content = ray.put(ray.cloudpickle.dumps(shared))
-        self._given = content, list(sys.path), max(1, int(engine.cpus)), engine.gpus
+        self._given = ray.put(_packed(ray, shared)), list(sys.path), max(1, int(engine.cpus)), engine.gpus
         self._all = [self._kind.remote(*self._given) for _ in range(count)]
         self._idle = list(self._all)
         self._busy: dict[Any, _Task] = {}  # by Ray's promise of what it returns
