@@ -695,10 +695,25 @@ def test_a_data_set_of_hugging_face(tmp_path):
     other = datasets.Dataset.from_dict({**rows, "input_ids": ids[::-1]})
     with pytest.raises(gaff.PlanError, match=r"data.fingerprint: .*, now"):
         gaff.harvest(model, other, "embed", out=tmp_path / "acts", rows="token", labels={"kind": "kind"}, batch=4)
-    with pytest.raises(gaff.PlanError, match="no column 'sort': expected one of input_ids, kind, title"):
+    with pytest.raises(gaff.PlanError, match="label 'sort': the batch has no 'sort'"):
         gaff.harvest(model, table, "embed", out=tmp_path / "none", labels={"sort": "sort"})
     with pytest.raises(gaff.PlanError, match="has the columns kind and no 'input_ids'"):
         gaff.harvest(model, table.select_columns(["kind"]), "embed", out=tmp_path / "none")
+    for name, options in {
+        "mask": {"rows": "token", "mask": "keep"},
+        "rows": {"rows": lambda batch: batch["keep"]},
+        "loss": {"rows": "token", "loss": lambda output, batch: output[batch["kind"] > 0].sum()},
+        "labels": {"rows": "token", "labels": lambda batch: {"kind": batch["kind"]}},
+    }.items():
+        kept = table.add_column("keep", [[1] * len(one) for one in ids]).with_format(
+            "torch" if name == "mask" else None
+        )
+        site = "embed:grad_output" if name == "loss" else "embed"
+        assert gaff.harvest(model, kept, site, out=tmp_path / name, batch=4, **options).rows == store.rows
+    with pytest.raises(gaff.PlanError, match="sample 1 of the data set has no token"):
+        gaff.harvest(model, datasets.Dataset.from_dict({"input_ids": [[1], []]}), "embed", out=tmp_path / "none")
+    with pytest.raises(gaff.PlanError, match=r"has the parts train: expected one of them"):
+        gaff.harvest(model, datasets.DatasetDict({"train": table}), "embed", out=tmp_path / "none")
     with pytest.raises(gaff.PlanError, match="batch=0 is no number of samples"):
         gaff.harvest(model, table, "embed", out=tmp_path / "none", batch=0)
 
@@ -728,3 +743,76 @@ def test_an_index_says_what_the_shards_say(tmp_path, monkeypatch):
     file.unlink()
     with pytest.raises(gaff.RecordError, match=r"shard.json: is damaged"):
         gaff.load(out)
+
+
+def test_the_largest_are_those_of_a_row_and_never_of_several(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))  # one number a sample, and no dimension behind
+    with pytest.raises(
+        gaff.SiteError, match=r"1: has shape \[16\]: expected a dense tensor .* behind those of the rows"
+    ):
+        gaff.harvest(model, loader(), "1", out=tmp_path / "acts", top=8)
+    with pytest.raises(gaff.SiteError, match="behind those of the rows"):
+        gaff.harvest(Tokens(), texts(), "embed", out=tmp_path / "mask", rows="token", top=3, reduce=lambda x: x.sum(-1))
+
+
+def test_what_stands_around_the_model_is_compared(tmp_path):
+    model, out = net(), tmp_path / "acts"
+    gaff.harvest(model, loader(), "2", out=out)
+    with gaff.edit(model, {"0": lambda value: value * 0}):
+        model(torch.zeros(1, 4))  # an edit that never acts would be told
+        with pytest.raises(gaff.PlanError, match=r"was begun otherwise: model.hooks: .*now .*'0: gaff"):
+            gaff.harvest(model, loader(), "2", out=out)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(gaff.PlanError, match=r"model.autocast.cpu: None, now 'torch.bfloat16'"):
+            gaff.harvest(model, loader(), "2", out=out)
+    assert gaff.harvest(model, loader(), "2", out=out).changes == []
+
+
+def test_what_would_train_the_model_or_is_misspelt_is_refused_before_anything_is_written(tmp_path):
+    model = net()
+    with pytest.raises(gaff.SiteError, match="nope"):
+        gaff.harvest(model, loader(), "0", out=tmp_path / "acts", loss=summed, sample_norms="nope")
+    assert not (tmp_path / "acts").exists()
+    model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+    with pytest.raises(gaff.PlanError, match="'0.weight' has a hook that runs when its gradient is complete"):
+        gaff.harvest(model, loader(), "0:grad_output", out=tmp_path / "acts", loss=summed)
+
+
+def test_another_process_that_begins_meanwhile(tmp_path, monkeypatch):
+    from gaff.harvesting.folder import Folder
+
+    names, out = Folder.names, tmp_path / "acts"
+
+    def slow(self):
+        monkeypatch.setattr(Folder, "names", names)
+        gaff.harvest(net(), loader(), "0", out=out)
+        return names(self)
+
+    monkeypatch.setattr(Folder, "names", slow)
+    assert gaff.harvest(net(), loader(), "0", out=out).rows == ROWS
+
+
+def test_a_store_is_a_mapping_also_without_rows(tmp_path):
+    def none(batch):
+        return torch.zeros(len(batch[0]), dtype=torch.bool)
+
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", rows=none)
+    assert "0" in store
+    assert "9" not in store
+    assert store.get("9") is None
+    assert (store["0"].shape, store["0"][:].shape, store.labels["sample"].shape) == ((0, 8), (0, 8), (0,))
+    assert store.check() == []
+    assert list(store.loader("0")) == []
+
+
+def test_numbers_beyond_float32_are_no_int8(tmp_path):
+    data = [torch.full((4, 4), 1e300, dtype=torch.float64)]
+    with pytest.raises(gaff.PlanError, match="holds numbers beyond those of float32"):
+        gaff.harvest(nn.Sequential(nn.Identity()), data, "0", out=tmp_path / "acts", dtype="int8")
+
+
+def test_float8_rows_have_largest_numbers(tmp_path):
+    model, data = nn.Sequential(nn.Identity()), [torch.randn(6, 8).to(torch.float8_e4m3fn)]
+    store = gaff.harvest(model, data, "0", out=tmp_path / "acts", top=2)
+    expected = data[0].float().abs().topk(2).indices
+    assert torch.equal(store["0"][:].float(), data[0].float().gather(1, expected))

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,3 +203,12 @@ def test_the_command_lines(url, tmp_path, capsys):
     assert url in capsys.readouterr().out
     assert main(["check", url]) == 0
     assert json.loads(bytes(obstore.store.from_url(url).get("end.json").bytes()))["batches"] == 3
+
+
+def test_a_store_of_obstore_is_written_and_read(tmp_path):
+    memory = obstore.store.MemoryStore()
+    done = gaff.harvest(net(), data(), "0", out=memory, shard=4)
+    assert str(done.place) == "<obstore MemoryStore>"
+    assert torch.equal(gaff.load(memory)["0"][:], done["0"][:])
+    with pytest.raises(gaff.PlanError, match="was a URL before it became a Path"):
+        gaff.harvest(net(), data(), "0", out=Path("s3://bucket/acts"))

@@ -104,3 +104,20 @@ def test_the_command(store, tmp_path, capsys, monkeypatch):
     ):
         assert main(["export", acts, *line]) == 1
         assert told in capsys.readouterr().err
+
+
+def test_a_label_whose_name_is_taken_is_not_lost(tmp_path):
+    labels = {"0": 1, "label 0": 1, "label label 0": 1}
+    both = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", labels=labels)
+    assert len(harvests.to_numpy(both, tmp_path / "out")) == 5
+
+
+def test_no_row_at_all(tmp_path):
+    def none(batch):
+        return torch.zeros(len(batch[0]), dtype=torch.bool)
+
+    empty = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", rows=none)
+    assert numpy.load(harvests.to_numpy(empty, tmp_path / "out")[0]).shape == (0, 8)
+    pytest.importorskip("datasets")
+    with pytest.raises(gaff.RecordError, match="has no row"):
+        harvests.to_datasets(empty, tmp_path / "table")

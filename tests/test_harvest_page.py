@@ -34,14 +34,14 @@ def test_what_is_told_is_what_is_there(store):
     [site] = told.sites
     rows = store["0"][:]
     assert (site.shape, site.dtype, site.nonfinite) == ("300x5", "float32", 1)
-    finite = rows.norm(dim=1)[~rows.isnan().any(1)]
+    finite = rows.double().norm(dim=1)[~rows.isnan().any(1)]
     assert sum(site.norms.counts) == 299
     assert (site.norms.low, site.norms.high) == (float(finite.min()), float(finite.max()))
     number, peak, examples = site.features[0]
     assert number == 3
     assert [one.value for one in examples[:2]] == [90.0, 50.0]
     assert examples[0].known.startswith("sample 40, kind 1, score ")
-    assert peak == pytest.approx(90 / float(rows[:, 3].square().mean().sqrt()))
+    assert peak == pytest.approx(90 / float(rows[:, 3].double().square().mean().sqrt()))
     assert dict(told.labels)["kind"] == "0: 100 rows, 1: 100 rows, 2: 100 rows"
     assert dict(told.labels)["sample"] == "from 0 to 299"
     assert told.looked == "all rows were read"
@@ -109,3 +109,35 @@ def test_the_command(store, tmp_path, capsys):
                        (["--tokenizer", "x"], "the rows have no label 'token'")):  # fmt: skip
         assert main([*line, *more]) == 1
         assert told in capsys.readouterr().err
+
+
+def of_one(rows, out, **options):
+    data = DataLoader(TensorDataset(rows), batch_size=500)
+    return gaff.harvest(nn.Sequential(nn.Identity()), data, "0", out=out, **options)
+
+
+def test_features_of_sparse_rows_have_their_own_numbers(tmp_path):
+    rows = torch.zeros(5000, 2, 10)
+    rows[:, 0, 0] = 1
+    rows[4500, 1, 4], rows[10, 1, 9] = 9, 2
+    [site] = overview(of_one(rows, tmp_path / "acts", top=1)).sites
+    found = {number: [one.known for one in examples] for number, _, examples in site.features}
+    assert found[14] == ["sample 4500"]
+    assert found[19] == ["sample 10"]
+    assert set(found) == {0, 14, 19}
+
+
+def test_labels_with_a_nan_and_rows_that_are_very_large(tmp_path):
+    rows = torch.randn(16, 4)
+    rows[3, 1] = float("nan")
+    with pytest.warns(UserWarning, match="1 of 16 rows"):
+        told = overview(of_one(rows, tmp_path / "acts", dtype="int8"))
+    scales = rows.abs().amax(1)[rows.isfinite().all(1)] / 127
+    assert dict(told.labels)["scale of 0"] == f"from {scales.min().item()} to {scales.max().item()}, NaN: 1 row"
+    [site] = overview(of_one(torch.full((4, 4), 1e25), tmp_path / "large")).sites
+    assert site.norms.high == pytest.approx(2e25, rel=1e-5)
+
+
+def test_the_part_behind_is_shown_also_where_none_is_meant(store, tmp_path):
+    save_page(store, tmp_path / "a.html", show=lambda row, labels: ("head", "", " tail"))
+    assert "head tail" in (tmp_path / "a.html").read_text(encoding="utf-8")

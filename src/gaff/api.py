@@ -338,12 +338,14 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         SiteError, PlanError: before anything runs, and for what cannot be told apart by rows. RecordError: where what
             is there is damaged, or the data gives something else than the first time.
     """
-    from gaff.harvesting.buckets import is_table, table_loader
+    from gaff.harvesting.buckets import is_table, known_inputs, table_loader
     from gaff.harvesting.engines import engine_of
     from gaff.harvesting.options import HarvestOptions
     from gaff.harvesting.progress import on_terminal, silent
     from gaff.harvesting.run import harvest as run_harvest
 
+    if is_table(data):
+        data, inputs = table_loader(data, batch), inputs or known_inputs(model)
     options = HarvestOptions(
         rows, loss, inputs, mask, labels or {}, reduce, top,
         (sample_norms,) if isinstance(sample_norms, str) else sample_norms, dtype, nonfinite, shard, training,
@@ -351,8 +353,6 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
     )  # fmt: skip
     norms = None if options.sample_norms is None else partial(_sample_norms, options.sample_norms)
     with on_terminal() if progress else nullcontext(silent) as tell:
-        if is_table(data):
-            data = table_loader(data, batch, None if callable(labels) else (labels or {}).values())
         return run_harvest(model, data, patterns, out, options, progress=tell, engine=engine_of(engine), norms=norms)
 
 

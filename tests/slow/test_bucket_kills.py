@@ -64,9 +64,9 @@ def test_kills(bucket):
     assert begun(f"{bucket}/whole").wait(100) == 0
     whole = content(f"{bucket}/whole")
     drawn, kills = random.Random(5), 0
-    for number in range(4):
+    for number in range(3):
         url, known = f"{bucket}/{number}", {}
-        for _ in range(5):
+        for _ in range(4):
             child = begun(url)
             time.sleep(drawn.uniform(0, 0.6))
             os.kill(child.pid, signal.SIGKILL)
@@ -79,4 +79,4 @@ def test_kills(bucket):
             known = committed
         assert begun(url).wait(100) == 0
         assert {**content(url), "harvest.json": b""} == {**whole, "harvest.json": b""}
-    assert kills >= 10
+    assert kills >= 6

@@ -104,6 +104,13 @@ def test_batches_that_only_the_driver_has(cluster, tmp_path):
     torch.testing.assert_close(same["embed"][:], model.embed(same.labels["token"][:]).detach())
 
 
+def test_a_folder_that_is_told_from_here(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # workers are elsewhere
+    store = gaff.harvest(net(), data(), "0", out="acts", shard=3, engine=TWO)
+    assert store.is_complete
+    assert store.rows == 210
+
+
 def test_gradients_and_functions_go_along(cluster, tmp_path):
     def loss(output, batch):
         return nn.functional.cross_entropy(output, batch[1], reduction="sum")
@@ -118,6 +125,16 @@ def test_what_is_wrong_is_told_as_without_ray(cluster, tmp_path):
     with pytest.raises(gaff.SiteError, match="head: has shape"):
         gaff.harvest(Tokens(), texts(), "head", out=tmp_path / "acts", rows="token", engine=TWO)
     model = net()
+    with gaff.edit(model, {"0": lambda value: value * 0}):
+        model(torch.zeros(1, 4))  # an edit that never acts would be told
+        with pytest.raises(
+            gaff.PlanError, match="a session of gaff is open on the model .* which workers of Ray would not"
+        ):
+            gaff.harvest(model, data(), "0", out=tmp_path / "edit", engine=TWO)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(gaff.PlanError, match="autocast is on, which workers"):
+        gaff.harvest(model, data(), "0", out=tmp_path / "cast", engine=TWO)
+    with pytest.raises(ZeroDivisionError):
+        gaff.harvest(model, data(), "0", out=tmp_path / "zero", inputs=lambda batch: 1 / 0, engine=TWO)
     model.lock = threading.Lock()
     with pytest.raises(gaff.PlanError, match=r"cannot be sent to workers of Ray \(cannot pickle '_thread.lock'"):
         gaff.harvest(model, data(), "0", out=tmp_path / "lock", engine=TWO)

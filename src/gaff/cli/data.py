@@ -18,7 +18,7 @@ from gaff.cli.inputs import is_image, load_inputs, tokenizer_of
 from gaff.cli.models import Loaded, load_name
 from gaff.compat.extras import need
 from gaff.errors import PlanError
-from gaff.harvesting.buckets import OnDemand, by_length, table_loader
+from gaff.harvesting.buckets import OnDemand, by_length
 
 _TABLE = "dataset_info.json"  # what a data set of Hugging Face on disk has beside its rows
 
@@ -44,13 +44,13 @@ def load_data(spec: str, loaded: Loaded, batch: int, columns: Sequence[str] = ()
     return value
 
 
-def _table(path: Path, loaded: Loaded, batch: int, columns: Sequence[str]) -> DataLoader[Any]:
-    """Batches of a data set that ``save_to_disk`` has written: of its tokens, or of its column ``text``."""
+def _table(path: Path, loaded: Loaded, batch: int, columns: Sequence[str]) -> Any:
+    """A data set that ``save_to_disk`` has written, if it has tokens; else batches of its column ``text``."""
     table = need("datasets", for_=f"data {str(path)!r}").load_from_disk(str(path))
     if not hasattr(table, "column_names") or isinstance(table, dict):
         raise PlanError(f"{str(path)!r} holds several parts: expected the folder of one, such as {path / 'train'}")
     if "input_ids" in table.column_names:
-        return table_loader(table, batch, columns)
+        return table
     if "text" not in table.column_names:
         raise PlanError(
             f"{str(path)!r} has the columns {', '.join(table.column_names)}: expected 'text' or 'input_ids', or a "

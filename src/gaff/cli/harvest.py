@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             loaded.model, data, *options.sites, out=options.out, rows=options.rows, loss=loss, mask=options.mask,
             labels=labels, top=options.top,
             sample_norms=options.sample_norms, dtype=options.dtype, nonfinite=options.nonfinite,
-            shard=options.shard, accept_changes=options.accept_changes, engine=options.engine,
+            batch=options.batch, shard=options.shard, accept_changes=options.accept_changes, engine=options.engine,
         )  # fmt: skip
     except KeyboardInterrupt:
         import sys

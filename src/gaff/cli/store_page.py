@@ -51,7 +51,10 @@ def _show(store: Store, options: argparse.Namespace) -> Show | None:
         return _images(path)
     if not path.is_file():
         raise PlanError(f"--data {options.data!r} is not there: expected the .txt file or the folder of images")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise PlanError(f"--data {options.data!r} is no text in UTF-8: expected a text on each line") from None
     return lambda row, labels: lines[labels["sample"]] if labels["sample"] < len(lines) else None
 
 
@@ -82,6 +85,8 @@ def _images(folder: Path) -> Show:
     def show(row: int, labels: Mapping[str, Any]) -> Shown:
         import torch
 
+        if labels["sample"] >= len(files):
+            return None
         with opened.open(files[labels["sample"]]) as image:
             image.thumbnail((96, 96))
             return torch.from_numpy(array.array(image.convert("RGB"))).movedim(-1, 0) / 255

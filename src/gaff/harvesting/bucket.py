@@ -53,7 +53,8 @@ class Bucket:
                 raise PlanError(f"{out!r} is no object store: {_first_line(error)}") from None
         if not type(out).__module__.startswith("obstore"):
             raise PlanError(f"out={out!r:.60} is a {type(out).__name__}: expected a path, a URL, or a store of obstore")
-        return cls(out, str(out))
+        name = str(out)
+        return cls(out, f"<obstore {type(out).__name__}>" if " at 0x" in name else name)
 
     def __str__(self) -> str:
         return self._name
@@ -248,4 +249,4 @@ class RemoteTensor:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return str(error).strip().partition("\n")[0].partition("<?xml")[0].strip(" :") or type(error).__name__

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from gaff.errors import PlanError
@@ -20,12 +22,15 @@ def is_table(data: Any) -> bool:
     return type(data).__module__.startswith("datasets.") and hasattr(data, "column_names")
 
 
-def table_loader(table: Any, batch: int, columns: Iterable[Any] | None = ()) -> DataLoader[Any]:
+def table_loader(table: Any, batch: int) -> DataLoader[Any]:
     """Batches of a data set that has its tokens in the column ``input_ids``, by length; padded with 0.
 
-    ``attention_mask`` is made where it is not there. ``columns``: of numbers, that come along (None: all of them), one
-    for each sample. Raises PlanError for a data set that has no tokens or is streamed, and for a column it has not.
+    ``attention_mask`` is made where it is not there. Columns of numbers come along, and those of as many numbers as a
+    sequence has tokens; all others (texts, and where some sample has none) are left out. Raises PlanError for a data
+    set that has no tokens, is streamed or consists of parts, and for a sequence of none.
     """
+    if isinstance(table, dict):
+        raise PlanError(f"data has the parts {', '.join(map(str, table))}: expected one of them, such as data['train']")
     if not hasattr(table, "__len__"):
         raise PlanError(f"data is a {type(table).__name__}, which is streamed: expected one with a length, or batches")
     if _TOKENS not in table.column_names:
@@ -33,14 +38,23 @@ def table_loader(table: Any, batch: int, columns: Iterable[Any] | None = ()) -> 
             f"the data set has the columns {', '.join(table.column_names)} and no {_TOKENS!r}: expected one that a "
             "tokenizer has gone over, or a DataLoader"
         )
-    if columns is not None:
-        wanted = [name for name in columns if isinstance(name, str)]
-        missing = next((name for name in wanted if name not in table.column_names), None)
-        if missing is not None:
-            raise PlanError(f"the data set has no column {missing!r}: expected one of {', '.join(table.column_names)}")
-        table = table.select_columns([name for name in table.column_names if name in (*_KNOWN, *wanted)])
+    table = table.with_format(None)
     lengths = [len(one) for one in table[_TOKENS]]
+    if 0 in lengths:
+        raise PlanError(f"sample {lengths.index(0)} of the data set has no token: expected one or more in each")
     return DataLoader(table, batch_sampler=by_length(lengths, batch), collate_fn=_padded)
+
+
+def tokens_of(known: tuple[str, ...], batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a model is given of a batch of ``table_loader``: the columns that it knows, and none of the labels."""
+    return {name: batch[name] for name in known if name in batch}
+
+
+def known_inputs(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """``tokens_of`` for the arguments of a model's ``forward``."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return partial(tokens_of, tuple(name for name in _KNOWN if takes_all or name in parameters))
 
 
 def by_length(lengths: Sequence[int], batch: int) -> list[list[int]]:
@@ -69,14 +83,22 @@ def _padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Sequences as ``[samples, positions]`` with zeros behind them, and numbers as ``[samples]``."""
     sizes = [len(one[_TOKENS]) for one in samples]
     found: dict[str, Tensor] = {}
-    for name, first in samples[0].items():
+    for name in samples[0]:
         values = [one[name] for one in samples]
-        if isinstance(first, (bool, int, float)):
+        if all(isinstance(one, (bool, int, float)) for one in values):
             found[name] = torch.tensor(values)
-        elif not isinstance(first, str) and hasattr(first, "__len__"):
-            tensors = [torch.as_tensor(one) for one in values]
-            if [tuple(one.shape) for one in tensors] == [(size,) for size in sizes]:
-                found[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+        elif all(isinstance(one, list) for one in values) and [len(one) for one in values] == sizes:
+            tensors = [_numbers(one) for one in values]
+            if all(one is not None and one.dim() == 1 for one in tensors):
+                found[name] = torch.nn.utils.rnn.pad_sequence([one for one in tensors if one is not None], True)
     if _MASK not in found:
         found[_MASK] = (torch.arange(max(sizes)) < torch.tensor(sizes).unsqueeze(1)).long()
     return found
+
+
+def _numbers(values: list[Any]) -> Tensor | None:
+    """A list of numbers as a tensor; None for any other list."""
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError):
+        return None

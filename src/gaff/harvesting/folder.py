@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from gaff.harvesting.tensor_file import StoredTensor, WrittenTensor, sync
 def location_of(out: Any) -> Location:
     """The place for what a user gives: a path, a URL such as ``s3://bucket/acts``, or a store of ``obstore``."""
     if isinstance(out, (Folder, str, PathLike)) and "://" not in str(out):
+        if not isinstance(out, Folder) and re.match(r"[a-z0-9+]{2,}:/", str(out)):
+            raise PlanError(f"{str(out)!r} was a URL before it became a Path: expected the URL as text")
         return out if isinstance(out, Folder) else Folder(Path(out))
     from gaff.harvesting.bucket import Bucket
 

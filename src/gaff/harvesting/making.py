@@ -116,7 +116,7 @@ class _OpenShard:
             if self._options.top is None:
                 sites[address] = selection.of(address, value)
                 continue
-            found, place = _largest(address, value, self._options.top)
+            found, place = _largest(address, value, self._options.top, selection.dims)
             sites[address] = selection.of(address, found)
             places[PLACE_OF + address] = selection.of(address, place)
         return sites, places
@@ -126,17 +126,19 @@ class _OpenShard:
         self._writer.commit(self._batches, self._inputs, self._first, self._nonfinite, changes)
 
 
-def _largest(address: str, value: Any, count: int) -> tuple[Tensor, Tensor]:
+def _largest(address: str, value: Any, count: int, dims: int) -> tuple[Tensor, Tensor]:
     """The numbers of largest size in the last dimension, largest first, and their places there (int32).
 
     NaN counts as larger than all. Raises SiteError for a value with fewer of them.
     """
-    if not isinstance(value, Tensor) or not elements.is_plain(value) or not value.dim() or value.shape[-1] < count:
+    if not isinstance(value, Tensor) or not elements.is_plain(value) or value.dim() <= dims or value.shape[-1] < count:
         what = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
         raise SiteError(f"{address}: {what}: expected a dense tensor with {count} numbers or more in its last "
-                        f"dimension, as top={count} says")  # fmt: skip
-    sizes = value.abs() if value.dtype.itemsize > 1 else value.float().abs()
-    place = sizes.topk(count, dim=-1).indices
+                        f"dimension, behind those of the rows, as top={count} says")  # fmt: skip
+    if elements.is_small_float(value):  # torch picks none out of float8
+        found, place = _largest(address, value.float(), count, dims)
+        return found.to(value.dtype), place
+    place = value.abs().topk(count, dim=-1).indices
     return value.gather(-1, place), place.to(torch.int32)
 
 
@@ -155,10 +157,12 @@ def _rounded(address: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Each row as whole numbers from -127 to 127, and the float32 by which they are to be multiplied."""
     if not rows.is_floating_point():
         raise PlanError(f"{address}: is of {rows.dtype}: expected floating numbers for dtype='int8'")
-    rows = rows.float()
+    given, rows = rows, rows.float()
     if not rows.numel():
         return rows.to(torch.int8), torch.zeros(len(rows))
     dims = tuple(range(1, rows.dim()))
+    if given.dtype == torch.float64 and bool((rows.isinf() & given.isfinite()).any()):
+        raise PlanError(f"{address}: holds numbers beyond those of float32: expected smaller ones for dtype='int8'")
     scale = (rows.abs().amax(dims) if dims else rows.abs()) / 127
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).view(-1, *(1 for _ in dims))
     whole = (rows / divisor).round().nan_to_num(0).clamp(-127, 127).to(torch.int8)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gaff.address.resolve import unwrap
-from gaff.compat import distributed
+from gaff.compat import distributed, libraries
 from gaff.errors import PlanError, RecordError
 from gaff.harvesting.location import OPEN, Location
 from gaff.harvesting.tensor_file import checksum_of
@@ -37,14 +37,32 @@ def described(model: nn.Module) -> dict[str, Any]:
         whole = distributed.whole_of(tensor)
         checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8), whole], checksum)
     structure = checksum_of([torch.tensor(list(json.dumps(classes).encode()), dtype=torch.uint8)])
-    return {"class": classes[""], "modules": len(classes), "structure": structure, "weights": checksum}
+    kinds = ("cpu", libraries.device_of(model).type)
+    casts = {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return {
+        "class": classes[""], "modules": len(classes), "structure": structure, "weights": checksum,
+        "hooks": hooks_of(model), "autocast": casts,
+    }  # fmt: skip
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """The hooks of forward passes that modules have now, an open session of gaff among them: where, and whose."""
+    found = []
+    for path, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            found.append(f"{path}: {getattr(hook, '__module__', None)}.{name}")
+    return found
 
 
 def is_begun(out: Location) -> bool:
     """Whether a harvest was begun in this place. Raises PlanError where something else is there."""
     if out.holds(NAME):
         return True
-    if any(not name.startswith(_DRAFTS) for name in out.names()):
+    others = any(not name.startswith(_DRAFTS) for name in out.names())
+    if out.holds(NAME):  # another process has begun it meanwhile
+        return True
+    if others:
         raise PlanError(f"{str(out)!r} holds something else: expected a new folder, or that of a harvest")
     return False
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pickle import PicklingError
 from typing import Any, NamedTuple
@@ -20,7 +20,9 @@ import torch
 from gaff.compat import distributed
 from gaff.compat.extras import need
 from gaff.errors import GaffError, PlanError, RecordError
+from gaff.harvesting import manifest
 from gaff.harvesting.batches import BatchSource, LoaderSource, Numbered
+from gaff.harvesting.folder import Folder
 from gaff.harvesting.making import Job, ShardMaker
 from gaff.harvesting.progress import Progress
 from gaff.harvesting.shard import Shard
@@ -51,7 +53,8 @@ class OnRay:
     gpus: float = 0
 
     def __post_init__(self) -> None:
-        if self.workers is not None and (isinstance(self.workers, bool) or self.workers < 1):
+        is_count = isinstance(self.workers, int) and not isinstance(self.workers, bool)
+        if self.workers is not None and (not is_count or self.workers < 1):
             raise PlanError(f"workers={self.workers!r}: expected 1 or more, or None")
         if self.cpus <= 0 or self.gpus < 0:
             raise PlanError(f"cpus={self.cpus!r}, gpus={self.gpus!r}: expected some of a CPU, and no less than no GPU")
@@ -60,7 +63,13 @@ class OnRay:
         """Have all shards made that are not in ``there``."""
         if distributed.meshes_of(job.model) or distributed.place()[1] > 1:
             raise PlanError("engine='ray' starts processes of its own: expected a model that is whole, and no torchrun")
+        ours = next((one for one in manifest.hooks_of(job.model) if ": gaff." in one), None)
+        if ours is not None or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            what = f"a session of gaff is open on the model ({ours})" if ours is not None else "autocast is on"
+            raise PlanError(f"{what}, which workers of Ray would not have: expected none, or engine='ranks'")
         ray = need("ray", "ray", for_="engine='ray'")
+        if isinstance(job.out, Folder):  # workers are in another folder
+            job = replace(job, out=Folder(job.out.path.absolute()))
         with _running(ray):
             loaded = source if isinstance(source, LoaderSource) else None
             workers = _Workers(ray, self, self._wanted(ray), (job, loaded))
@@ -70,6 +79,10 @@ class OnRay:
                         progress(batch, source.expected, rows)
                 for batch, rows in workers.finish():
                     progress(batch, source.expected, rows)
+                missing = set(range(-(-source.count // job.options.shard))) - set(job.out.shards())
+                if missing:
+                    raise RecordError(f"shard {min(missing)} was made and is not in {job.out}: expected a folder that "
+                                      "all workers share, or a bucket")  # fmt: skip
             finally:
                 workers.stop()
 
@@ -210,6 +223,8 @@ class _Workers:
             self._start(task._replace(worker=self._all[-1], attempt=task.attempt + 1))
             return []
         except self._ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, GaffError) else error from None
+            if isinstance(error.cause, GaffError):
+                raise error.cause from None
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
         self._idle.append(task.worker)
         return told

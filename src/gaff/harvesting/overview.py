@@ -78,9 +78,9 @@ def _spread(rows: int, wanted: int) -> list[tuple[int, int]]:
 
 def _site(store: Store, name: str, runs: list[tuple[int, int]], show: Show | None, features: int) -> SiteTold:
     column = store[name]
-    norms, best = [], _Largest()
+    norms, best, width = [], _Largest(), _width(store, name)
     for first, last in runs:
-        flat = _dense(store, name, first, last)
+        flat = _dense(store, name, first, last, width)
         norms.append(torch.linalg.vector_norm(flat, dim=1))
         if features and flat.shape[1] <= _WIDEST:
             best.see(flat, first)
@@ -94,49 +94,53 @@ def _site(store: Store, name: str, runs: list[tuple[int, int]], show: Show | Non
     )  # fmt: skip
 
 
-def _dense(store: Store, name: str, first: int, last: int) -> Tensor:
-    """Rows as ``[rows, features]`` in float32; where only the largest numbers were kept all others are 0."""
-    found = store[name][first:last].float()
-    if PLACE_OF + name in store.labels:
+def _dense(store: Store, name: str, first: int, last: int, width: int) -> Tensor:
+    """Rows as ``[rows, features]`` in float64; where only the largest of ``width`` were kept all others are 0."""
+    found = store[name][first:last].double()
+    if width:
         places = store.labels[PLACE_OF + name][first:last].long()
-        width = 1 + int(places.max()) if places.numel() else 1
-        found = torch.zeros(*places.shape[:-1], width).scatter_(-1, places, found)
+        found = torch.zeros(*places.shape[:-1], width, dtype=found.dtype).scatter_(-1, places, found)
     return found.reshape(last - first, -1)
+
+
+def _width(store: Store, name: str) -> int:
+    """Of how many numbers the largest were kept, as far as the places tell; 0 where all were."""
+    places = store.labels.get(PLACE_OF + name)
+    if places is None:
+        return 0
+    return 1 + max((int(places[first : first + _RUN].max()) for first in range(0, len(places), _RUN)), default=0)
 
 
 class _Largest:
     """For each feature the rows where it is largest, and its mean square, over all that was seen."""
 
     def __init__(self) -> None:
-        self._values = self._rows = torch.empty(0, 0)
-        self._squares = torch.zeros(0)
+        self._values: Tensor | None = None
+        self._rows = self._squares = torch.zeros(0)
         self._seen = 0
 
     def see(self, flat: Tensor, first: int) -> None:
         """Rows ``first`` and onward, ``[rows, features]``. What is not finite counts as 0."""
         flat = flat.nan_to_num(0, 0, 0)
-        wider = flat.shape[1] - self._squares.shape[0]
-        if wider > 0:  # of sparse rows the last feature is not known beforehand
-            pad = torch.nn.functional.pad
-            self._squares = pad(self._squares, (0, wider))
-            self._values, self._rows = pad(self._values, (0, wider)), pad(self._rows, (0, wider)).long()
-        flat = torch.nn.functional.pad(flat, (0, -wider)) if wider < 0 else flat
         rows = torch.arange(first, first + len(flat)).unsqueeze(1).expand_as(flat)
-        values, rows = torch.cat([self._values, flat]), torch.cat([self._rows, rows])
+        if self._values is None:
+            values, self._squares = flat, torch.zeros(flat.shape[1], dtype=flat.dtype)
+        else:
+            values, rows = torch.cat([self._values, flat]), torch.cat([self._rows, rows])
         self._values, at = values.topk(min(_EXAMPLES, len(values)), dim=0)
         self._rows = rows.gather(0, at)
-        self._squares += flat.double().square().sum(0).float()
+        self._squares += flat.square().sum(0)
         self._seen += len(flat)
 
     def most_peaked(self, count: int) -> Iterator[tuple[int, float, list[tuple[float, int]]]]:
         """The features whose largest value is most times their root mean square: number, how many times, rows."""
-        if not self._seen:
+        if self._values is None or not self._seen:
             return
         peaks = (self._values[0] / (self._squares / self._seen).sqrt()).nan_to_num(0)
         for number in peaks.topk(min(count, len(peaks))).indices.tolist():
             if peaks[number] > 0:
                 pairs = zip(self._values[:, number].tolist(), self._rows[:, number].tolist(), strict=True)
-                yield number, float(peaks[number]), list(pairs)
+                yield number, float(peaks[number]), [pair for pair in pairs if pair[0] > 0]
 
 
 def _example(store: Store, row: int, value: float, show: Show | None) -> Example:
@@ -177,11 +181,16 @@ def _values(column: Column) -> str:
         return f"{list(column.shape[1:])} of {str(column.dtype).removeprefix('torch.')} for each row"
     often: Counter[Any] = Counter()
     ends: list[Any] = []
+    missing = 0
     for first in range(0, len(column), 1 << 20):
-        found, counts = column[first : first + (1 << 20)].unique(return_counts=True)
-        ends += [found[0].item(), found[-1].item()]
+        rows = column[first : first + (1 << 20)]
+        rows = rows.float() if rows.is_floating_point() and rows.dtype.itemsize == 1 else rows
+        missing += int(rows.isnan().sum())
+        found, counts = rows[~rows.isnan()].unique(return_counts=True)
+        ends += [found[0].item(), found[-1].item()] if len(found) else []
         if len(often) <= _FEW:
             often.update(dict(zip(found[: _FEW + 1].tolist(), counts[: _FEW + 1].tolist(), strict=True)))
+    told = [f"NaN: {counted(missing, 'row')}"] if missing else []
     if len(often) <= _FEW:
-        return ", ".join(f"{value}: {counted(count, 'row')}" for value, count in sorted(often.items()))
-    return f"from {min(ends)} to {max(ends)}"
+        return ", ".join([f"{value}: {counted(count, 'row')}" for value, count in sorted(often.items())] + told)
+    return ", ".join([f"from {min(ends)} to {max(ends)}", *told])

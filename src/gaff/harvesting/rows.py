@@ -45,6 +45,11 @@ class Selection:
             if isinstance(tokens, Tensor) and tokens.dim() == self._dims:
                 self._shape = tuple(tokens.shape)
 
+    @property
+    def dims(self) -> int:
+        """How many leading dimensions of a value become rows."""
+        return self._dims
+
     def of(self, address: str, value: Any) -> Tensor:
         """The rows of a value, ``[rows, ...]`` on the CPU. Raises SiteError for one that has other dimensions."""
         if not isinstance(value, Tensor):

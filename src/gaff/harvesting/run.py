@@ -18,6 +18,7 @@ from torch import nn
 
 from gaff.address.grammar import STATE_PORTS
 from gaff.address.resolve import need_module
+from gaff.compat import distributed
 from gaff.errors import PlanError, RecordError
 from gaff.harvesting import manifest
 from gaff.harvesting.batches import BatchSource, source_of
@@ -74,6 +75,8 @@ def harvest(
         engine.run(job, source, there, progress)
     _end(there, place, options.shard, source.count)
     leave(place.drafts())
+    if distributed.meshes_of(model):
+        distributed.told_by_all(None)  # the first of several writes for the others
     store = Store(place)
     if store.is_complete:
         write_index(place, store.shards)

@@ -160,7 +160,7 @@ class Store(Mapping[str, Column]):
     def refresh(self) -> None:
         """Open the shards that are there now; where some in the middle are missing their rows are, too."""
         self.shards: list[Shard] = read_shards(self.place)
-        filled = [shard for shard in self.shards if shard.rows]
+        filled = [shard for shard in self.shards if shard.rows] or self.shards
         columns = self._columns([(shard, shard.sites) for shard in filled])
         self.labels: Mapping[str, Column] = self._columns([(shard, shard.labels) for shard in filled])
         self._sites = {
@@ -175,6 +175,13 @@ class Store(Mapping[str, Column]):
                 f"{site!r} is not in {str(self.place)!r}: expected one of {', '.join(self._sites) or 'none'}"
             )
         return self._sites[site]
+
+    def __contains__(self, site: object) -> bool:
+        return site in self._sites
+
+    def get(self, site: str, default: Any = None, /) -> Any:
+        """The rows of a site, ``default`` where it was not harvested."""
+        return self._sites.get(site, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sites)

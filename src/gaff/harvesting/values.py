@@ -35,14 +35,7 @@ def reader_of(
     ``NORM_OF`` and the name of the parameter. Raises what ``gaff.take`` raises, and PlanError where gradients are
     wanted and there is no loss, or the other way round.
     """
-    gradients = [request for request in plan.requests if _port(request) in GRADIENT_PORTS]
-    if gradients and loss is None:
-        raise PlanError(f"{gradients[0]}: is a gradient: expected loss=, a function (output, batch) -> scalar loss")
-    if norms is not None and (loss is None or distributed.meshes_of(model)):
-        raise PlanError("sample_norms= wants a loss and a model that is whole in this process: expected loss=, a "
-                        "function (output, batch) -> sum of the samples' losses")  # fmt: skip
-    if loss is not None and not gradients and norms is None:
-        raise PlanError("loss= is given and no gradient is asked for: expected an address such as 'fc:grad_output'")
+    _check(model, plan, loss, norms)
     step = partial(_forward, model)
     if loss is not None:
         step = partial(_with_backward, model, set(model.parameters()), loss)
@@ -68,6 +61,26 @@ def reader_of(
         return found
 
     return forward
+
+
+def _check(model: nn.Module, plan: Plan, loss: Loss | None, norms: Norms | None) -> None:
+    """Raise PlanError where loss, gradients and norms do not fit each other or the model."""
+    gradients = [request for request in plan.requests if _port(request) in GRADIENT_PORTS]
+    if gradients and loss is None:
+        raise PlanError(f"{gradients[0]}: is a gradient: expected loss=, a function (output, batch) -> scalar loss")
+    if norms is not None and (loss is None or distributed.meshes_of(model)):
+        raise PlanError("sample_norms= wants a loss and a model that is whole in this process: expected loss=, a "
+                        "function (output, batch) -> sum of the samples' losses")  # fmt: skip
+    if loss is not None and not gradients and norms is None:
+        raise PlanError("loss= is given and no gradient is asked for: expected an address such as 'fc:grad_output'")
+    if norms is not None:
+        norms(model)  # what it refuses is refused now
+    hooked = [name for name, one in model.named_parameters() if getattr(one, "_post_accumulate_grad_hooks", None)]
+    if loss is not None and hooked:
+        raise PlanError(
+            f"{hooked[0]!r} has a hook that runs when its gradient is complete, such as an optimizer's step: a harvest "
+            "with loss= would have it run: expected none"
+        )
 
 
 @contextmanager

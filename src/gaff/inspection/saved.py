@@ -55,8 +55,8 @@ def load(path: str | PathLike[str], kind: str | None = None) -> Any:
 
     Args:
         path: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written, as a ``Record``; that of
-            ``gaff.harvest``, or its URL, such as ``s3://bucket/acts``, as a ``Store``; or a file of ``Trace.save``,
-            ``Anatomy.save`` or ``Capture.save``, or of ``--out`` of their commands.
+            ``gaff.harvest``, its URL, such as ``s3://bucket/acts``, or a store of ``obstore``, as a ``Store``; or a
+            file of ``Trace.save``, ``Anatomy.save`` or ``Capture.save``, or of ``--out`` of their commands.
         kind: "run", "trace", "anatomy", "capture" or "harvest", where only that will do; editors then know what comes
             back.
 
@@ -69,7 +69,7 @@ def load(path: str | PathLike[str], kind: str | None = None) -> Any:
     """
     if kind is not None and kind not in _KINDS:
         raise RecordError(f"kind={kind!r} is not known: expected one of {', '.join(map(repr, _KINDS))}")
-    there, found = _remote(str(path)) if "://" in str(path) else _read(Path(path))
+    there, found = _read(Path(path)) if isinstance(path, (str, PathLike)) and "://" not in str(path) else _remote(path)
     if kind is not None and there != kind:
         raise RecordError(f"{str(path)!r} is of kind {there!r}: expected one of kind {kind!r}")
     return found
@@ -102,11 +102,11 @@ def _read(path: Path) -> tuple[str, Record | Trace | Anatomy | SavedCapture | St
     raise RecordError(f"{str(path)!r} is {is_other}: {_EXPECTED}")
 
 
-def _remote(url: str) -> tuple[str, Store]:
-    """What is in an object store: only a harvest can be there."""
+def _remote(place: Any) -> tuple[str, Store]:
+    """What is at a URL, or in a store of ``obstore``: only a harvest can be there."""
     from gaff.harvesting.store import Store
 
-    return "harvest", Store(url)
+    return "harvest", Store(place)
 
 
 def _folder(path: Path) -> tuple[str, Record | Store]:

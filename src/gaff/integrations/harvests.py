@@ -80,6 +80,8 @@ def to_parquet(store: Store, path: str | os.PathLike[str], *, sites: Collection[
 def to_datasets(store: Store, folder: str | os.PathLike[str], *, sites: Collection[str] = ()) -> int:
     """Write a data set that ``datasets.load_from_disk`` opens; returns the number of rows. Raises as ``to_numpy``."""
     of_file = need("datasets", for_="an export to a data set of Hugging Face").Dataset.from_parquet
+    if not store.rows:
+        raise RecordError(f"{str(store.place)!r} has no row: a data set of none cannot be written")
     with _new(Path(folder)) as draft, tempfile.TemporaryDirectory() as between:
         to_parquet(store, Path(between) / "rows.parquet", sites=sites)
         of_file(f"{between}/rows.parquet", cache_dir=between).save_to_disk(draft)
@@ -109,9 +111,14 @@ def to_zarr(store: Store, folder: str | os.PathLike[str], *, sites: Collection[s
 
 
 def _columns(store: Store, sites: Collection[str]) -> dict[str, Column]:
-    """Sites, then labels; a label whose name a site has gets the word in front of it."""
+    """Sites, then labels; a label whose name is taken gets a word in front of it."""
     found = {name: store[name] for name in (sites or store)}
-    return found | {name if name not in found else f"label {name}": one for name, one in store.labels.items()}
+    for name, column in store.labels.items():
+        free = name
+        while free in found or (free != name and free in store.labels):
+            free = f"label {free}"
+        found[free] = column
+    return found
 
 
 def _runs(column: Column) -> Iterator[tuple[int, Tensor]]:

@@ -158,7 +158,7 @@ def _shown(one: Example) -> str:
     if one.text is None:
         return ""
     before, meant, after = map(escape, one.text)
-    return f"{before}<mark>{meant}</mark>{after}" if meant else before
+    return f"{before}<mark>{meant}</mark>{after}" if meant else before + after
 
 
 def _histogram(norms: Histogram, address: str) -> str:
