@@ -107,9 +107,11 @@ def test_the_command(store, tmp_path, capsys, monkeypatch):
 
 
 def test_a_label_whose_name_is_taken_is_not_lost(tmp_path):
-    labels = {"0": 1, "label 0": 1, "label label 0": 1}
+    labels = {"0": 1, "label 0": 1, "label label 0": 1, ".": 1}
     both = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", labels=labels)
-    assert len(harvests.to_numpy(both, tmp_path / "out")) == 5
+    assert len(harvests.to_numpy(both, tmp_path / "out")) == 6
+    pytest.importorskip("zarr")
+    assert len(harvests.to_zarr(both, tmp_path / "zarr")) == 6
 
 
 def test_no_row_at_all(tmp_path):

@@ -238,6 +238,8 @@ def header_of(name: str, written: WrittenTensor) -> bytes:
 def file_name(name: str, ending: str) -> str:
     """A name for the file of a site or a label, of which every file system approves."""
     quoted = quote(name, safe="")
+    if not quoted.strip("."):  # "." and ".." are folders everywhere
+        quoted = quoted.replace(".", "%2E")
     if len(quoted) > _LONGEST:
         quoted = f"{quoted[:_LONGEST]}-{sha256(name.encode()).hexdigest()[:8]}"
     return quoted + ending

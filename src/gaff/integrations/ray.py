@@ -70,6 +70,9 @@ class Extract:
     def _tensor(self, batch: dict[str, Any], name: str) -> Tensor:
         if name not in batch:
             raise PlanError(f"the batch has no column {name!r}: expected one of {', '.join(batch)}")
+        if batch[name].dtype == object:
+            raise PlanError(f"column {name!r} holds objects, such as texts or lists of several lengths: expected numbers "
+                            "of one shape in each row")  # fmt: skip
         return torch.as_tensor(batch[name].copy()).to(self._device)
 
     def _array(self, value: Tensor) -> Any:
