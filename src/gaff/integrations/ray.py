@@ -71,8 +71,8 @@ class Extract:
         if name not in batch:
             raise PlanError(f"the batch has no column {name!r}: expected one of {', '.join(batch)}")
         if batch[name].dtype == object:
-            raise PlanError(f"column {name!r} holds objects, such as texts or lists of several lengths: expected numbers "
-                            "of one shape in each row")  # fmt: skip
+            raise PlanError(f"column {name!r} holds objects, such as texts or lists of unequal length: expected "
+                            "numbers of one shape in each row")  # fmt: skip
         return torch.as_tensor(batch[name].copy()).to(self._device)
 
     def _array(self, value: Tensor) -> Any:
