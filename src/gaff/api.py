@@ -338,6 +338,7 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
         SiteError, PlanError: before anything runs, and for what cannot be told apart by rows. RecordError: where what
             is there is damaged, or the data gives something else than the first time.
     """
+    from gaff.address.resolve import need_module
     from gaff.harvesting.buckets import is_table, known_inputs, table_loader
     from gaff.harvesting.engines import engine_of
     from gaff.harvesting.options import HarvestOptions
@@ -345,6 +346,7 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
     from gaff.harvesting.run import harvest as run_harvest
 
     if is_table(data):
+        need_module(model)
         data, inputs = table_loader(data, batch), inputs or known_inputs(model)
     options = HarvestOptions(
         rows, loss, inputs, mask, labels or {}, reduce, top,
