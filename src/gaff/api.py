@@ -339,11 +339,11 @@ def harvest(  # noqa: PLR0913  # what to keep, and how
             is there is damaged, or the data gives something else than the first time.
     """
     from gaff.address.resolve import need_module
-    from gaff.harvesting.buckets import is_table, known_inputs, table_loader
     from gaff.harvesting.engines import engine_of
     from gaff.harvesting.options import HarvestOptions
     from gaff.harvesting.progress import on_terminal, silent
     from gaff.harvesting.run import harvest as run_harvest
+    from gaff.harvesting.sequences import is_table, known_inputs, table_loader
 
     if is_table(data):
         need_module(model)

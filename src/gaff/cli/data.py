@@ -18,7 +18,7 @@ from gaff.cli.inputs import is_image, load_inputs, tokenizer_of
 from gaff.cli.models import Loaded, load_name
 from gaff.compat.extras import need
 from gaff.errors import PlanError
-from gaff.harvesting.buckets import OnDemand, by_length
+from gaff.harvesting.sequences import OnDemand, by_length
 
 _TABLE = "dataset_info.json"  # what a data set of Hugging Face on disk has beside its rows
 
