@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners page page-check check house bench docs format clean
+.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners page page-check shots check house bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -36,7 +36,7 @@ more: $(VENV)/.ready  ## what else there is
 test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
 	$(RUN) -m pytest -m "not slow" -n 2
 
-slow: $(VENV)/.ready  ## compile, forty architectures, examples, types as users see them
+slow: $(VENV)/.ready $(if $(shell command -v npm),page/node_modules/.package-lock.json)  ## compile, forty architectures, examples, types as users see them
 	$(RUN) -m pytest -m slow -n 2
 	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside aot_eager -W ignore
 	BACKEND=inductor $(RUN) -m pytest tests/test_settings.py -n 2
@@ -74,6 +74,9 @@ partners: $(PEERS)/.ready  ## real trackers, tables and event files
 
 page: page/node_modules/.package-lock.json  ## the page's script and style, built into the package; needs node
 	cd page && npm run --silent check && npm run --silent test && npm run --silent build
+
+shots: $(VENV)/.ready page/node_modules/.package-lock.json  ## pictures of all pages, three sizes and two themes, in shots/; ONLY=verdict for some
+	$(RUN) tests/shots.py
 
 page-check: page/node_modules/.package-lock.json  ## whether what is in the package is what page/ builds
 	cd page && npm run --silent check && npm run --silent test && npm run --silent build -- --check

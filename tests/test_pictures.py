@@ -249,3 +249,21 @@ def test_an_addition_in_place_does_not_hide_a_branch():
     names = [row.site for row in trace.rows]
     edges = {(names[one], names[other], known) for one, other, known in trace.edges}
     assert {("norm", "relu", False), ("down", "relu", False), ("conv", "norm", True)} <= edges
+
+
+def test_a_class_activation_map_names_its_class():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    titles = {
+        one.title for one in gaff.trace(net, torch.rand(2, 1, 8, 8), backward=lambda y: y[0, 3], pictures=True).pictures
+    }
+    assert "class activation map of class 3 over the input" in titles
+    net.config = type("Config", (), {"id2label": {3: "cat"}})()
+    titles = {
+        one.title for one in gaff.trace(net, torch.rand(2, 1, 8, 8), backward=lambda y: y[0, 3], pictures=True).pictures
+    }
+    assert "class activation map of class 3 (cat) over the input" in titles
+    titles = {
+        one.title for one in gaff.trace(net, torch.rand(2, 1, 8, 8), backward=lambda y: y.sum(), pictures=True).pictures
+    }
+    assert "class activation map over the input" in titles  # of no single class

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gaff
+from gaff.errors import PlanError
 from gaff.inspection.trace import Trace
 from gaff.views import trace_text
 from zoo import Checkpointed, Net, Shared, Tied
@@ -192,3 +193,35 @@ def test_what_is_no_model_is_refused():
             call(Net, "conv")
     with pytest.raises(gaff.PlanError, match="got a Tensor"):
         gaff.trace(torch.ones(1), torch.ones(1))
+
+
+def test_times_leave_out_what_looking_at_the_calls_inside_took(monkeypatch):
+    """By a clock that stands still, but for a measurement that takes a thousand seconds."""
+    now = [0.0]
+    monkeypatch.setattr("gaff.inspection.call_log.time.perf_counter", lambda: now[0])
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            now[0] += 2.0
+            return x + 1
+
+    def measure(tensor):
+        now[0] += 1000.0
+        return None
+
+    monkeypatch.setattr("gaff.inspection.call_log.measure", measure)
+    trace = gaff.trace(nn.Sequential(nn.Sequential(Slow(), Slow()), Slow()), torch.rand(2, 3))
+    assert [row.time_s for row in trace.rows] == [6.0, 4.0, 2.0, 2.0, 2.0]
+
+
+def test_the_tokens_of_a_text_are_kept_and_get_names():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+    trace = gaff.trace(model, torch.tensor([[3, 1, 2], [0, 0, 0]]))
+    assert trace.tokens == ("3", "1", "2")
+    named = trace.with_tokens(lambda ids: [f"word{one}" for one in ids])
+    assert named.tokens == ("word3", "word1", "word2")
+    assert type(trace).from_json(named.to_json()).tokens == named.tokens
+    with pytest.raises(PlanError, match="2 names for 3 tokens: expected one for each"):
+        trace.with_tokens(lambda ids: ["a", "b"])
+    with pytest.raises(PlanError, match="this trace has no tokens: its model was given no tensor of whole numbers"):
+        gaff.trace(nn.Linear(3, 2), torch.rand(1, 3)).with_tokens(str)

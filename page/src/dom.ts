@@ -14,6 +14,9 @@ interface Properties {
   role?: string;
   tabindex?: number;
   selected?: boolean;
+  current?: string | false;
+  scope?: string;
+  scroll?: string; // the name of a part that scrolls by itself
   on?: Record<string, (event: Event) => void>;
 }
 
@@ -27,26 +30,57 @@ export function h<Name extends keyof HTMLElementTagNameMap>(
     if (value === undefined || value === false) continue;
     if (key === "on") {
       for (const [event, listener] of Object.entries(value as object)) element.addEventListener(event, listener as EventListener);
-    } else if (key === "label") element.setAttribute("aria-label", String(value));
+    } else if (key === "label" || key === "current") element.setAttribute(`aria-${key}`, String(value));
+    else if (key === "scroll") element.dataset.scroll = String(value);
     else element.setAttribute(key, value === true ? "" : String(value));
   }
   for (const child of children) if (child !== null && child !== undefined && child !== false) element.append(typeof child === "number" ? String(child) : child);
   return element;
 }
 
-/** A table; `right`: columns of numbers. Cells are text or elements. */
-export function table(head: string[], rows: Child[][], right: number[] = []): HTMLElement {
+export interface Sorting {
+  by: string; // the head of a column, with a minus before it for the largest first; empty: as it is
+  key(row: number, column: number): number | string | null; // what a row is put in order by
+  again(by: string): void; // somebody wants another order
+  only?: number[]; // the columns that can be sorted by
+}
+
+/** A table; `right`: columns of numbers. Cells are text or elements. Its head stays in sight. */
+export function table(head: string[], rows: Child[][], right: number[] = [], sorting?: Sorting): HTMLElement {
   const side = (at: number) => (right.includes(at) ? "number" : "");
+  const order = rows.map((_, at) => at);
+  const isDown = sorting?.by.startsWith("-") ?? false;
+  const column = sorting ? head.indexOf(sorting.by.replace(/^-/, "")) : -1;
+  if (sorting && column >= 0) {
+    const keys = rows.map((_, at) => sorting.key(at, column));
+    order.sort((one, other) => compare(keys[one]!, keys[other]!, isDown));
+  }
+  const title = (text: string, at: number) => {
+    if (!sorting || !text || (sorting.only && !sorting.only.includes(at))) return h("th", { class: side(at), scope: "col" }, text);
+    const isHere = at === column;
+    const button = h("button", { class: "sort", type: "button", title: `sort by ${text}`, on: { click: () => sorting.again(!isHere ? `-${text}` : isDown ? text : "") } }, text, h("span", { class: "sign" }, isHere ? (isDown ? " ▼" : " ▲") : ""));
+    const cell = h("th", { class: side(at), scope: "col" }, button);
+    if (isHere) cell.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+    return cell;
+  };
   return h(
     "div",
-    { class: "wide" },
+    { class: "wide tall", scroll: `table ${head.join(" ")}`, tabindex: 0, role: "region", label: `table of ${head[0] || "facts"}` },
     h(
       "table",
       {},
-      h("thead", {}, h("tr", {}, ...head.map((text, at) => h("th", { class: side(at) }, text)))),
-      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((cell, at) => h("td", { class: side(at) }, cell))))),
+      head.some(Boolean) && h("thead", {}, h("tr", {}, ...head.map(title))),
+      h("tbody", {}, ...order.map((at) => h("tr", {}, ...rows[at]!.map((cell, place) => h("td", { class: side(place) }, cell))))),
     ),
   );
+}
+
+/** Numbers by size, texts by letters; what is missing comes last. */
+function compare(one: number | string | null, other: number | string | null, isDown: boolean): number {
+  const isGone = (value: number | string | null) => value === null || value === "" || Number.isNaN(value);
+  if (isGone(one) || isGone(other)) return Number(isGone(one)) - Number(isGone(other));
+  const order = typeof one === "number" && typeof other === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
+  return isDown ? -order : order;
 }
 
 export function select(label: string, options: [string, string][], value: string, changed: (value: string) => void): HTMLElement {

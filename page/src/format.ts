@@ -16,8 +16,25 @@ export function count(value: number): string {
   return String(value);
 }
 
+/** Seconds in the unit that people use for so many. */
+export function duration(seconds: number): string {
+  if (seconds < 1e-3) return `${number(seconds * 1e6)} µs`;
+  if (seconds < 1) return `${number(seconds * 1e3)} ms`;
+  if (seconds < 100) return `${number(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+/** Bytes in the unit that people use for so many. */
+export function bytes(size: number): string {
+  for (const [unit, of] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]] as const) {
+    if (size >= of) return `${(size / of).toFixed(1)} ${unit}`;
+  }
+  return `${size} B`;
+}
+
 export function percent(share: number): string {
-  return `${(100 * share).toFixed(share < 0.1 ? 2 : 0)} %`;
+  return `${(100 * share).toFixed(share < 0.01 ? 2 : share < 0.1 ? 1 : 0)} %`;
 }
 
 /** What a value of evidence looks like: text as it is, numbers short, lists and objects as JSON. */

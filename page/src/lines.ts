@@ -1,9 +1,10 @@
-// Curves, by uPlot: one x, several y; holes where there is no value.
+// Curves, by uPlot: one x, several y; holes where there is no value; marks at what happened.
 
 import uPlot from "uplot";
 import { LINES } from "./color";
 import { h } from "./dom";
 import { number } from "./format";
+import { type Kept, keep } from "./kept";
 
 export interface Curve {
   name: string;
@@ -11,9 +12,20 @@ export interface Curve {
   low?: ArrayLike<number | null>; // the lowest of each bucket, where x is in buckets
   color?: string;
   isDashed?: boolean;
+  isFaint?: boolean; // what a smoothed curve was made of
+  isSparse?: boolean; // dots, each joined to the next: an evaluation now and then
+}
+
+/** Something that happened at a step. */
+export interface Mark {
+  x: number;
+  label: string; // a word or two
+  text: string; // a sentence
+  level: "error" | "warning" | "info" | "quiet";
 }
 
 export interface Chart {
+  title: string; // what assistive technology calls it
   x: ArrayLike<number>;
   curves: Curve[];
   isLog: boolean;
@@ -21,117 +33,308 @@ export interface Chart {
   xName: string;
   xText?(value: number): string;
   bands?: { from: number; to: number; label: string }[];
+  marks?: Mark[];
   pick?(at: number): void;
+  range?: [number, number] | null; // of x that is shown; null: all of it
+  zoom?(range: [number, number] | null): void; // somebody has chosen another range
 }
 
-/** What can be drawn: gaps (null) at what is not finite, or not above zero on a logarithmic axis; over what is missing the line goes on. */
-export function drawable(values: ArrayLike<number | null>, isLog: boolean): (number | null | undefined)[] {
-  return Array.from(values, (value) => {
+/**
+ * What can be drawn: gaps (null) at what is not finite, or not above zero on a logarithmic axis, and where nothing was
+ * looked at for longer than around it; over single missing values the line goes on.
+ */
+export function drawable(values: ArrayLike<number | null>, isLog: boolean, x?: ArrayLike<number>): (number | null | undefined)[] {
+  const found = Array.from(values, (value) => {
     if (value === null || value === undefined || Number.isNaN(value)) return undefined;
     return !Number.isFinite(value) || (isLog && value <= 0) ? null : value;
   });
-}
-
-/** Steps at which a curve has a value that is not finite. */
-export function badAt(values: ArrayLike<number | null>): number[] {
-  return Array.from(values, (value, at) => (value === Infinity || value === -Infinity ? at : -1)).filter((at) => at >= 0);
-}
-
-const live = new Set<{ plot: uPlot; box: HTMLElement }>();
-
-/** Forget the charts of the view before: their canvases are gone. */
-export function clearCharts(): void {
-  for (const { plot } of live) plot.destroy();
-  live.clear();
-}
-
-export function chart(given: Chart): HTMLElement {
-  const legend = h("div", { class: "legend" });
-  const box = h("div", { class: "chart" }, legend);
-  const rows: (number | null | undefined)[][] = [];
-  const series: uPlot.Series[] = [{}];
-  const bands: uPlot.Band[] = [];
-  const isEmpty = given.curves.every((curve) => drawable(curve.values, given.isLog).every((value) => value === null || value === undefined));
-  given.curves.forEach((curve, at) => {
-    const color = curve.color ?? LINES[at % LINES.length]!;
-    const few = curve.values.length < 60;
-    rows.push(drawable(curve.values, given.isLog));
-    series.push({ stroke: color, width: 1.5, points: { show: few, size: 4 }, ...(curve.isDashed ? { dash: [5, 4] } : {}) });
-    if (curve.low) {
-      rows.push(drawable(curve.low, given.isLog));
-      series.push({ stroke: color, width: 0.5, points: { show: false } });
-      bands.push({ series: [rows.length - 1, rows.length], fill: `${color}33` });
-    }
-  });
-  const tell = (at: number | null) => {
-    legend.replaceChildren(
-      h("span", { class: "quiet" }, at === null ? given.xName : (given.xText ?? ((x) => `${given.xName} ${x}`))(given.x[at]!)),
-      ...given.curves.map((curve, place) => {
-        const value = at === null ? null : curve.values[at];
-        const mark = h("span", { class: "patch" });
-        mark.style.backgroundColor = curve.color ?? LINES[place % LINES.length]!;
-        return h("span", { class: "key" }, mark, curve.name, value === null || value === undefined ? "" : ` ${number(value)}`);
-      }),
-    );
-  };
-  tell(null);
-  if (isEmpty) {
-    box.append(h("p", { class: "quiet" }, "no value that can be drawn"));
-    return box;
+  if (!x) return found;
+  const there = found.flatMap((value, at) => (value === undefined ? [] : [at]));
+  const far = (at: number) => (at < 1 || at >= there.length ? 0 : x[there[at]!]! - x[there[at - 1]!]!);
+  for (let at = 1; at < there.length; at++) {
+    const around = Math.max(far(at - 1), far(at + 1));
+    if (around > 0 && far(at) > 3 * around && there[at]! - there[at - 1]! > 1) found[there[at - 1]! + 1] = null;
   }
-  box.style.minHeight = `${given.height ?? 240}px`;
-  const seen = new IntersectionObserver(
-    (entries) => {
-      if (!entries.some((entry) => entry.isIntersecting)) return;
-      seen.disconnect();
-      try {
-        plotInto();
-      } catch (error) {
-        box.append(h("p", { class: "quiet" }, `this curve cannot be drawn: ${String(error)}`));
-      }
-    },
-    { rootMargin: "300px" }, // before it comes into sight
-  );
-  seen.observe(box);
-  const plotInto = () => {
+  return found;
+}
+
+/** An exponential mean of what is finite, without the pull of its beginning (as Adam corrects its moments). */
+export function smoothed(values: ArrayLike<number | null>, weight: number): (number | null)[] {
+  let [mean, sum] = [0, 0];
+  return Array.from(values, (value) => {
+    if (value === null || !Number.isFinite(value)) return value;
+    mean = weight * mean + (1 - weight) * value;
+    sum = weight * sum + (1 - weight);
+    return mean / sum;
+  });
+}
+
+/** A chart in a view: it stays when the view is drawn again, and takes the new numbers. */
+export function chart(given: Chart): HTMLElement {
+  return keep(`chart ${given.title}`, given, (first) => new LineChart(first));
+}
+
+/** What a plot is made for: with another of these it is made anew. */
+function kindOf({ curves, isLog, height }: Chart): string {
+  return JSON.stringify([isLog, height, curves.map((one) => [one.name, one.color, Boolean(one.low), one.isDashed, one.isFaint, one.isSparse])]);
+}
+
+class LineChart implements Kept<Chart> {
+  element: HTMLElement;
+  private legend = h("div", { class: "legend" });
+  private body = h("div", { class: "plot", tabindex: 0 });
+  private plot: uPlot | null = null;
+  private isDrawn = false; // it has come into sight
+  private watching: IntersectionObserver;
+  private sizes: ResizeObserver;
+
+  constructor(private given: Chart) {
+    const numbers = h("details", { class: "numbers" }, h("summary", {}, "numbers"));
+    numbers.addEventListener("toggle", () => numbers.replaceChildren(numbers.firstElementChild!, ...(numbers.open ? [this.table()] : [])));
+    this.element = h("figure", { class: "chart", role: "group", label: given.title }, this.legend, this.body, numbers);
+    this.body.style.minHeight = `${this.height}px`;
+    this.body.setAttribute("role", "img");
+    this.body.addEventListener("keydown", (event) => this.onKey(event));
+    this.tell(null);
+    this.watching = new IntersectionObserver((entries) => entries.some((one) => one.isIntersecting) && this.draw(), { rootMargin: "300px" });
+    this.watching.observe(this.element); // it is drawn before it comes into sight
+    this.sizes = new ResizeObserver(() => {
+      const width = Math.max(200, this.body.clientWidth);
+      if (this.plot && this.element.isConnected && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
+    });
+    this.sizes.observe(this.body);
+  }
+
+  update(given: Chart): void {
+    const isSame = sameRange(given.range, this.given.range);
+    const isOther = kindOf(given) !== kindOf(this.given);
+    this.given = given;
+    this.describe();
+    if (!this.plot || isOther) {
+      const wasDrawn = this.isDrawn;
+      this.plot?.destroy();
+      this.plot = null;
+      this.tell(null);
+      if (wasDrawn) this.draw();
+      return;
+    }
+    this.plot.setData(this.data(), false);
+    if (!isSame || !given.range) this.range();
+    else this.plot.redraw(true, true); // y may have grown
+    this.tell(this.plot.cursor.idx ?? null);
+  }
+
+  close(): void {
+    this.watching.disconnect();
+    this.sizes.disconnect();
+    this.plot?.destroy();
+  }
+
+  private get height(): number {
+    return this.given.height ?? 240;
+  }
+
+  private get isEmpty(): boolean {
+    return this.given.curves.every((curve) => drawable(curve.values, this.given.isLog).every((value) => value === null || value === undefined));
+  }
+
+  private data(): uPlot.AlignedData {
+    const { curves, isLog, x } = this.given;
+    const rows = curves.flatMap((curve) => [drawable(curve.values, isLog, curve.isSparse ? undefined : x), ...(curve.low ? [drawable(curve.low, isLog, x)] : [])]);
+    return [Array.from(x), ...rows] as uPlot.AlignedData;
+  }
+
+  private draw(): void {
+    this.watching.disconnect();
+    this.describe();
+    this.isDrawn = true;
+    this.body.replaceChildren();
+    try {
+      if (this.isEmpty) this.body.replaceChildren(h("p", { class: "quiet" }, "no value that can be drawn"));
+      else this.plot = this.made();
+    } catch (error) {
+      this.body.replaceChildren(h("p", { class: "quiet" }, `this curve cannot be drawn: ${String(error)}`));
+    }
+    this.range();
+  }
+
+  /** What the picture shows, in words. */
+  private describe(): void {
+    const told = this.given.curves.map((curve) => {
+      const known = Array.from(curve.values).filter((value): value is number => value !== null && value !== undefined && !Number.isNaN(value));
+      return known.length ? `${curve.name}: ${number(known[0])} to ${number(known[known.length - 1])}, ${known.length} values` : `${curve.name}: no value`;
+    });
+    this.body.setAttribute("aria-label", `${this.given.title}; ${told.slice(0, 8).join("; ")}. Arrow keys move the cursor, plus and minus zoom${this.given.pick ? ", Enter opens" : ""}.`);
+  }
+
+  private made(): uPlot {
+    const { given } = this;
     const style = getComputedStyle(document.documentElement);
     const [ink, line] = [style.getPropertyValue("--quiet").trim(), style.getPropertyValue("--line").trim()];
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui, sans-serif" };
+    const series: uPlot.Series[] = [{}];
+    const bands: uPlot.Band[] = [];
+    given.curves.forEach((curve, at) => {
+      const color = curve.color ?? LINES[at % LINES.length]!;
+      const known = Array.from(curve.values).filter((value) => value !== null && value !== undefined && !Number.isNaN(value)).length;
+      series.push({
+        stroke: curve.isFaint ? `${color}55` : color, width: curve.isFaint ? 1 : 1.5, points: { show: curve.isSparse || known < 150, size: curve.isSparse ? 6 : 4 },
+        ...(curve.isDashed ? { dash: [5, 4] } : {}),
+      });
+      if (!curve.low) return;
+      series.push({ stroke: color, width: 0.5, points: { show: false } });
+      bands.push({ series: [series.length - 2, series.length - 1], fill: `${color}33` });
+    });
     const plot = new uPlot(
       {
-        width: Math.max(200, box.clientWidth),
-        height: given.height ?? 240,
+        width: Math.max(200, this.body.clientWidth),
+        height: this.height,
         legend: { show: false },
-        cursor: { points: { size: 6 }, drag: { x: true, y: false } },
+        cursor: { points: { size: 6 }, drag: { x: true, y: false, setScale: false }, ...(given.zoom ? { sync: { key: "steps", scales: ["x", null] } } : {}) },
         scales: { x: { time: false }, y: given.isLog ? { distr: 3 } : {} },
         axes: [
-          { ...axis, ...(given.xText ? { values: (_: uPlot, splits: number[]) => splits.map((x) => (Number.isInteger(x) ? String(x) : "")) } : {}) },
+          { ...axis, ...(given.xText ? { values: (_: uPlot, splits: number[]) => splits.map((x) => (Number.isInteger(x) && x >= 0 && x < given.x.length ? tickName(given.xText!(x), given.x.length) : "")) } : { values: (_: uPlot, splits: number[]) => splits.map(number) }) },
           { ...axis, ...(given.isLog ? { grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades } } : {}), size: 64, values: (_: uPlot, splits: number[]) => splits.map((value) => (value === null ? "" : number(value))) },
         ],
         series,
         bands,
         hooks: {
-          setCursor: [(self) => tell(self.cursor.idx ?? null)],
-          drawClear: [(self) => (given.bands ?? []).forEach((band) => drawBand(self, band))],
+          setCursor: [(self) => this.tell(self.cursor.idx ?? null)],
+          setSelect: [(self) => this.select(self)],
+          drawClear: [(self) => (this.given.bands ?? []).forEach((band) => drawBand(self, band))],
+          draw: [(self) => (this.given.marks ?? []).forEach((mark) => drawMark(self, mark, style))],
         },
       },
-      [Array.from(given.x), ...rows] as uPlot.AlignedData,
-      box,
+      this.data(),
+      this.body,
     );
-    live.add({ plot, box });
-    if (given.pick) plot.over.addEventListener("click", () => plot.cursor.idx !== null && plot.cursor.idx !== undefined && given.pick!(plot.cursor.idx));
-    new ResizeObserver(() => {
-      const width = Math.max(200, box.clientWidth);
-      if (box.isConnected && width !== plot.width) plot.setSize({ width, height: given.height ?? 240 });
-    }).observe(box);
-  };
-  return box;
+    plot.over.addEventListener("click", () => plot.cursor.idx !== null && plot.cursor.idx !== undefined && this.given.pick?.(plot.cursor.idx));
+    plot.over.addEventListener("dblclick", () => this.given.zoom?.(null));
+    return plot;
+  }
+
+  /** Show the range of x that is wanted: of the whole page, or of this chart alone. */
+  private range(): void {
+    const [first, last] = [this.given.x[0] ?? 0, this.given.x[this.given.x.length - 1] ?? 1];
+    const [min, max] = this.given.range ?? [first, last > first ? last : first + 1];
+    this.plot?.setScale("x", { min, max });
+  }
+
+  private select(plot: uPlot): void {
+    const { left, width } = plot.select;
+    if (width < 4) return;
+    const [min, max] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.show(min, max);
+  }
+
+  private show(min: number, max: number): void {
+    if (this.given.zoom) this.given.zoom([Math.max(0, Math.floor(min)), Math.ceil(max)]);
+    else this.plot?.setScale("x", { min, max });
+  }
+
+  private onKey(event: KeyboardEvent): void {
+    const { plot } = this;
+    if (!plot) return;
+    const count = this.given.x.length;
+    const at = plot.cursor.idx ?? -1;
+    const move = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10, Home: -count, End: count }[event.key];
+    const { min, max } = plot.scales.x as { min: number; max: number };
+    const middle = at >= 0 ? this.given.x[at]! : (min + max) / 2;
+    if (move !== undefined) {
+      const next = Math.min(count - 1, Math.max(0, at + move));
+      plot.setCursor({ left: plot.valToPos(this.given.x[next]!, "x"), top: plot.over.clientHeight / 2 });
+    } else if (event.key === "+" || event.key === "=") this.show(middle - (middle - min) / 2, middle + (max - middle) / 2);
+    else if (event.key === "-" || event.key === "0") this.given.zoom ? this.given.zoom(null) : this.range();
+    else if (event.key === "Enter" && at >= 0) this.given.pick?.(at);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  /** The legend, with the values under the cursor and what happened there. */
+  private tell(at: number | null): void {
+    const { given } = this;
+    const x = at === null ? null : given.x[at];
+    const reach = ((given.x[given.x.length - 1] ?? 0) - (given.x[0] ?? 0)) / 80;
+    const near = x === null || x === undefined ? [] : (given.marks ?? []).filter((mark) => Math.abs(mark.x - x) <= reach);
+    this.legend.replaceChildren(
+      h("span", { class: "quiet" }, x === null || x === undefined ? given.xName : (given.xText ?? ((value: number) => `${given.xName} ${number(value)}`))(x)),
+      ...given.curves.filter((one) => !one.isFaint).map((curve) => {
+        const place = given.curves.indexOf(curve);
+        const value = at === null ? null : curve.values[at];
+        const mark = h("span", { class: "patch" });
+        mark.style.backgroundColor = curve.color ?? LINES[place % LINES.length]!;
+        return h("span", { class: "key" }, mark, curve.name, value === null || value === undefined || Number.isNaN(value) ? "" : h("b", {}, ` ${number(value)}`));
+      }),
+      ...near.slice(0, 3).map((mark) => h("span", { class: `state ${mark.level}` }, `step ${mark.x}: ${mark.text}`)),
+    );
+  }
+
+  private table(): HTMLElement {
+    const { x, curves, xName, xText } = this.given;
+    const places = Array.from(x, (_, at) => at).filter((at) => curves.some((one) => one.values[at] !== null && !Number.isNaN(one.values[at]!)));
+    const every = Math.ceil(places.length / 400);
+    const shown = places.filter((_, at) => at % every === 0 || at === places.length - 1);
+    return h(
+      "div",
+      { class: "wide" },
+      every > 1 && h("p", { class: "quiet" }, `every ${every}th of ${places.length}`),
+      h(
+        "table",
+        {},
+        h("thead", {}, h("tr", {}, ...[xName, ...curves.map((one) => one.name)].map((text) => h("th", { class: "number" }, text)))),
+        h("tbody", {}, ...shown.map((at) => h("tr", {}, h("td", { class: "number" }, xText ? xText(x[at]!) : number(x[at])), ...curves.map((one) => h("td", { class: "number" }, number(one.values[at])))))),
+      ),
+    );
+  }
+}
+
+/** The name of a place on the axis: its end, where there is room for a few; else nothing but a tick. */
+function tickName(name: string, count: number): string {
+  const short = name.replace(/:[a-z_]+$/, "").split(".").slice(-2).join(".") || name;
+  return count > 12 ? "" : short.length > 12 ? `…${short.slice(-11)}` : short;
+}
+
+function sameRange(one: Chart["range"], other: Chart["range"]): boolean {
+  return one === other || (!!one && !!other && one[0] === other[0] && one[1] === other[1]);
 }
 
 /** Only powers of ten get a line of the grid, where there are several. */
 function decades(_: uPlot, splits: number[]): (number | null)[] {
   const isDecade = (value: number) => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9;
   return splits.filter(isDecade).length < 2 ? splits : splits.map((value) => (isDecade(value) ? value : null));
+}
+
+/** A line over the height of the chart, and a sign at its top. */
+function drawMark(plot: uPlot, mark: Mark, style: CSSStyleDeclaration): void {
+  const x = plot.valToPos(mark.x, "x", true);
+  const { left, top, width, height } = plot.bbox;
+  if (x < left || x > left + width) return;
+  const { ctx } = plot;
+  ctx.save();
+  ctx.strokeStyle = ctx.fillStyle = style.getPropertyValue(`--${mark.level === "info" ? "accent" : mark.level}`).trim();
+  ctx.lineWidth = devicePixelRatio;
+  ctx.globalAlpha = mark.level === "quiet" ? 0.5 : 0.85;
+  ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  ctx.beginPath();
+  ctx.moveTo(x, top);
+  ctx.lineTo(x, top + height);
+  ctx.stroke();
+  ctx.globalAlpha = 1;
+  ctx.beginPath();
+  const size = 4 * devicePixelRatio;
+  ctx.moveTo(x - size, top);
+  ctx.lineTo(x + size, top);
+  ctx.lineTo(x, top + 1.5 * size);
+  ctx.fill();
+  if (mark.level !== "quiet") {
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    const isRight = x > left + 0.7 * width;
+    ctx.textAlign = isRight ? "right" : "left";
+    ctx.fillText(mark.label, x + (isRight ? -1.5 : 1.5) * size, top + 2.5 * size);
+  }
+  ctx.restore();
 }
 
 function drawBand(plot: uPlot, band: { from: number; to: number; label: string }): void {

@@ -46,6 +46,28 @@ export interface Reached {
   ratio: number | null;
 }
 
+/** The verdict in its parts, and the run in a few facts. */
+export interface About {
+  state: string;
+  cause: string;
+  rule: string;
+  evidence: string[];
+  remedy: string;
+  since: number | null;
+  others: [string, string][];
+  next: [string, string][]; // why, and what to run
+  seconds: number | null;
+  stepSeconds: number | null;
+  device: string;
+  ended: string;
+  hasFailed: boolean;
+  cost: string;
+  spent: number;
+  steady: number | null;
+  settings: [string, string][];
+  evaluated: [string, number, number][]; // name, step, loss
+}
+
 export interface Run {
   name: string;
   path: string;
@@ -55,6 +77,7 @@ export interface Run {
   complete: boolean;
   error: string;
   overhead: number;
+  about?: About; // not of a run that has still to begin
   rank: number;
   ranks: number[];
   looks: number;
@@ -130,7 +153,8 @@ export interface Call {
 export interface Trace {
   model: string;
   rows: Call[];
-  parameters: { site: string; shape: string; elements: number; requires_grad: boolean; grad: Gradient | null }[];
+  tokens: string[]; // of the first example of a text, in order
+  parameters: { site: string; shape: string; dtype: string; elements: number; requires_grad: boolean; grad: Gradient | null }[];
   unused_modules: string[];
   unused_parameters: string[];
   has_backward: boolean;

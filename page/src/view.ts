@@ -9,7 +9,9 @@ export interface Page {
   route: Route;
   run: Run; // the one that is chosen; of a page without runs an empty one
   runs: Run[];
-  /** A link to a view, with the run that is chosen. */
+  range: [number, number] | null; // the steps that are shown; null: all
+  zoom(range: [number, number] | null): void;
+  /** A link to a view, with the run and the steps that are chosen. */
   link(view: string, options?: Record<string, string | number | null | undefined>): string;
   /** Go there; `quietly`: no new entry in the history. */
   go(view: string, options?: Record<string, string | number | null | undefined>, quietly?: boolean): void;

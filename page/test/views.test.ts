@@ -2,22 +2,26 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { ramp, signed } from "../src/color";
 import { matches, number, pathOf, percent, portOf, python } from "../src/format";
-import { rangeOf, shade } from "../src/heat";
-import { badAt, drawable } from "../src/lines";
+import { rangeOf, shade, spansOf, ticks } from "../src/heat";
+import { drawable, smoothed } from "../src/lines";
 import { read, write } from "../src/state";
 import type { Source } from "../src/source";
-import type { Group, Run } from "../src/types";
+import type { Group, Run, Trace } from "../src/types";
 import { byDepth } from "../src/views/depth";
-import { layout, leavesOf } from "../src/views/graph";
-import { gather } from "../src/views/map";
+import { MEASURES, wholes } from "../src/views/cost";
+import { visible } from "../src/views/graph";
+import { folded, gather } from "../src/views/map";
+import { grouped, valueOf } from "../src/views/pictures";
+import { settingsOf } from "../src/views/runs";
 import { partnerOf } from "../src/views/site";
+import { childrenOf, ownTime } from "../src/views/trace";
 import { linesOf, ownerOf } from "../src/views/tree";
-import { overlaid } from "../src/views/verdict";
+import { onOneAxis } from "../src/views/verdict";
 
 test("numbers are short and never hide what is odd", () => {
   assert.deepEqual([0, 1, 1234.5, 1e-9, -2.5e7, Infinity, -Infinity, NaN].map(number), ["0", "1", "1230", "1.00e-9", "-2.50e7", "not finite", "not finite", ""]);
   assert.equal(number(null), "");
-  assert.deepEqual([0.5, 0.0123].map(percent), ["50 %", "1.23 %"]);
+  assert.deepEqual([0.5, 0.0123].map(percent), ["50 %", "1.2 %"]);
 });
 
 test("addresses are taken apart at their port", () => {
@@ -66,7 +70,6 @@ test("colours go from dark to light, and from blue over white to red", () => {
 test("a logarithmic curve has holes where there is no logarithm", () => {
   assert.deepEqual(drawable([1, 0, -1, NaN, Infinity, null], true), [1, null, null, undefined, null, undefined]);
   assert.deepEqual(drawable([0, -1], false), [0, -1]);
-  assert.deepEqual(badAt([1, Infinity, NaN, -Infinity]), [1, 3]);
 });
 
 const group = (sites: number[], stat: string, chunk: number, last: number[], phase = "train"): Group => ({
@@ -109,21 +112,80 @@ test("the tree shows the latest values, of a module's parameters the largest", a
   assert.deepEqual(lines[0]!.cells[5], { value: 0.3, site: "a.v:param" });
 });
 
-test("several runs are laid over all of their steps", () => {
-  const runs = [{ name: "one" }, { name: "two" }] as Run[];
-  const all = [{ x: [0, 2], of: { lr: { values: [1, 2], low: null } } }, { x: [1, 2], of: { lr: { values: [3, 4], low: null } } }];
-  const found = overlaid(runs, all, "lr", runs[0]!)!;
-  assert.deepEqual(found.x, [0, 1, 2]);
-  assert.deepEqual(found.curves.map((curve) => Array.from(curve.values)), [[1, null, 2], [null, 3, 4]]);
-  assert.equal(overlaid(runs, all, "loss:x", runs[0]!), null);
+test("several curves are laid over all of their steps", () => {
+  const { x, curves } = onOneAxis([{ x: [0, 2], curve: { name: "one", values: [1, 2] } }, { x: [1, 2], curve: { name: "two", values: [3, 4], low: [0, 1] } }]);
+  assert.deepEqual(x, [0, 1, 2]);
+  assert.deepEqual(curves.map((curve) => Array.from(curve.values).map(String)), [["1", "NaN", "2"], ["NaN", "3", "4"]]);
+  assert.deepEqual(Array.from(curves[1]!.low!).map(String), ["NaN", "0", "1"]);
 });
 
-test("a graph puts each call below those that it takes from, also in a loop", () => {
-  const rows = [0, 1, 2, 1].map((depth) => ({ depth }));
-  assert.deepEqual(leavesOf({ rows } as never), [2, 3]);
-  const { places } = layout([0, 1, 2, 3], [[0, 1, true], [0, 2, true], [1, 3, true], [2, 3, true]]);
-  const y = [0, 1, 2, 3].map((node) => places.get(node)!.y);
-  assert.ok(y[0]! < y[1]! && y[1] === y[2] && y[2]! < y[3]!);
-  assert.notEqual(places.get(1)!.x, places.get(2)!.x);
-  assert.equal(layout([0, 1], [[0, 1, true], [1, 0, true]]).places.size, 2);
+test("a curve has a gap where nothing was looked at for longer than around it", () => {
+  const x = Array.from({ length: 60 }, (_, at) => at);
+  const values = x.map((at) => (at % 5 === 0 && (at < 20 || at >= 45) ? at : NaN));
+  const found = drawable(values, false, x);
+  assert.equal(found[16], null); // after the look at 15 the next is at 45
+  assert.deepEqual([found[1], found[46]], [undefined, undefined]);
+  assert.ok(drawable(x.map((at) => (at < 10 || at % 10 === 0 ? at : NaN)), false, x).every((value) => value !== null)); // looks become rarer
+});
+
+test("a smoothed curve begins where the curve does, and keeps what is not finite", () => {
+  const found = smoothed([4, 4, NaN, 4, Infinity, 4], 0.9);
+  assert.deepEqual(found.map((value) => (value !== null && Number.isFinite(value) ? Math.round(value * 1e6) / 1e6 : String(value))), [4, 4, "NaN", 4, "Infinity", 4]);
+  assert.ok(Math.abs(smoothed([0, 1], 0.5)[1]! - 2 / 3) < 1e-12);
+});
+
+test("columns reach to the next look, but not over a pause", () => {
+  const { domain, at } = spansOf([0, 1, 2, 10, 11], [0, 1, 2, 10, 11]);
+  assert.deepEqual([0, 1, 2, 3, 4].map(at), [[0, 1], [1, 2], [2, 3], [10, 11], [11, 12]]);
+  assert.deepEqual(domain, [0, 12]);
+  assert.deepEqual(spansOf([0, 10, 20], [9, 19, 29]).at(0), [0, 10]);
+});
+
+test("ticks are round numbers", () => {
+  assert.deepEqual(ticks(0, 240, 8), [0, 50, 100, 150, 200]);
+  assert.deepEqual(ticks(3, 9, 10), [3, 4, 5, 6, 7, 8, 9]);
+});
+
+test("rows below a level are one, which shows the largest; those that were opened stay", () => {
+  const names = ["a.x.u", "a.x.v", "a.y", "b"];
+  const cells = { rows: 4, columns: 1, steps: [0], at: (row: number) => [1, 3, NaN, 2][row]!, rowName: (row: number) => names[row]!, columnName: () => "", first: () => 0, last: () => 0 };
+  const found = folded(cells, 1, []);
+  assert.deepEqual([0, 1].map((row) => [found.rowName(row), found.at(row, 0), found.members(row)]), [["a (3)", 3, 3], ["b", 2, 1]]);
+  assert.equal(folded(cells, 1, ["a"]).rows, 4);
+  assert.equal(folded(cells, 0, []).rows, 4);
+});
+
+test("settings that differ are told", () => {
+  const run = (settings: [string, string][]) => ({ about: { settings } }) as unknown as Run;
+  assert.deepEqual(settingsOf([run([["lr", "1"], ["batch", "8"]]), run([["lr", "2"], ["batch", "8"], ["decay", "0"]])]), { same: 1, differing: [["lr", "1", "2"], ["decay", "not told", "0"]] });
+});
+
+const rows = [0, 1, 2, 2, 1].map((depth, at) => ({ depth, time_s: [10, 6, 2, 3, 1][at]!, flops: 0, memory_bytes: [1, 8, 4, 8, 16][at]!, parameters: [0, 0, 5, 0, 7][at]! })) as unknown as Trace["rows"];
+
+test("what a call takes holds what is inside it", () => {
+  const { inside, top } = childrenOf(rows);
+  assert.deepEqual([inside, top], [[[1, 4], [2, 3], [], [], []], [0]]);
+  assert.deepEqual(rows.map((_, at) => ownTime(rows, inside, at)), [3, 1, 2, 3, 1]);
+  assert.deepEqual(wholes({ rows }, MEASURES.parameters!, inside), [12, 5, 5, 0, 7]);
+  assert.deepEqual(wholes({ rows }, MEASURES.memory!, inside), [28, 12, 4, 8, 16]);
+  assert.deepEqual(wholes({ rows }, MEASURES.time!, inside), [10, 6, 2, 3, 1]);
+});
+
+test("a graph folds: edges lead from and to what is shown, and are told once", () => {
+  const edges: Trace["edges"] = [[2, 3, true], [3, 4, false], [2, 4, true]];
+  const closed = visible({ rows, edges }, 1, new Set());
+  assert.deepEqual([closed.nodes, closed.groups, closed.edges], [[1, 4], [0], [[1, 4, true]]]);
+  const open = visible({ rows, edges }, 1, new Set([1]));
+  assert.deepEqual([open.nodes, open.groups, open.edges], [[2, 3, 4], [0, 1], edges]);
+  assert.deepEqual([...open.within], [[1, 0], [2, 1], [3, 1], [4, 0]]);
+});
+
+test("pictures are grouped by module, and a large group by a longer path", () => {
+  const shown = [...Array.from({ length: 30 }, (_, at) => ({ site: `a.${at % 2}.x` })), { site: "b.c:grad_output" }, { site: ":input" }];
+  assert.deepEqual(grouped(shown).map(([name, own]) => [name, own.length]), [["a.0", 15], ["a.1", 15], ["b", 1], ["the model", 1]]);
+});
+
+test("a byte of a picture stands for a value, from its lowest to its highest or around zero", () => {
+  assert.deepEqual([0, 255].map((byte) => valueOf({ low: 1, high: 3, signed: false }, byte)), [1, 3]);
+  assert.deepEqual([0, 255].map((byte) => valueOf({ low: -1, high: 4, signed: true }, byte)), [-4, 4]);
 });

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,37 +13,34 @@ import pytest
 import torch
 from torch import nn
 
+import chromium
 import gaff
 from gaff.record.log import EVENT, LogReader, LogWriter
 from made_records import HOSTILE, make
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytest.importorskip("playwright.sync_api")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+    pytest.mark.skipif(chromium.executable() is None, reason="no Chromium on this machine, and none from npm"),
     pytest.mark.filterwarnings("ignore"),
 ]
 VIEWS = {"training": ["verdict", "tree", "depth", "map", "site", "gradients", "origin", "optimizer", "last", "changes",
                       "coverage", "runs"],
-         "trace": ["calls", "outline", "graph", "pictures", "parameters", "call"], "diff": ["diff"]}  # fmt: skip
+         "trace": ["calls", "graph", "cost", "pictures", "parameters", "call"], "diff": ["diff"]}  # fmt: skip
+AXE = chromium.PAGE / "node_modules/axe-core/axe.min.js"
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
-        )
+    with chromium.opened() as opened:
         yield opened
-        opened.close()
 
 
 class Tab:
     """A page that notes what it asks for and what goes wrong."""
 
-    def __init__(self, browser, url, size=(1400, 900), theme="light"):
-        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=theme)
+    def __init__(self, browser, url, size=(1400, 900), theme="light", **more):
+        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=theme, **more)
         self.page = context.new_page()
         self.wrong, self.asked = [], []
         self.page.on("console", lambda one: one.type in ("error", "warning") and self.wrong.append(one.text))
@@ -185,13 +181,13 @@ def test_filters_choices_clicks_and_links(browser, pages):
     tab.page.reload()
     tab.page.wait_for_selector("canvas.map")
     assert tab.page.input_value("input.filter") == "conv"
-    box = tab.page.locator("canvas.map").bounding_box()
+    box = tab.page.locator("canvas.map").first.bounding_box()
     tab.page.mouse.move(box["x"] + 100, box["y"] + 5)
     tab.page.mouse.down()
     tab.page.mouse.move(box["x"] + 500, box["y"] + 5)
     tab.page.mouse.up()
     tab.drawn("from=")
-    tab.page.click(".controls button")
+    tab.page.click("header button[title='show all steps']")
     tab.drawn("#/map", without="from=")
     tab.check(allowed=("file://",))
 
@@ -199,7 +195,7 @@ def test_filters_choices_clicks_and_links(browser, pages):
 def test_keys(browser, pages):
     tab = Tab(browser, pages["training"])
     press = tab.page.keyboard.press
-    press("4")
+    press("5")
     tab.drawn("#/map")
     press("j")
     tab.drawn("#/site?")
@@ -220,7 +216,7 @@ def test_keys(browser, pages):
     tab.until("() => document.getElementById('help')")
     press("Escape")
     tab.until("() => !document.getElementById('help')")
-    press("2")
+    press("3")
     tab.drawn("#/tree")
     press("/")
     tab.until("() => document.activeElement.tagName === 'INPUT'")
@@ -230,11 +226,126 @@ def test_keys(browser, pages):
     tab.check(allowed=("file://",))
 
 
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed: make page")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_nothing_keeps_anybody_out(browser, pages, kind, theme):
+    """axe-core, the rules of WCAG 2 A and AA: nothing serious in any view."""
+    tab = Tab(browser, pages[kind], theme=theme, bypass_csp=True)
+    tab.page.add_script_tag(path=str(AXE))
+    for view in VIEWS[kind]:
+        tab.go(f"#/{view}")
+        tab.page.wait_for_timeout(150)
+        found = tab.page.evaluate("async () => (await axe.run({runOnly: ['wcag2a', 'wcag2aa']})).violations")
+        wrong = [(one["id"], [node["html"][:150] for node in one["nodes"][:3]]) for one in found
+                 if one["impact"] in ("serious", "critical")]  # fmt: skip
+        assert wrong == [], view
+    tab.page.context.close()
+
+
+def test_the_loss_and_what_happened_to_it_stand_first(browser, pages, runs):
+    tab = Tab(browser, pages["training"])
+    tab.go("#/verdict?run=1")
+    assert "state\nwrong" in tab.text(".summary")
+    assert "steps\n30" in tab.text(".summary")
+    tab.page.click("summary:has-text('marked')")
+    assert "nonfinite" in tab.text(".events")
+    chart = tab.page.locator("figure[aria-label=loss] .plot")
+    chart.focus()
+    tab.page.keyboard.press("Home")
+    tab.until("() => /step 0/.test(document.querySelector('figure[aria-label=loss] .legend').innerText)")
+    tab.page.keyboard.press("ArrowRight")
+    tab.until("() => /step 1/.test(document.querySelector('figure[aria-label=loss] .legend').innerText)")
+    tab.page.select_option("select[aria-label=smoothing]", "0.9")
+    tab.drawn("smooth=0.9")
+    tab.page.click("figure[aria-label=loss] summary")
+    tab.until("() => document.querySelectorAll('figure[aria-label=loss] tbody tr').length >= 25")  # the numbers
+    box = tab.page.locator("figure[aria-label=loss] .u-over").bounding_box()
+    tab.page.mouse.move(box["x"] + 100, box["y"] + 50)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + 400, box["y"] + 50)
+    tab.page.mouse.up()
+    tab.drawn("from=")
+    assert "steps" in tab.text("header")
+    tab.go("#/optimizer?run=1" + tab.page.url[tab.page.url.index("&from") :].partition("&smooth")[0])
+    assert "steps" in tab.text("header")  # the range is that of the whole page
+    tab.check(allowed=("file://",))
+
+
+def test_several_runs_are_compared_in_verdict_loss_and_settings(browser, pages):
+    tab = Tab(browser, pages["training"])
+    tab.go("#/runs")
+    text = tab.text()
+    assert "healthy" in text
+    assert "broken" in text
+    assert "settings are equal in all runs" in text
+    tab.check(allowed=("file://",))
+
+
+def test_tables_sort_by_a_click_and_keep_their_head(browser, pages):
+    tab = Tab(browser, pages["trace"])
+    tab.go("#/calls")
+    tab.page.click("th button:has-text('own time')")
+    tab.drawn("sort=-own")
+    assert tab.page.get_attribute("th:has(button:has-text('own time'))", "aria-sort") == "descending"
+    first = tab.page.inner_text("tbody tr:first-child td:first-child")
+    tab.page.click("th button:has-text('own time')")
+    tab.drawn("sort=own")
+    assert tab.page.inner_text("tbody tr:last-child td:first-child") == first
+    tab.check(allowed=("file://",))
+
+
+def test_the_graph_folds_moves_and_tells_of_a_call(browser, pages):
+    tab = Tab(browser, pages["trace"])
+    tab.go("#/graph?level=0")
+    assert tab.page.locator(".graph .node").count() == 1
+    tab.page.locator(".graph .turn").first.click()
+    tab.drawn("turned=0")
+    assert tab.page.locator(".graph .node").count() > 3
+    before = tab.page.get_attribute("svg.graph", "viewBox")
+    tab.page.locator("svg.graph").focus()
+    tab.page.keyboard.press("+")
+    assert tab.page.get_attribute("svg.graph", "viewBox") != before
+    moved = tab.page.get_attribute("svg.graph", "viewBox")
+    tab.page.locator(".graph .node").nth(1).press("Enter")
+    tab.drawn("at=")
+    assert "gaff.capture(model" in tab.text("aside")
+    tab.page.wait_for_timeout(50)
+    zoom = [abs(float(one) - float(other)) for one, other in
+            zip(moved.split(), tab.page.get_attribute("svg.graph", "viewBox").split(), strict=True)]  # fmt: skip
+    assert max(zoom[0], zoom[2]) < 1  # it stays where it was, beside the panel
+    tab.check(allowed=("file://",))
+
+
+def test_costs_are_as_wide_as_their_share_and_a_click_looks_into_one(browser, pages):
+    tab = Tab(browser, pages["trace"])
+    tab.go("#/cost?of=parameters")
+    wide = tab.page.locator(".flame rect").first.get_attribute("width")
+    assert float(wide) > 1190
+    tab.go("#/cost?of=memory")
+    assert "By class" in tab.text()
+    tab.page.locator(".flame a").nth(1).click()
+    tab.drawn("at=")
+    tab.check(allowed=("file://",))
+
+
+def test_a_picture_is_made_large_and_tells_its_values(browser, pages):
+    tab = Tab(browser, pages["trace"])
+    tab.go("#/pictures?kind=feature%20maps")
+    tab.page.locator("figure button").first.click()
+    tab.page.locator("dialog canvas").focus()
+    tab.page.keyboard.press("ArrowRight")
+    tab.until("() => /channel 0, row 0, column 1: /.test(document.querySelector('dialog .told').innerText)")
+    tab.page.keyboard.press("Escape")
+    tab.until("() => !document.querySelector('dialog')")
+    tab.check(allowed=("file://",))
+
+
 def test_pictures_are_drawn(browser, pages):
     tab = Tab(browser, pages["trace"])
-    tab.go("#/pictures")
+    tab.go("#/pictures?kind=feature%20maps")
     tab.until(  # of copies: Chromium warns of a page's own pictures that are read again and again
-        """() => { const drawn = [...document.querySelectorAll('canvas.picture')].slice(0, 6).map((canvas) => {
+        """() => { const drawn = [...document.querySelectorAll('[open] canvas.picture')].slice(0, 3).map((canvas) => {
              const copy = document.createElement('canvas');
              [copy.width, copy.height] = [canvas.width, canvas.height];
              const context = copy.getContext('2d', {willReadFrequently: true});
@@ -338,17 +449,24 @@ def test_a_live_page_follows_the_run_to_its_end_and_connects_again(browser, scri
     server, url = serve(tmp_path / "run")
     try:
         tab = Tab(browser, url)
-        tab.until("() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)")
+        tab.until(
+            "() => /[1-9][0-9]*/.test(document.querySelector('.summary dl').innerText) && document.querySelector('.plot canvas')"
+        )
         first = tab.text()
+        tab.page.evaluate("document.querySelector('figure.chart').ours = true")
+        tab.page.evaluate("location.hash = '#/verdict?from=5&to=20'")
+        tab.drawn("from=5")
         tab.until("text => document.querySelector('main').innerText !== text", first)
         assert tab.text("#live") == "live"
         (tmp_path / "enough").touch()
         out, _ = watched.communicate(timeout=60)
         assert out.endswith(" steps done\n")
         tab.until("() => document.getElementById('live').innerText === 'ended'")
-        assert f"in {out.split()[0]} steps" in tab.text()
+        assert f"steps\n{out.split()[0]}\n" in tab.text(".summary")
+        assert tab.page.evaluate("document.querySelector('figure.chart').ours")  # the same chart, with other numbers
+        assert "from=5&to=20" in tab.page.url
         tab.go("#/map?from=100&to=300")
-        assert "steps 100 to 300" in tab.text()
+        assert "steps 100 to 300" in tab.text("header")
         tab.check(allowed=(url.partition("?")[0],))
     finally:
         (tmp_path / "enough").touch()
@@ -361,7 +479,7 @@ def test_gaff_watch_live_serves_beside_the_command(browser, script, tmp_path):
     watched = start(script, tmp_path / "run", "--live", "--quiet")
     url = watched.stderr.readline().split()[-1]
     tab = Tab(browser, url)
-    tab.until("() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)")
+    tab.until("() => /steps\\s+[1-9]/.test(document.querySelector('main').innerText)")
     (tmp_path / "enough").touch()
     out = watched.stdout.read()
     assert watched.wait(timeout=60) == 0
@@ -418,7 +536,7 @@ def test_a_hundred_kills_lose_nothing_that_was_written_while_a_page_looks_on(bro
             record = gaff.load(folder)
             if record.steps < told[-1] + 1 or len(record.series("fc1", "mean")) < told[-1] + 1:
                 lost.append((kill, told[-1], record.steps))
-        tab.until("() => /in [1-9][0-9]* steps/.test(document.querySelector('main').innerText)")
+        tab.until("() => /steps\\s+[1-9]/.test(document.querySelector('main').innerText)")
         tab.check(allowed=(url.partition("?")[0],))
     finally:
         server.kill()

@@ -49,6 +49,7 @@ async function panel(page: Page, title: string, port: string, stat: string, want
     { class: "panel" },
     h("h3", {}, title),
     chart({
+      title,
       x: sites.map((_, at) => at),
       curves,
       isLog: true,

@@ -3,10 +3,11 @@
 import { copyable, h } from "../dom";
 import { lowerEdge, share } from "../decode";
 import { matches, number, pathOf, portOf, python } from "../format";
-import { heat } from "../heat";
-import { chart, type Curve } from "../lines";
+import { heat, spansOf } from "../heat";
+import type { Curve } from "../lines";
 import { phasesOf, seriesOf, type SiteSeries, siteNamed } from "../rundata";
 import type { Source } from "../source";
+import { stepChart } from "../steps";
 import type { Run } from "../types";
 import type { Page, View } from "../view";
 
@@ -77,11 +78,11 @@ async function side(page: Page, at: number): Promise<HTMLElement> {
     const [mean, min, max, rms] = await Promise.all(["mean", "min", "max", "rms"].map((stat) => seriesOf(page.source, page.run, at, stat, phase)));
     if (!rms) continue;
     parts.push(h("h3", {}, phase === "train" ? "rms" : `rms, ${phase}`));
-    parts.push(chart({ ...(await laidOver(page, name, phase, rms)), isLog: rms.values.some((value) => value > 0), height: 180, xName: "step" }));
-    const extremes = [["max", max], ["mean", mean], ["min", min]].filter((one): one is [string, SiteSeries] => one[1] !== null);
+    parts.push(stepChart(page, { title: `rms of ${name}, ${phase}`, ...(await laidOver(page, name, phase, rms)), isLog: rms.values.some((value) => value > 0), height: 180 }));
+    const extremes = [["largest", max], ["mean", mean], ["smallest", min]].filter((one): one is [string, SiteSeries] => one[1] !== null);
     if (extremes.length) {
       parts.push(h("h3", {}, "smallest, mean, largest"));
-      parts.push(chart({ x: rms.x, curves: extremes.map(([title, one]) => ({ name: title, values: one.values })), isLog: false, height: 180, xName: "step" }));
+      parts.push(stepChart(page, { title: `smallest, mean, largest of ${name}, ${phase}`, x: rms.x, curves: extremes.map(([title, one]) => ({ name: title, values: one.values })), isLog: false, height: 180 }));
     }
     parts.push(...(await magnitudes(page, at, phase)));
     parts.push(...(await further(page, at, phase)));
@@ -127,13 +128,13 @@ async function further(page: Page, at: number, phase: string): Promise<HTMLEleme
   const known = SHARES.map((name, place) => [name, shares[place]] as const).filter((one): one is [string, SiteSeries] => Boolean(one[1]));
   if (known.some(([, one]) => one.values.some((value) => value > 0))) {
     found.push(h("h3", {}, "shares"));
-    found.push(chart({ x: known[0]![1].x, curves: known.map(([name, one]) => ({ name, values: one.values })), isLog: false, height: 140, xName: "step" }));
+    found.push(stepChart(page, { title: `shares of ${page.run.sites[at]![2]}, ${phase}`, x: known[0]![1].x, curves: known.map(([name, one]) => ({ name, values: one.values })), isLog: false, height: 140 }));
   }
   for (const stat of OTHERS) {
     const one = await seriesOf(page.source, page.run, at, stat, phase);
     if (one && one.values.some((value) => value !== 0 && !Number.isNaN(value))) {
       found.push(h("h3", {}, stat.replace("_", " ")));
-      found.push(chart({ x: one.x, curves: [{ name: stat, values: one.values, ...(one.low ? { low: one.low } : {}) }], isLog: stat !== "lr" && stat !== "nonfinite", height: 120, xName: "step" }));
+      found.push(stepChart(page, { title: `${stat} of ${page.run.sites[at]![2]}, ${phase}`, x: one.x, curves: [{ name: stat, values: one.values, ...(one.low ? { low: one.low } : {}) }], isLog: stat !== "lr" && stat !== "nonfinite", height: 120 }));
     }
   }
   return found;
@@ -172,6 +173,7 @@ async function magnitudes(page: Page, at: number, phase: string): Promise<HTMLEl
   return [
     h("h3", {}, "magnitudes: powers of two over time"),
     heat(
+      `magnitudes of ${page.run.sites[at]![2]}, ${phase}`,
       {
         rows: high - low + 1,
         columns: spread.marks.length,
@@ -182,7 +184,7 @@ async function magnitudes(page: Page, at: number, phase: string): Promise<HTMLEl
         rowName: (row) => `2^${lowerEdge(row + low)} (${number(2 ** lowerEdge(row + low))})`,
         columnName: (column) => `step ${spread.marks[column]}`,
       },
-      { isLog: true, height: 7, flip: true, lines },
+      { isLog: true, height: 7, flip: true, lines, spans: spansOf(spread.marks, spread.marks, page.range) },
     ),
   ];
 }

@@ -1,23 +1,24 @@
 // Views that are tables: gradients of parameters, the first bad op, optimizer, changes, coverage.
 
 import { filter, h, select, table } from "../dom";
-import { evidence, matches, number, percent } from "../format";
-import { chart } from "../lines";
+import { evidence, matches, number } from "../format";
 import { rowsOf, scalarsOf, siteNamed } from "../rundata";
+import { stepChart } from "../steps";
+import type { Reached } from "../types";
 import type { Page, View } from "../view";
 
-const STATES = ["none", "zero", "tiny", "fine", "not finite", "frozen"];
+const STATES = ["none", "zero", "tiny", "arrived", "not finite", "frozen"];
 
 export const gradients: View = {
   key: "gradients",
   title: "Backward",
-  what: "what reached each parameter: nothing, zero, tiny, fine, not finite",
+  what: "what reached each parameter: nothing, zero, a tiny gradient, a gradient, one that is not finite",
   isShown: (page) => page.run.gradients.length > 0,
   async draw(page) {
     const { run } = page;
     const options = page.route.options;
     const [state, words] = [options.get("state") ?? "", options.get("filter") ?? ""];
-    const again = (more: Record<string, string>) => page.go("gradients", { state, filter: words, ...more }, true);
+    const again = (more: Record<string, string>) => page.go("gradients", { ...Object.fromEntries(options), ...more }, true);
     const rows = run.gradients.filter((one) => (!state || one.state === state) && matches(one.path, words));
     const counts = STATES.map((one) => [one, run.gradients.filter((row) => row.state === one).length] as const);
     const scalars = await scalarsOf(page.source, run);
@@ -48,11 +49,17 @@ export const gradients: View = {
         select("arrived", [["", "all"], ...counts.filter(([, size]) => size).map(([one, size]): [string, string] => [one, `${one} (${size})`])], state, (value) => again({ state: value })),
         filter("filter parameters", words, (value) => again({ filter: value })),
       ),
-      h("p", { class: "quiet" }, "gradients as the optimizer had them at the latest look: unscaled, accumulated, reduced; tiny is less than a millionth of the median. ", scale > 1 ? `A GradScaler multiplied the loss by ${number(scale)}: scaled is what arrived in backward.` : ""),
-      table(head, cells, [3, 4, 5, 6, 7, 8]),
+      h("p", { class: "quiet" }, "Gradients as the optimizer had them at the latest look: unscaled, accumulated, reduced. Tiny is less than a millionth of the median gradient, or of the weight that it is to change. ", scale > 1 ? `A GradScaler multiplied the loss by ${number(scale)}: scaled is what arrived in backward.` : ""),
+      table(head, cells, [3, 4, 5, 6, 7, 8], { by: options.get("sort") ?? "", again: (by) => again({ sort: by }), key: (at, column) => keyOf(rows[at]!, head[column]!) }),
     );
   },
 };
+
+/** What a row is put in order by. */
+function keyOf(one: Reached, column: string): number | string | null {
+  const known: Record<string, number | string | null> = { parameter: one.path, shape: one.shape, arrived: one.state, rms: one.rms, "weight rms": one.weight, "update ratio": one.ratio, "at step": one.step };
+  return column in known ? known[column]! : one.norm;
+}
 
 function lastKnown(values: number[]): number {
   return values.filter((value) => !Number.isNaN(value)).at(-1) ?? NaN;
@@ -95,12 +102,12 @@ export const optimizer: View = {
     for (const name of ["lr", "grad_norm", "scale", "skipped", "samples"]) {
       const known = scalars?.of[name];
       if (known?.values.some((value) => value > 0)) {
-        panels.push(h("div", { class: "panel" }, h("h3", {}, name.replace("_", " ")), chart({ x: scalars!.x, curves: [{ name, values: known.values, ...(known.low ? { low: known.low } : {}) }], isLog: name === "grad_norm" || name === "scale", height: 150, xName: "step" })));
+        panels.push(h("div", { class: "panel" }, h("h3", {}, name.replace("_", " ")), stepChart(page, { title: name.replace("_", " "), x: scalars!.x, curves: [{ name, values: known.values, ...(known.low ? { low: known.low } : {}) }], isLog: name === "grad_norm" || name === "scale", height: 150 })));
       }
     }
     for (const stat of ["update_ratio", "adam_rms", "momentum"]) {
       const curves = await quantiles(page, stat);
-      if (curves) panels.push(h("div", { class: "panel" }, h("h3", {}, `${stat.replace("_", " ")} of all parameters`), chart({ ...curves, isLog: true, height: 180, xName: "step", ...(stat === "update_ratio" ? { bands: [{ from: 1e-4, to: 1e-1, label: "usual" }] } : {}) })));
+      if (curves) panels.push(h("div", { class: "panel" }, h("h3", {}, `${stat.replace("_", " ")} of all parameters`), stepChart(page, { title: `${stat} of all parameters`, ...curves, isLog: true, height: 180, ...(stat === "update_ratio" ? { bands: [{ from: 1e-4, to: 1e-1, label: "usual" }] } : {}) })));
     }
     const events = run.findings.filter((one) => ["loss_spike", "scaler_stuck"].includes(one.rule) || one.rule.includes("update"));
     return h("div", {}, h("div", { class: "panels" }, ...panels), events.length > 0 && h("h3", {}, "what happened"), events.length > 0 && table(["step", "rule", "what", "batch", "samples"], events.map((one) => [String(one.since), one.rule, one.message, evidence(one.evidence.batch ?? ""), evidence(one.evidence.samples ?? "")])));
@@ -177,7 +184,8 @@ export const coverage: View = {
       ["models", run.models.map((one) => `${one.name} (${one.class}${one.compiled ? ", compiled" : ""})`).join(", ")],
       ["sites", String(run.sites.length)],
       ["looks", `${run.looks} of ${run.steps} steps, the last of them step ${run.lastLook}`],
-      ["overhead", `${percent(run.overhead)} of the time, as watching measured itself`],
+      ["watching", run.about?.cost ?? ""],
+      ...(run.about?.settings ?? []),
       ["processes", run.ranks.length > 1 ? `${run.ranks.length}; tables of rank ${run.rank}` : "1"],
       ["complete", run.complete ? "yes" : "no: the run goes on, or was killed"],
       ...run.facts,
@@ -192,25 +200,5 @@ export const coverage: View = {
       run.notes.length > 0 && h("h3", {}, "notes"),
       h("ul", {}, ...run.notes.map((note) => h("li", {}, note))),
     );
-  },
-};
-
-export const runs: View = {
-  key: "runs",
-  title: "Runs",
-  what: "the runs of this page side by side",
-  isShown: (page) => page.runs.length > 1,
-  draw(page) {
-    const rows = page.runs.map((run, at) => [
-      h("a", { href: page.link("verdict", { run: at }) }, run.name),
-      h("span", { class: `state ${run.level}` }, run.level),
-      String(run.steps),
-      String(run.findings.filter((one) => !one.is_over).length),
-      percent(run.overhead),
-      run.complete ? "yes" : "no",
-      run.began,
-      run.verdict,
-    ]);
-    return h("div", {}, table(["run", "level", "steps", "findings", "overhead", "complete", "began", "verdict"], rows, [2, 3, 4]));
   },
 };

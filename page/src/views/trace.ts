@@ -1,11 +1,10 @@
-// One run of a model: its calls as a table and as a tree, with gradients beside activations.
+// One run of a model: its calls in the order of execution, as a table that folds and can be put in another order.
 
 import { css, ramp } from "../color";
-import { copyable, filter, h, table } from "../dom";
-import { count, matches, number, python } from "../format";
+import { filter, h, select, table } from "../dom";
+import { bytes, count, duration, matches, number } from "../format";
 import type { Call, Gradient, Trace } from "../types";
 import type { Page, View } from "../view";
-import { cards } from "./pictures";
 
 const isTrace = (page: Page) => page.source.head.trace !== undefined;
 
@@ -13,40 +12,136 @@ export function traceOf(page: Page): Trace {
   return page.source.head.trace!;
 }
 
+/** Of each call those directly inside it, in the order of their beginnings; last the outermost. */
+export function childrenOf(rows: Pick<Call, "depth">[]): { inside: number[][]; top: number[] } {
+  const inside: number[][] = rows.map(() => []);
+  const top: number[] = [];
+  const open: number[] = [];
+  rows.forEach((row, at) => {
+    while (open.length && rows[open[open.length - 1]!]!.depth >= row.depth) open.pop();
+    (open.length ? inside[open[open.length - 1]!]! : top).push(at);
+    open.push(at);
+  });
+  return { inside, top };
+}
+
+/** The time of a call less that of the calls inside it. */
+export function ownTime(rows: Call[], inside: number[][], at: number): number {
+  return Math.max(0, rows[at]!.time_s - inside[at]!.reduce((sum, one) => sum + rows[one]!.time_s, 0));
+}
+
+const COLUMNS = ["call", "class", "in", "out", "parameters", "time", "own time", "FLOPs", "memory", "rms", "mean", "std", "min", "max", "gradient at output", "own gradient at input"];
+
 export const calls: View = {
   key: "calls",
   title: "Execution",
-  what: "every call in the order in which it began, with its numbers",
+  what: "every call in the order in which it began, with its numbers; folds, and sorts by a click on a head",
   isShown: isTrace,
   draw(page) {
     const trace = traceOf(page);
-    const words = page.route.options.get("filter") ?? "";
-    const rows = trace.rows.map((row, at) => ({ row, at })).filter(({ row }) => matches(`${row.site} ${row.cls}`, words));
+    const { options } = page.route;
+    const words = options.get("filter") ?? "";
+    const sort = options.get("sort") ?? "";
+    const deepest = Math.max(0, ...trace.rows.map((row) => row.depth));
+    const levels = Math.min(deepest, Number(options.get("levels") ?? (trace.rows.length > 400 ? 2 : deepest)));
+    const again = (more: Record<string, string | null>) => page.go("calls", { ...Object.fromEntries(options), ...more }, true);
+    const { inside } = childrenOf(trace.rows);
+    const isFlat = sort !== "" || words !== "";
+    const shown = trace.rows.map((row, at) => ({ row, at })).filter(({ row }) => (isFlat || row.depth <= levels) && matches(`${row.site} ${row.cls}`, words));
+    const rms = trace.rows.map(rmsOf);
+    const sizes = rms.filter((value): value is number => value !== null && value > 0);
+    const [low, high] = [Math.min(...sizes), Math.max(...sizes)];
     const pictures = new Set(trace.pictures.map((one) => one.site));
-    const head = ["site", "class", "in", "out", "params", "time", "FLOPs", "memory", "mean", "std", "min", "max", ...(trace.has_backward ? ["grad of output", "own grad of input"] : [])];
-    const cells = rows.map(({ row, at }) => [
-      h("a", { href: page.link("call", { at }) }, `${row.site}${pictures.has(row.site) ? " ▣" : ""}`),
-      row.cls,
-      row.input,
-      `${row.output}${row.dtype && row.dtype !== "float32" ? ` ${row.dtype}` : ""}`,
-      row.parameters ? count(row.parameters) : "",
-      milliseconds(row.time_s),
-      row.flops ? count(row.flops) : "",
-      row.memory_bytes ? bytes(row.memory_bytes) : "",
-      ...numbersOf(row),
-      ...(trace.has_backward ? [gradient(row.grad_output), gradient(row.grad_input)] : []),
-    ]);
+    const used = COLUMNS.map((_, at) => at).filter((at) => at < 14 || trace.has_backward);
+    const cells = shown.map(({ row, at }) => {
+      const all = [
+        nameCell(page, row, at, isFlat, pictures.has(row.site), !isFlat && row.depth === levels ? inside[at]!.length : 0),
+        row.cls,
+        row.input,
+        `${row.output}${row.dtype && row.dtype !== "float32" ? ` ${row.dtype}` : ""}`,
+        row.parameters ? count(row.parameters) : "",
+        duration(row.time_s),
+        duration(ownTime(trace.rows, inside, at)),
+        row.flops ? count(row.flops) : "",
+        row.memory_bytes ? bytes(row.memory_bytes) : "",
+        rmsCell(rms[at]!, low, high),
+        ...numbersOf(row),
+        ...(trace.has_backward ? [gradient(row.grad_output), gradient(row.grad_input)] : []),
+      ];
+      return used.map((column) => all[column]!);
+    });
+    const key = (at: number, column: number): number | string | null => {
+      const { row, at: place } = shown[at]!;
+      const known = row.statistics;
+      return [row.site, row.cls, row.input, row.output, row.parameters, row.time_s, ownTime(trace.rows, inside, place), row.flops, row.memory_bytes, rms[place]!,
+        known?.mean ?? null, known?.std ?? null, known?.min ?? null, known?.max ?? null, row.grad_output?.norm ?? null, row.grad_input?.norm ?? null][column]!;
+    };
     return h(
       "div",
       {},
-      h("div", { class: "controls" }, filter("filter calls", words, (value) => page.go("calls", { filter: value }, true)), h("span", { class: "quiet" }, `${rows.length} calls of ${trace.model} on ${trace.device}; ▣ has a picture`)),
-      table(head, cells, [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]),
+      totals(trace),
+      h(
+        "div",
+        { class: "controls" },
+        filter("filter calls", words, (value) => again({ filter: value })),
+        deepest > 0 && select("levels", Array.from({ length: deepest + 1 }, (_, at): [string, string] => [String(at), at === deepest ? "all" : String(at)]), String(levels), (value) => again({ levels: value })),
+        sort && h("button", { type: "button", on: { click: () => again({ sort: null }) } }, `sorted by ${sort.replace(/^-/, "")} ×`),
+        h("span", { class: "quiet" }, `${shown.length} of ${trace.rows.length} calls; ▣ has a picture; times are without what looking took`),
+      ),
+      table(used.map((at) => COLUMNS[at]!), cells, used.filter((at) => at >= 4), { by: sort, key, again: (by) => again({ sort: by }) }),
       ...endings(trace),
     );
   },
 };
 
-function numbersOf(row: Call): string[] {
+function nameCell(page: Page, row: Call, at: number, isFlat: boolean, hasPicture: boolean, hidden: number): HTMLElement {
+  const name = h("span", { class: "path" }, h("a", { href: page.link("call", { at }), title: row.site }, isFlat ? row.site || traceOf(page).model : lastOf(row) || traceOf(page).model), hasPicture && " ▣", hidden > 0 && h("span", { class: "quiet" }, ` +${hidden}`));
+  if (!isFlat) name.style.paddingLeft = `${row.depth}em`;
+  return name;
+}
+
+function rmsCell(size: number | null, low: number, high: number): HTMLElement | string {
+  if (size === null) return "";
+  const cell = h("span", { class: "chip" }, number(size));
+  if (size > 0 && high > low && Number.isFinite(size)) {
+    const share = Math.log(size / low) / Math.log(high / low);
+    cell.style.backgroundColor = css(ramp(share));
+    cell.style.color = share > 0.55 ? "#111" : "#fff";
+  }
+  return cell;
+}
+
+/** What the whole model comes to. */
+function totals(trace: Trace): HTMLElement {
+  const trained = trace.parameters.filter((one) => one.requires_grad).reduce((sum, one) => sum + one.elements, 0);
+  const all = trace.parameters.reduce((sum, one) => sum + one.elements, 0);
+  const size = trace.parameters.reduce((sum, one) => sum + one.elements * bytesOf(one.dtype), 0);
+  const { inside, top } = childrenOf(trace.rows);
+  const leaves = trace.rows.filter((_, at) => !inside[at]!.length);
+  const activations = leaves.reduce((sum, row) => sum + row.memory_bytes, 0);
+  const sum = (of: (row: Call) => number) => top.reduce((total, at) => total + of(trace.rows[at]!), 0);
+  const flops = sum((row) => row.flops);
+  const facts: [string, string][] = [
+    ["calls", String(trace.rows.length)],
+    ["parameters", count(all)],
+    ["trained", trained === all ? "all" : count(trained)],
+    ["frozen", trained === all ? "" : count(all - trained)],
+    ["parameters take", bytes(size)],
+    ["FLOPs", flops ? count(flops) : ""],
+    ["multiply-adds", flops ? count(flops / 2) : ""],
+    ["outputs take", bytes(activations)],
+    ["time", duration(sum((row) => row.time_s))],
+    ["device", trace.device],
+  ];
+  return h("section", { class: "summary", label: "totals" }, h("dl", {}, ...facts.filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))), trace.tokens.length > 0 && h("p", { class: "tokens" }, h("span", { class: "quiet" }, "input "), ...trace.tokens.map((one) => h("span", { class: "token" }, one))));
+}
+
+function bytesOf(dtype: string): number {
+  const known = /(\d+)/.exec(dtype);
+  return dtype === "bool" ? 1 : known ? Number(known[1]) / 8 : 4;
+}
+
+export function numbersOf(row: Call): string[] {
   const known = row.statistics;
   if (!known) return ["", "", "", ""];
   const bad = known.nonfinite ? ` (${known.nonfinite} not finite)` : "";
@@ -59,56 +154,16 @@ export function gradient(known: Gradient | null): string {
   return known.norm === 0 ? `${known.shape} zero` : `${known.shape} ${number(known.norm)}`;
 }
 
-function milliseconds(seconds: number): string {
-  return `${number(seconds * 1000)} ms`;
-}
-
-function bytes(size: number): string {
-  return size >= 2 ** 20 ? `${(size / 2 ** 20).toFixed(1)} MiB` : `${(size / 1024).toFixed(1)} KiB`;
-}
-
 function endings(trace: Trace): HTMLElement[] {
   const lines = [
-    ...(trace.unused_modules.length ? [`never called: ${trace.unused_modules.join(", ")}`] : []),
-    ...(trace.unused_parameters.length ? [`without influence on the output: ${trace.unused_parameters.join(", ")}`] : []),
+    ...(trace.unused_modules.length ? [`Never called: ${trace.unused_modules.join(", ")}`] : []),
+    ...(trace.unused_parameters.length ? [`Without influence on the output: ${trace.unused_parameters.join(", ")}`] : []),
     ...trace.notes,
   ];
   return lines.map((line) => h("p", { class: "quiet" }, line));
 }
 
-/** The calls as a tree, with bars for time and size. */
-export const outline: View = {
-  key: "outline",
-  title: "Tree",
-  what: "the calls, indented by module, coloured by the size of what they made",
-  isShown: isTrace,
-  draw(page) {
-    const trace = traceOf(page);
-    const words = page.route.options.get("filter") ?? "";
-    const rows = trace.rows.map((row, at) => ({ row, at })).filter(({ row }) => matches(`${row.site} ${row.cls}`, words));
-    const sizes = rows.map(({ row }) => rmsOf(row)).filter((value): value is number => value !== null && value > 0);
-    const [low, high] = [Math.min(...sizes), Math.max(...sizes)];
-    const slowest = Math.max(...rows.map(({ row }) => row.time_s), 1e-9);
-    const lines = rows.map(({ row, at }) => {
-      const name = h("td", { class: "path" }, h("a", { href: page.link("call", { at }), title: row.site }, row.path === "" && !row.site ? trace.model : lastOf(row)));
-      name.style.paddingLeft = `${0.5 + row.depth}em`;
-      const size = rmsOf(row);
-      const cell = h("td", { class: "number" }, number(size));
-      if (size !== null && size > 0 && high > low) {
-        const share = Math.log(size / low) / Math.log(high / low);
-        cell.style.backgroundColor = css(ramp(share));
-        cell.style.color = share > 0.55 ? "#111" : "#fff";
-      }
-      const bar = h("span", { class: "bar" });
-      bar.style.width = `${(60 * row.time_s) / slowest}px`;
-      return h("tr", {}, name, h("td", { class: "quiet" }, row.cls), h("td", {}, `${row.input} → ${row.output}`), cell, h("td", {}, bar, ` ${milliseconds(row.time_s)}`), trace.has_backward ? h("td", {}, gradient(row.grad_output)) : null);
-    });
-    const head = ["call", "class", "shapes", "rms", "time, with what is inside", ...(trace.has_backward ? ["grad of output"] : [])];
-    return h("div", {}, h("div", { class: "controls" }, filter("filter calls", words, (value) => page.go("outline", { filter: value }, true))), h("div", { class: "wide" }, h("table", { class: "tree" }, h("thead", {}, h("tr", {}, ...head.map((text) => h("th", {}, text)))), h("tbody", {}, ...lines))), ...endings(trace));
-  },
-};
-
-function rmsOf(row: Call): number | null {
+export function rmsOf(row: Call): number | null {
   const known = row.statistics;
   return known && known.mean !== null && known.std !== null ? Math.hypot(known.mean, known.std) : null;
 }
@@ -118,46 +173,6 @@ function lastOf(row: Call): string {
   return row.site.slice(cut + 1) || row.cls;
 }
 
-/** One call: all its numbers, its picture and that of its gradient. */
-export const call: View = {
-  key: "call",
-  title: "Call",
-  what: "one call: all of its numbers and pictures",
-  isShown: () => false,
-  async draw(page) {
-    const trace = traceOf(page);
-    const at = Number(page.route.options.get("at") ?? 0);
-    const row = trace.rows[at];
-    if (!row) return h("p", {}, `there is no call ${at}`);
-    const step = (by: number, text: string) => trace.rows[at + by] && h("a", { class: "button", href: page.link("call", { at: at + by }), title: by < 0 ? "the one before (k)" : "the next (j)" }, text);
-    const facts: [string, string][] = [
-      ["class", row.cls], ["input", row.input], ["output", row.output], ["type", row.dtype], ["own parameters", count(row.parameters)],
-      ["time", milliseconds(row.time_s)], ["FLOPs", row.flops ? count(row.flops) : ""], ["memory", bytes(row.memory_bytes)],
-      ["mean, std, min, max", numbersOf(row).join(", ")], ["gradient at its output", gradient(row.grad_output)], ["its own gradient at its input", gradient(row.grad_input)],
-    ];
-    const makers = trace.edges.filter(([, to, isKnown]) => isKnown && to === at).map(([from]) => from);
-    const takers = trace.edges.filter(([from, , isKnown]) => isKnown && from === at).map(([, to]) => to);
-    const links = (title: string, places: number[]) =>
-      places.length > 0 && h("p", {}, `${title}: `, ...places.flatMap((one) => [h("a", { href: page.link("call", { at: one }) }, trace.rows[one]!.site || trace.model), " "]));
-    const weights = trace.parameters.filter((one) => ownerOf(one.site) === row.path && row.parameters > 0);
-    return h(
-      "div",
-      {},
-      h("div", { class: "controls" }, step(-1, "‹"), h("h2", {}, row.site || trace.model), step(1, "›")),
-      copyable(`gaff.capture(model, ${python(row.site || ":output")})`),
-      table(["", ""], facts.filter(([, value]) => value && value !== ", , , ")),
-      weights.length > 0 && table(["parameter", "shape", "gradient"], weights.map((one) => [one.site, one.shape, one.requires_grad ? gradient(one.grad) : "frozen"])),
-      links("takes what was made by", makers),
-      links("is taken by", takers),
-      ...(await cards(page, trace.pictures.filter((one) => one.site === row.site || one.site === `${row.site}:grad_output` || one.site === `${row.site}:output`))),
-    );
-  },
-};
-
-function ownerOf(site: string): string {
-  return site.replace(/:param$/, "").split(".").slice(0, -1).join(".");
-}
-
 export const parameters: View = {
   key: "parameters",
   title: "Parameters",
@@ -165,13 +180,21 @@ export const parameters: View = {
   isShown: (page) => isTrace(page) && traceOf(page).parameters.length > 0,
   draw(page) {
     const trace = traceOf(page);
-    const words = page.route.options.get("filter") ?? "";
+    const { options } = page.route;
+    const words = options.get("filter") ?? "";
+    const again = (more: Record<string, string>) => page.go("parameters", { ...Object.fromEntries(options), ...more }, true);
     const rows = trace.parameters.filter((one) => matches(one.site, words));
+    const head = ["parameter", "shape", "type", "elements", "trained", "gradient", "zeros in it"];
+    const key = (at: number, column: number) => {
+      const one = rows[at]!;
+      return [one.site, one.shape, one.dtype, one.elements, one.requires_grad ? "yes" : "no", one.grad?.norm ?? null, one.grad?.zeros ?? null][column]!;
+    };
+    const cells = rows.map((one) => [one.site, one.shape, one.dtype, count(one.elements), one.requires_grad ? "yes" : "no", gradient(one.grad), one.grad?.zeros ? `${Math.round(100 * one.grad.zeros)} %` : ""]);
     return h(
       "div",
       {},
-      h("div", { class: "controls" }, filter("filter parameters", words, (value) => page.go("parameters", { filter: value }, true))),
-      table(["parameter", "shape", "elements", "trained", "gradient", "zeros"], rows.map((one) => [one.site, one.shape, count(one.elements), one.requires_grad ? "yes" : "no", gradient(one.grad), one.grad?.zeros ? `${Math.round(100 * one.grad.zeros)} %` : ""]), [2, 5]),
+      h("div", { class: "controls" }, filter("filter parameters", words, (value) => again({ filter: value })), h("span", { class: "quiet" }, `${rows.length} of ${trace.parameters.length}`)),
+      table(head, cells, [3, 5, 6], { by: options.get("sort") ?? "", key, again: (by) => again({ sort: by }) }),
     );
   },
 };

@@ -1,41 +1,90 @@
-// What is wrong, first; then the curves of the run.
+// The first glance: what the run was, what is wrong and why, and the loss with what happened to it.
 
-import { copyable, h } from "../dom";
-import { evidence, percent, python } from "../format";
-import { chart, type Curve } from "../lines";
+import { copyable, h, select } from "../dom";
+import { duration, evidence, number, percent, python } from "../format";
+import { type Curve, type Mark, smoothed } from "../lines";
 import { scalarsOf, seriesOf, siteNamed } from "../rundata";
+import { stepChart } from "../steps";
 import type { Finding, Run } from "../types";
 import type { Page, View } from "../view";
 
-const SIGN: Record<string, string> = { error: "✖", warning: "▲", info: "●", fine: "✔" };
+export const SIGN: Record<string, string> = { error: "✖", warning: "▲", info: "●", fine: "✔" };
+const SMOOTHING = ["0", "0.6", "0.9", "0.97"];
 
 export const verdict: View = {
   key: "verdict",
   title: "Verdict",
-  what: "what was found, where, since when, and what to do",
+  what: "what the run was, what is wrong, where, since when, and what to do",
   async draw(page) {
     const { run } = page;
     const lasting = run.findings.filter((one) => !one.is_over);
     const over = run.findings.filter((one) => one.is_over);
+    const [losses, others] = await Promise.all([lossChart(page), otherCharts(page)]);
     const cards = await Promise.all(lasting.map((one) => card(page, one)));
     const past = await Promise.all(over.map((one) => card(page, one)));
     return h(
       "div",
       {},
-      h("p", { class: `verdict ${run.level}` }, h("span", { class: "sign" }, SIGN[run.level] ?? "●"), ` ${run.verdict}`),
-      run.error && h("p", { class: "verdict error" }, `the run ended with ${run.error}`),
-      !run.complete && h("p", { class: "quiet" }, page.source.head.live ? "the run goes on" : "the run goes on, or was killed: this is what it had written"),
-      h("p", { class: "quiet" }, `looked at ${run.looks} of ${run.steps} steps; watching took ${percent(run.overhead)} of the time${run.overhead > 0.015 ? ", of which the first half second of a run is free" : ""}`),
+      summary(page),
+      ...told(page),
+      losses,
+      cards.length > 0 && h("h2", {}, cards.length === 1 ? "One finding" : `${cards.length} findings`),
       ...cards,
-      await curves(page),
+      others,
       past.length > 0 && h("h2", {}, "Over when the run ended"),
       ...past,
     );
   },
 };
 
+/** What the run was, in a line of facts. */
+function summary(page: Page): HTMLElement {
+  const { run } = page;
+  const { about } = run;
+  const facts: [string, string, string][] = [["state", about?.state ?? run.level, run.level]];
+  if (about) {
+    facts.push(
+      ["steps", `${run.steps}`, ""],
+      ["lasted", about.seconds === null ? "" : duration(about.seconds), ""],
+      ["a step", about.stepSeconds === null ? "" : duration(about.stepSeconds), ""],
+      ["device", about.device, ""],
+      ["end", about.ended, about.hasFailed ? "error" : ""],
+      ["looked at", `${run.looks} steps`, ""],
+      ["watching", about.steady === null ? percent(about.spent) : `${percent(about.steady)} (at first more)`, ""],
+      ["processes", run.ranks.length > 1 ? `${run.ranks.length}` : "", ""],
+    );
+  }
+  const known = facts.filter(([, value]) => value !== "");
+  return h(
+    "section",
+    { class: "summary", label: "the run" },
+    h("dl", {}, ...known.map(([name, value, level]) => h("div", {}, h("dt", {}, name), h("dd", { class: level ? `state ${level}` : "", title: name === "watching" ? about!.cost : value }, value)))),
+    run.command && h("p", { class: "command" }, copyable(run.command)),
+  );
+}
+
+/** The verdict, what shows it, what to do, and what to run to be sure. */
+function told(page: Page): HTMLElement[] {
+  const { run } = page;
+  const { about } = run;
+  const first = h("p", { class: `verdict ${run.level}` }, h("span", { class: "sign" }, SIGN[run.level] ?? "●"), ` ${about ? sentence(about.cause) : run.verdict}`, about && about.since !== null && h("span", { class: "quiet" }, ` since step ${about.since}`));
+  if (!about) return [first];
+  const parts: (HTMLElement | false)[] = [
+    first,
+    about.evidence.length > 0 && h("ul", { class: "because" }, ...about.evidence.map((one) => h("li", {}, one))),
+    about.remedy !== "" && h("p", {}, h("b", {}, "What to do: "), about.remedy),
+    ...about.next.map(([why, command]) => h("p", {}, h("b", {}, `${sentence(why)}: `), copyable(command))),
+    about.others.length > 0 && h("p", { class: "quiet" }, `It may also be: ${about.others.map(([name]) => name.replaceAll("_", " ")).join(", ")}`),
+    !run.complete && h("p", { class: "quiet" }, page.source.head.live ? "The run goes on." : "The run goes on, or was killed: this is what it had written."),
+  ];
+  return parts.filter((one): one is HTMLElement => one !== false);
+}
+
+function sentence(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
 async function card(page: Page, finding: Finding): Promise<HTMLElement> {
-  const names = [finding.address, ...finding.also];
   const known = siteNamed(page.run, finding.address) >= 0 ? finding.address : finding.site;
   const site = siteNamed(page.run, known);
   const stat = finding.rule.includes("update") ? "update_ratio" : "rms";
@@ -53,56 +102,135 @@ async function card(page: Page, finding: Finding): Promise<HTMLElement> {
       site < 0 ? h("span", {}, finding.address) : h("a", { href: page.link("site", { site: known }) }, finding.address),
     ),
     h("p", {}, finding.message, h("span", { class: "quiet" }, ` (${extent}${share}${page.run.ranks.length > 1 ? `, rank ${finding.rank}` : ""})`)),
-    finding.cause && h("p", {}, h("b", {}, "cause "), finding.cause),
-    finding.remedy && h("p", {}, h("b", {}, "remedy "), finding.remedy),
+    finding.cause && h("p", {}, h("b", {}, "Cause: "), finding.cause),
+    finding.remedy && h("p", {}, h("b", {}, "What to do: "), finding.remedy),
     Object.keys(finding.evidence).length > 0 &&
       h(
         "dl",
         { class: "evidence" },
-        ...Object.entries(finding.evidence).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, evidence(value))]),
+        ...Object.entries(finding.evidence).flatMap(([name, value]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, evidence(value))]),
       ),
-    names.length > 1 && h("p", { class: "quiet" }, `also at ${finding.also.slice(0, 12).join(", ")}${finding.also.length > 12 ? ` and ${finding.also.length - 12} more` : ""}`),
-    series && chart({ x: series.x, curves: [{ name: `${stat} of ${known}`, values: series.values }], isLog: series.values.some((value) => value > 0), height: 110, xName: "step", pick: () => page.go("site", { site: known }) }),
-    finding.look && copyable(finding.look),
-    site >= 0 && copyable(`record.series(${python(known)}, "rms")`),
+    finding.also.length > 0 && h("p", { class: "quiet" }, `The same at ${finding.also.slice(0, 12).join(", ")}${finding.also.length > 12 ? ` and ${finding.also.length - 12} more` : ""}`),
+    series && stepChart(page, { title: `${stat} of ${known}`, x: series.x, curves: [{ name: `${stat} of ${known}`, values: series.values }], marks: [markOf(finding)], isLog: series.values.some((value) => value > 0), height: 110, pick: () => page.go("site", { site: known }) }),
+    h("p", { class: "copies" }, finding.look && copyable(finding.look), site >= 0 && copyable(`record.series(${python(known)}, "rms")`)),
   );
 }
 
-async function curves(page: Page): Promise<HTMLElement> {
-  const shown: HTMLElement[] = [];
-  const all = await Promise.all(page.runs.map((run) => scalarsOf(page.source, run)));
-  const names = [...new Set(all.flatMap((one) => (one ? Object.keys(one.of) : [])))];
-  const wanted = [...names.filter((name) => name.startsWith("loss:")), ...["grad_norm", "lr", "scale", "seconds"].filter((name) => names.includes(name))];
-  for (const name of wanted) {
-    const curve = overlaid(page.runs, all, name, page.run);
-    const odd = page.run.scalars.odd?.[name];
-    if (curve) shown.push(h("div", { class: "panel" }, h("h3", {}, title(name)), chart({ ...curve, isLog: isWide(curve.curves), height: 180, xName: "step" }), odd && h("p", { class: "verdict error" }, `not finite, or not there, at step ${odd.join(", ")}`)));
-  }
-  return h("div", { class: "panels" }, ...shown);
+function markOf(finding: Finding): Mark {
+  return { x: finding.since, label: finding.rule, text: `${finding.rule} at ${finding.address}: ${finding.message}`, level: finding.severity };
 }
 
-type Known = Awaited<ReturnType<typeof scalarsOf>>;
-
-/** One curve for each run that has it, over all their steps. */
-export function overlaid(runs: Run[], all: Known[], name: string, chosen: Run): { x: number[]; curves: Curve[] } | null {
-  const having = runs.map((run, at) => ({ run, known: all[at] })).filter(({ known }) => known?.of[name]?.values.some((value) => !Number.isNaN(value)));
-  if (!having.length) return null;
-  if (having.length === 1) {
-    const { known, run } = having[0]!;
-    const { values, low } = known!.of[name]!;
-    return { x: known!.x, curves: [{ name: runs.length > 1 ? run.name : name.replace("loss:", ""), values, ...(low ? { low } : {}) }] };
+/** The loss, trained and evaluated, with all that happened. */
+export async function lossChart(page: Page): Promise<HTMLElement | false> {
+  const all = await Promise.all(page.runs.map((run) => scalarsOf(page.source, run)));
+  const names = [...new Set(all.flatMap((one) => (one ? Object.keys(one.of).filter((name) => name.startsWith("loss:")) : [])))];
+  const isMany = page.runs.length > 1;
+  const curves: { x: number[]; curve: Curve }[] = [];
+  const weight = Number(page.route.options.get("smooth") ?? 0) || 0;
+  const colors = ["#4f8ef7", "#e8743b", "#19a979", "#b65fcf", "#d4a72c", "#ed4a7b", "#2fb7c4", "#8a7f72"];
+  let next = 0;
+  for (const name of names) {
+    page.runs.forEach((run, at) => {
+      const [known, table] = [all[at]?.of[name], all[at]];
+      if (!known || !table || !known.values.some((value) => !Number.isNaN(value))) return;
+      const color = colors[next++ % colors.length]!;
+      const title = [isMany && run.name, names.length > 1 || !isMany ? name.replace("loss:", "") : ""].filter(Boolean).join(" ");
+      const { values, low } = known;
+      if (weight > 0) curves.push({ x: table.x, curve: { name: `${title}, as it was`, values, color, isFaint: true } });
+      curves.push({ x: table.x, curve: { name: title, values: weight > 0 ? smoothed(values, weight) : values, color, isDashed: isMany && run !== page.run, ...(low && !weight ? { low } : {}) } });
+    });
   }
-  const x = [...new Set(having.flatMap(({ known }) => known!.x))].sort((a, b) => a - b);
+  for (const run of page.runs) {
+    const told = run.about?.evaluated ?? [];
+    for (const name of new Set(told.map(([one]) => one))) {
+      const own = told.filter(([one]) => one === name);
+      const color = isMany ? colors[page.runs.indexOf(run) % colors.length]! : colors[next++ % colors.length]!;
+      curves.push({ x: own.map(([, step]) => step), curve: { name: `${isMany ? `${run.name} ` : ""}evaluated (${name})`, values: own.map(([, , value]) => value), color, isSparse: true } });
+    }
+  }
+  if (!curves.length) return false;
+  const joined = onOneAxis(curves);
+  const wanted = page.route.options.get("scale") ?? "auto";
+  const isLog = wanted === "log" || (wanted === "auto" && isWide(joined.curves));
+  const marks = eventsOf(page.run);
+  const again = (more: Record<string, string>) => page.go(page.route.view || "verdict", { ...Object.fromEntries(page.route.options), ...more }, true);
+  const odd = names.flatMap((name) => page.run.scalars.odd?.[name] ?? []);
+  return h(
+    "section",
+    { class: "panel" },
+    h(
+      "div",
+      { class: "controls" },
+      h("h2", {}, names.length > 1 ? "Losses" : "Loss"),
+      select("smoothing", SMOOTHING.map((one) => [one, one === "0" ? "none" : one]), String(weight), (value) => again({ smooth: value === "0" ? "" : value })),
+      select("scale", ["auto", "linear", "log"].map((one) => [one, one]), wanted, (value) => again({ scale: value })),
+      h("span", { class: "quiet" }, "drag to zoom all charts, double click for all steps"),
+    ),
+    stepChart(page, { title: "loss", ...joined, isLog, height: 280, marks }),
+    odd.length > 0 && h("p", { class: "verdict error" }, `The loss is not finite, or not there, at step ${odd.join(", ")}.`),
+    marks.length > 0 && events(page, marks),
+  );
+}
+
+/** Curves with steps of their own over the steps of all of them. */
+export function onOneAxis(given: { x: ArrayLike<number>; curve: Curve }[]): { x: number[]; curves: Curve[] } {
+  const x = [...new Set(given.flatMap((one) => Array.from(one.x)))].sort((a, b) => a - b);
   const place = new Map(x.map((step, at) => [step, at]));
-  const curves = having.map(({ run, known }) => {
-    const values: (number | null)[] = new Array(x.length).fill(null);
-    known!.x.forEach((step, at) => (values[place.get(step)!] = known!.of[name]!.values[at]!));
-    return { name: run.name, values, isDashed: run !== chosen };
+  const curves = given.map(({ x: own, curve }) => {
+    const spread = (from: ArrayLike<number | null>) => {
+      const values: (number | null)[] = new Array(x.length).fill(NaN);
+      Array.from(own).forEach((step, at) => (values[place.get(step)!] = from[at]!));
+      return values;
+    };
+    return { ...curve, values: spread(curve.values), ...(curve.low ? { low: spread(curve.low) } : {}) };
   });
   return { x, curves };
 }
 
-function isWide(curves: Curve[]): boolean {
+/** What is marked on the curves: findings, steps that were left out, what gaff's own clips and edits told. */
+export function eventsOf(run: Run): Mark[] {
+  const first = new Map<string, Finding>(); // of one rule the first tells most
+  for (const one of run.findings) {
+    const known = first.get(one.rule);
+    if (!known || one.since < known.since) first.set(one.rule, one);
+  }
+  const marks = [...first.values()].map(markOf);
+  marks.push(...run.findings.filter((one) => one.is_over).map((one): Mark => ({ x: one.last, label: "over", text: `${one.rule} at ${one.address} is over`, level: "quiet" })));
+  marks.push(...run.changes.map((one): Mark => ({ x: one.step, label: one.what, text: `${one.what}: told at step ${one.step}`, level: "quiet" })));
+  return marks.sort((one, other) => one.x - other.x);
+}
+
+function events(page: Page, marks: Mark[]): HTMLElement {
+  const shown = marks.slice(0, 30);
+  return h(
+    "details",
+    { class: "numbers" },
+    h("summary", {}, marks.length === 1 ? "one event is marked" : `${marks.length} events are marked`),
+    h("ul", { class: "events" }, ...shown.map((one) => h("li", {}, h("button", { type: "button", class: "link", on: { click: () => page.zoom([Math.max(0, one.x - 20), one.x + 20]) } }, `step ${one.x}`), h("span", { class: `state ${one.level}` }, ` ${one.label} `), one.text))),
+  );
+}
+
+/** The norm of the gradients, the learning rate, the time of a step: of every step, of all runs. */
+async function otherCharts(page: Page): Promise<HTMLElement> {
+  const all = await Promise.all(page.runs.map((run) => scalarsOf(page.source, run)));
+  const shown: HTMLElement[] = [];
+  for (const [name, title] of Object.entries(TITLES)) {
+    const having = page.runs.flatMap((run, at) => {
+      const known = all[at]?.of[name];
+      if (!known?.values.some((value) => !Number.isNaN(value))) return [];
+      const low = known.low ? { low: known.low } : {};
+      return [{ x: all[at]!.x, curve: { name: page.runs.length > 1 ? run.name : title, values: known.values, isDashed: run !== page.run, ...low } }];
+    });
+    if (!having.length) continue;
+    const joined = onOneAxis(having);
+    shown.push(h("div", { class: "panel" }, h("h3", {}, title), stepChart(page, { title, ...joined, isLog: isWide(joined.curves), height: 180, marks: eventsOf(page.run).filter((one) => one.level === "error") })));
+  }
+  return h("div", { class: "panels" }, ...shown);
+}
+
+const TITLES: Record<string, string> = { grad_norm: "norm of all gradients", lr: "learning rate", scale: "scale of the loss (GradScaler)", seconds: "seconds a step" };
+
+export function isWide(curves: Curve[]): boolean {
   let [low, high] = [Infinity, 0];
   for (const { values } of curves) {
     for (const value of Array.from(values)) {
@@ -114,7 +242,8 @@ function isWide(curves: Curve[]): boolean {
   return high > 30 * low;
 }
 
-function title(name: string): string {
-  const known: Record<string, string> = { grad_norm: "norm of all gradients", lr: "learning rate", scale: "scale of the loss", seconds: "seconds a step" };
-  return known[name] ?? (name === "loss:loss" ? "loss" : name.replace("loss:", "loss "));
+/** The last value of a loss that is known, as text. */
+export function lastLoss(values: ArrayLike<number | null> | undefined): string {
+  const known = Array.from(values ?? []).filter((value): value is number => value !== null && !Number.isNaN(value));
+  return known.length ? number(known[known.length - 1]) : "";
 }

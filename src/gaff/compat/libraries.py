@@ -39,3 +39,10 @@ def device_of(module: torch.nn.Module) -> torch.device:
         if where is not None:
             return torch.device(where)
     return next((one.device for one in module.parameters() if not one.is_meta), torch.device("cpu"))
+
+
+def class_name(module: torch.nn.Module, number: int) -> str:
+    """A class of a model's output with its name, where a transformers configuration tells it, else its number."""
+    known = getattr(getattr(module, "config", None), "id2label", None)
+    name = known.get(number) if isinstance(known, dict) else None
+    return f"{number} ({name})" if isinstance(name, str) and name != f"LABEL_{number}" else str(number)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +54,8 @@ NOT_YET = Returned()
 class CallNotes:
     """One call while it is traced, and after it.
 
-    Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed then. ``makers`` are
+    Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed when it was done, and
+    ``aside_s`` what looking had taken until then. ``makers`` are
     the calls whose values it is given, and whether that is known: else they came before, and who made it is not known.
     ``returned`` is ``NOT_YET`` until ``CallLog.leave``, and stays so where an exception ended the call.
     """
@@ -63,9 +65,10 @@ class CallNotes:
     depth: int
     call: int
     run: Any
-    started: float
     flops: int
     input: str
+    started: float = 0.0
+    aside_s: float = 0.0
     makers: list[tuple[CallNotes, bool]] = field(default_factory=list)  # those that are known first
     returned: Returned = NOT_YET
     gradients: dict[str, Gradient] = field(default_factory=dict)
@@ -85,6 +88,7 @@ class CallLog:
         self.calls: list[CallNotes] = []
         self.album = album
         self.given: tuple[Tensor, Tensor] | None = None  # digest and sketch of what the model was given
+        self.class_name: Callable[[int], str] = str  # of a class of the model's output
         self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
         # who made a tensor, by its identity, and its version then; by its autograd node; what came before others
         self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes, int]] = {}
@@ -92,6 +96,7 @@ class CallLog:
         self._met: dict[int, tuple[weakref.ref[Tensor], CallNotes | None]] = {}
         self._latest: CallNotes | None = None  # the last call that ended
         self._open: list[CallNotes] = []
+        self._aside_s = 0.0  # what looking has taken so far, which is no part of the calls that are open
         self._flops = flops
         self._device = device
 
@@ -101,9 +106,10 @@ class CallLog:
         On a GPU it waits for the device first, so that the time of the call is its own. The first call of all tells
         what the model was given, of which digest and sketch are kept.
         """
-        shapes = shapes_text((*given.args, given.kwargs) if given.kwargs else given.args)
         self._settle()
-        notes = CallNotes(site, cls, len(self._open), call, run, time.perf_counter(), self._flops(), shapes)
+        entered = time.perf_counter()
+        shapes = shapes_text((*given.args, given.kwargs) if given.kwargs else given.args)
+        notes = CallNotes(site, cls, len(self._open), call, run, self._flops(), shapes)
         self._find_makers(notes, given)
         if not self.calls:
             self.given = marks_of([tensor for _, tensor in iter_tensors(given)])
@@ -113,16 +119,36 @@ class CallLog:
                     self.album.add_input(f":input{print_key(key)}", tensor)
         self.calls.append(notes)
         self._open.append(notes)
+        self._settle()
+        notes.started = time.perf_counter()
+        self._aside_s += notes.started - entered
+        notes.aside_s = self._aside_s
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is no part of the calls that are open: their times leave it out."""
+        self._settle()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._settle()
+            self._aside_s += time.perf_counter() - began
 
     def leave(self, site: Site, output: Any) -> None:
         """The call at ``site`` has returned ``output``: note its time, shape, statistics and marks.
 
-        The time ends before any of these are computed, but holds what was noted of the calls inside. Calls above it on
-        the stack were left by an exception that somebody has caught: they stay incomplete. On a GPU it waits for the
-        device.
+        The time ends before any of these are computed, and what was noted of the calls inside is taken off. Calls above
+        it on the stack were left by an exception that somebody has caught: they stay incomplete. On a GPU it waits for
+        the device.
         """
         self._settle()
         ended = time.perf_counter()
+        with self.aside():
+            self._left(site, output, ended)
+
+    def _left(self, site: Site, output: Any, ended: float) -> None:
+        """The call at ``site`` has returned ``output``, at the time ``ended``."""
         while self._open and self._open[-1].site != site:
             self._open.pop()  # left by an exception
         notes = self._open.pop()
@@ -130,7 +156,7 @@ class CallLog:
         notes.returned = Returned(
             shapes_text(output),
             str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            ended - notes.started,
+            max(0.0, ended - notes.started - (self._aside_s - notes.aside_s)),
             self._flops() - notes.flops,
             sum(size_bytes(tensor) for tensor in tensors),
             measure(tensors[0]) if tensors else None,
@@ -238,6 +264,8 @@ class GradientLog(Stream):
         self._note(run, call, gradient_of(value))
         album = self._log.album
         if album is not None and self._port == "grad_output" and self._site.op is None:
+            if not self._site.path:
+                album.note_class(value, self._log.class_name)
             album.add_class_activation(str(replace(self._site, call=call)), value)
             name = str(Site(self._site.path, call=call, port="grad_output"))
             album.add(name, value, is_gradient=True)

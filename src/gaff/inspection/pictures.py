@@ -7,6 +7,7 @@ byte a cell, which waits for the device. ``gaff.record.picture.Picture`` says wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Album:
         self.pictures: list[Picture] = []
         self._room = max(_LEAST, min(_MOST, _ROOM // max(1, sites)))
         self._maps: dict[str, Tensor] = {}  # feature maps that wait for their gradients
+        self._class = ""  # whose score backward runs from, for the titles of class activation maps
 
     def add_input(self, site: str, tensor: Tensor) -> None:
         """Add a picture of an input: an image as it is seen, anything else as an activation.
@@ -89,6 +91,17 @@ class Album:
             while len(self._maps) > _MAPS:
                 self._maps.pop(next(iter(self._maps)))
 
+    def note_class(self, gradient: Tensor, names: Callable[[int], str]) -> None:
+        """The gradient at the model's output has come: where only one number of the first example has one, and the
+        output is [examples, classes], it is the score of that class; ``names`` calls it by name.
+        """
+        value = _first(gradient)
+        if value is None or value.dim() != 1 or value.numel() < 2:
+            return
+        places = value.nonzero()
+        if len(places) == 1:
+            self._class = f" of class {names(int(places[0]))}"
+
     def add_class_activation(self, site: str, gradient: Tensor) -> None:
         """Add a class activation map where the maps of ``site`` were kept, and forget them.
 
@@ -107,7 +120,7 @@ class Album:
             small = functional.interpolate(small[None], (tall, wide), mode="bilinear", align_corners=False)[0]
         low, high = _range(small)
         size = (1, small.shape[1], small.shape[2])
-        title = "class activation map" + (" over the input" if under is not None else "")
+        title = f"class activation map{self._class}" + (" over the input" if under is not None else "")
         shape = tuple(gradient.shape)
         data = _bytes(small, low, high)
         self.pictures.append(Picture(site, "class activation", title, size, data, shape, low, high, over=under))

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 
 from gaff.compat import extras
-from gaff.errors import RecordError, SiteError
+from gaff.errors import PlanError, RecordError, SiteError
 from gaff.record.picture import Picture
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row, row_dict
 from gaff.views import trace_text
@@ -29,7 +30,8 @@ class Trace:
     ``given``: a digest of the inputs. ``edges``: (row, row, known): the second was given what the first has made;
     where nobody is known to have made it, for it was an op, the first is the call before. ``pictures``: with
     ``gaff.trace(..., pictures=True)``. ``unused_modules`` were not called; ``unused_parameters`` require grad and got
-    none, or, without a backward pass, the output does not depend on them.
+    none, or, without a backward pass, the output does not depend on them. ``tokens``: of the first text that the model
+    was given, in order; numbers, until ``with_tokens`` names them.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Trace:
     given: str = ""
     edges: tuple[tuple[int, int, bool], ...] = ()
     pictures: tuple[Picture, ...] = ()
+    tokens: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return trace_text.render_table(self)
@@ -57,6 +60,19 @@ class Trace:
     def tree(self) -> str:
         """The calls as a tree, indented by module; repeated blocks are folded."""
         return trace_text.render_tree(self)
+
+    def with_tokens(self, names: Callable[[list[int]], Sequence[str]]) -> Trace:
+        """The same trace with the tokens of its input by name, as its page shows them.
+
+        ``names``: from numbers to as many texts, such as ``tokenizer.convert_ids_to_tokens``. Raises PlanError where
+        the model was given no tokens, or it returns another number of texts.
+        """
+        if not self.tokens:
+            raise PlanError("this trace has no tokens: its model was given no tensor of whole numbers [texts, tokens]")
+        named = tuple(map(str, names([int(one) for one in self.tokens])))
+        if len(named) != len(self.tokens):
+            raise PlanError(f"{len(named)} names for {len(self.tokens)} tokens: expected one for each")
+        return replace(self, tokens=named)
 
     def _repr_html_(self) -> str:
         """For notebooks: the page in a frame of its own; without numpy plain tables."""
@@ -93,8 +109,8 @@ class Trace:
                 build_row(ParameterRow, {**row, "grad": optional_row(Gradient, row["grad"])})
                 for row in data["parameters"]
             )
-            for name in ("unused_modules", "unused_parameters", "notes"):
-                data[name] = tuple(str(item) for item in data[name])
+            for name in ("unused_modules", "unused_parameters", "notes", "tokens"):
+                data[name] = tuple(str(item) for item in data.get(name, ()))
             data["edges"] = tuple((int(one), int(other), bool(known)) for one, other, known in data.get("edges", ()))
             data["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
             return build_row(cls, data)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import ATTENTIONS, Site, parse_site
 from gaff.address.nested import Arguments, iter_tensors
 from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
-from gaff.compat import libraries
+from gaff.compat import elements, libraries
 from gaff.compat.memory import version_of
 from gaff.compat.modes import outside_modes
 from gaff.engine.flops import FlopCount
@@ -74,11 +74,13 @@ def trace_run(
     modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
     album = Album(len(modules) * (2 if backward is not None else 1)) if has_pictures else None
     log = CallLog(lambda: counter.total if counter is not None else 0, device, album)
+    log.class_name = partial(libraries.class_name, model)
     log.own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
     taps = _taps(model, modules, log, parameters if backward is not None else {}, has_ops=has_ops)
     session = Session(model, taps)
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
+    tokens = _tokens_of(args, kwargs)
     versions = {path: version_of(parameter) for path, parameter in _iter_parameters(model)}
     used: set[int] | None = None
     with ExitStack() as stack:
@@ -99,8 +101,22 @@ def trace_run(
         "device": str(device),
         "notes": (*session.notes, *_notes(model, counter, versions)),
         "given": fingerprint_of(log.given).digest,
+        "tokens": tokens,
     }
     return _build(model, modules, log, parameters, used, facts)
+
+
+def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The tokens of the first text, as numbers: of ``input_ids``, else of the first argument if it looks like them.
+
+    Tokens are whole numbers of shape [texts, tokens]. Copies them to the CPU.
+    """
+    value = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64) or value.dim() != 2:
+        return ()
+    if not value.shape[0] or not elements.is_readable(value):
+        return ()
+    return tuple(map(str, value[0].tolist()))
 
 
 def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]) -> list[str]:
@@ -138,7 +154,7 @@ def _taps(
         if has_ops:
             taps.append(OpTap(found, partial(_enter_op, log), partial(_leave_op, log)))
         if log.album is not None:
-            taps.append(OpTap(found, lambda call: None, partial(_picture_op, log.album)))
+            taps.append(OpTap(found, lambda call: None, partial(_picture_op, log)))
     for path, _ in _iter_parameters(model):
         if path in parameters:
             owner, chain, name = _owner(modules, path)
@@ -174,10 +190,11 @@ def _named(picture: Picture, counts: dict[Site, int]) -> Picture:
     return replace(picture, site=str(replace(site, call=None))) if is_single else picture
 
 
-def _picture_op(album: Album, call: OpCall, output: Any) -> None:
+def _picture_op(log: CallLog, call: OpCall, output: Any) -> None:
     """Draw attention: what a softmax has returned, or what is inside a fused call."""
-    name = str(call.site)
-    with outside_modes():  # what is computed here is not counted as the model's
+    album, name = log.album, str(call.site)
+    assert album is not None
+    with log.aside(), outside_modes():  # what is computed here is not counted as the model's
         op = call.site.op or ""
         found = attention_of(op, call.args, call.kwargs) if op in ATTENTIONS else None
         if found is not None:

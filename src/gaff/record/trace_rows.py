@@ -78,7 +78,7 @@ class CallRow:
     output: str
     dtype: str
     parameters: int  # elements that the module owns itself
-    time_s: float  # with everything inside, and the cost of looking at it
+    time_s: float  # with everything inside, less what looking at the calls inside took
     memory_bytes: int  # of the output tensors
     flops: int  # matrix products, convolutions, attention; with everything inside
     statistics: Statistics | None = None
@@ -177,6 +177,10 @@ class Traced(Protocol):
     @property
     def parameters(self) -> tuple[ParameterRow, ...]:
         """Every parameter once, under the first of its names."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens of the first text that the model was given; empty for other inputs."""
 
     @property
     def unused_modules(self) -> tuple[str, ...]:

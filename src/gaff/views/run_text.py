@@ -15,6 +15,7 @@ from typing import Any
 
 from gaff.record.finding import Finding
 from gaff.record.run import Record, Series
+from gaff.record.summary import summary_of
 from gaff.views.text import table
 from gaff.views.trials_text import trials_table
 
@@ -124,15 +125,15 @@ def report(
     if tree:
         parts.append(tree)
     parts += [f"note: {note}" for note in record.notes]
-    state = "" if record.is_complete else "; the run goes on, or was killed"
+    known_of = summary_of(record, record.ranks[0])
+    parts.append(str(known_of))
     looks = record.looks
     if looks:
         parts.append(f"looked at {len(looks)} of {record.steps} steps, the last of them step {looks[-1]}")
     skipped = record.scalar("skipped").values[-1:] if "skipped" in record.scalars else []
     if skipped and skipped[0]:
         parts.append(f"a GradScaler skipped {int(skipped[0])} steps")
-    free = "; the first half second of a run is free" if record.overhead > 0.015 else ""
-    parts.append(f"watching took {record.overhead:.2%} of the time{free}{state}")
+    parts.append(str(known_of.cost))
     return "\n".join(parts)
 
 
@@ -142,16 +143,23 @@ def reasons(record: Record) -> list[str]:
     lines = [f"  because {one}" for one in verdict.evidence]
     if verdict.remedy:
         lines.append(f"  do: {verdict.remedy}")
+    lines += [f"  {why}: {command}" for why, command in next_commands(record)]
+    more = ", ".join(one.name for one in verdict.alternatives)
+    return [*lines, f"  also possible: {more}"] if more else lines
+
+
+def next_commands(record: Record) -> list[tuple[str, str]]:
+    """What to run next to know more of the verdict: each with its purpose, a command line as a shell takes it."""
+    verdict, found = record.verdict, []
     known = record.head.get("command")
     command = [str(word) for word in known] if isinstance(known, list) and known else ["COMMAND"]
     script = next((at for at, word in enumerate(command) if word.endswith(".py")), None)
     is_traced = any("op" in one.evidence for one in record.findings if one.rule == "nonfinite")
     if verdict.name == "nonfinite" and not is_traced and script is not None and len(record.ranks) == 1:
-        lines.append(f"  to find the op: gaff nan --again {shlex.join(command[script:])}")
+        found.append(("to find the op", f"gaff nan --again {shlex.join(command[script:])}"))
     if verdict.experiments:
-        lines.append(f"  to be sure: gaff try --only {','.join(verdict.experiments)} -- {shlex.join(command)}")
-    more = ", ".join(one.name for one in verdict.alternatives)
-    return [*lines, f"  also possible: {more}"] if more else lines
+        found.append(("to be sure", f"gaff try --only {','.join(verdict.experiments)} -- {shlex.join(command)}"))
+    return found
 
 
 def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, width: int, most: int = _SITES) -> str:

@@ -183,7 +183,8 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of the share that decay has in an update is above a half, and no loss has fallen by a
-    tenth.
+    tenth. Weights without any gradient are left out: of what they get decay is all, however small, and the fault lies
+    elsewhere.
 
     AdamW (Loshchilov & Hutter, 2019) takes lr * decay * weight off: its share of the update; others add decay * weight
     to the gradient: its share of the two.
@@ -194,6 +195,8 @@ def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, one in sample.parameters.items():
         weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
         if one.kind != "weight" or not one.decay or not one.lr or weight is None or update is None or gradient is None:
+            continue
+        if not gradient.rms:
             continue
         if one.is_decoupled:
             share = one.lr * one.decay * weight.rms / update.rms if update.rms else 0.0

@@ -22,6 +22,7 @@ class Optimizers:
 
     def __init__(self, given: Iterable[Any], models: Models, *, is_any: bool) -> None:
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps of each
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given = list(given)
         self._models = models
         self._is_any = is_any
@@ -59,6 +60,12 @@ class Optimizers:
         if self._now:
             self._now.clear()
         return True
+
+    def take_new(self) -> list[Any]:
+        """Those that have made a step since this was last asked for the first time."""
+        new = [one for one in self.counts if one not in self._told]
+        self._told.update(new)
+        return new
 
     def forget(self) -> None:
         """Watching has ended: hold none of the user's optimizers."""

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from statistics import median_low
 from time import perf_counter
+from typing import NamedTuple
 
 _SERIES: tuple[int, ...] = tuple(digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
 _DENSE = 25  # with time in hand, a run of n steps is looked at about n/25 steps apart
@@ -19,7 +20,16 @@ _REMEMBERED = 9  # looks whose costs tell what one costs
 _LEARNING = 5  # looks until that is known
 _PATIENCE = 5.0  # times the cost of a look that pass before the next one, while it is not, for each look until then
 _WANTED = 3  # steps that are looked at where something happens
+_WARM_S = 5.0  # of a run, in which looks are dense: what comes after tells what watching costs in the long run
 _OUTLIER = 4.0  # times what a look costs: more is an accident, such as another process, and held against no later look
+
+
+class _Limits(NamedTuple):
+    """What a ``Pace`` was made with."""
+
+    budget: float
+    every: int | None
+    allowance_s: float
 
 
 class Pace:
@@ -37,9 +47,7 @@ class Pace:
     """
 
     def __init__(self, budget: float, every: int | None = None, allowance_s: float = 0.5) -> None:
-        self._budget = budget
-        self._every = every
-        self._allowance_s = allowance_s
+        self._limits = _Limits(budget, every, allowance_s)
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)  # of the last looks, beyond what every step costs
         self._cost_s = 0.0  # of one look: the median of these
         self._older_s = 0.0  # of the looks before these, as far as it counts against the budget
@@ -49,6 +57,7 @@ class Pace:
         self._latest = 1  # distance, when it was last asked for
         self._wanted = 0  # steps to come that are looked at in any case
         self._presence_s = 0.0  # what watching costs in such a step
+        self._warm = 0.0, 0.0  # what was spent, and passed, when the first seconds were over
         self.startup_s = 0.0
         self.spent_s = 0.0
         self.total_s = 0.0
@@ -60,8 +69,8 @@ class Pace:
         It is the median cost of the last looks over what the budget leaves for them in one step; 1, as long as nothing
         was measured.
         """
-        if self._every is not None:
-            return self._every
+        if self._limits.every is not None:
+            return self._limits.every
         if not self._step_s or not self._cost_s:
             return 1
         wanted = self._cost_s / (self._step_s * self._share)
@@ -75,8 +84,8 @@ class Pace:
         until the time has made up for it. While few looks have told what one costs, the next one comes all the same
         when five times as long has passed, ten times after two, and so on: the first may have been slow by accident.
         """
-        if self._every is not None:
-            return step % self._every == 0
+        if self._limits.every is not None:
+            return step % self._limits.every == 0
         if self._wanted:
             self._wanted -= 1
             return True
@@ -84,14 +93,14 @@ class Pace:
             return False
         distance = self._latest = self.distance
         charged = self._charged_s
-        dense = _DENSE if charged < 0.5 * self._allowance_s else _SPARSE
+        dense = _DENSE if charged < 0.5 * self._limits.allowance_s else _SPARSE
         growth = next(one for one in reversed(_SERIES) if one <= max(1, step // dense))
-        if charged + self._cost_s <= self._allowance_s:
+        if charged + self._cost_s <= self._limits.allowance_s:
             distance = self._latest = min(distance, growth)
         elif len(self._costs) < _LEARNING:
             patience_s = _PATIENCE * len(self._costs) * self._costs[-1] if self._costs else 0.0
             return self._waited_s >= patience_s and step % growth == 0
-        elif charged > self._allowance_s + self._share * self.total_s:
+        elif charged > self._limits.allowance_s + self._share * self.total_s:
             return False  # a costly beginning is paid back
         return step % distance == 0
 
@@ -101,8 +110,8 @@ class Pace:
         As long as looks have not cost more than twice their share, so that a loss which is always restless gets no more
         than others; never with a fixed distance.
         """
-        is_cheap = self._charged_s <= self._allowance_s + 2 * self._share * self.total_s
-        if self._every is None and is_cheap and not self._wanted:
+        is_cheap = self._charged_s <= self._limits.allowance_s + 2 * self._share * self.total_s
+        if self._limits.every is None and is_cheap and not self._wanted:
             self._wanted = _WANTED
 
     def stepped(self, step: int, seconds: float, cost_s: float, is_look: bool) -> None:
@@ -151,10 +160,16 @@ class Pace:
         return self.spent_s / self.total_s if self.total_s else 0.0
 
     @property
+    def steady(self) -> float | None:
+        """The share of the time after the first five seconds that went into watching; None for a shorter run."""
+        spent_s, total_s = self._warm
+        return (self.spent_s - spent_s) / (self.total_s - total_s) if 0.0 < total_s < self.total_s else None
+
+    @property
     def _share(self) -> float:
         """The share of the time that looks may take: what every step costs leaves half of the budget at least."""
         presence = self._presence_s / self._step_s if self._step_s else 0.0
-        return max(self._budget - presence, 0.5 * self._budget)
+        return max(self._limits.budget - presence, 0.5 * self._limits.budget)
 
     def _recount(self) -> None:
         """Work out anew what a look costs, and what looks have cost as far as that counts against the budget.
@@ -170,6 +185,8 @@ class Pace:
     def _add(self, seconds: float, cost_s: float) -> None:
         self.total_s += seconds
         self.spent_s += cost_s
+        if not self._warm[1] and self.total_s > _WARM_S:
+            self._warm = self.spent_s, self.total_s
 
 
 def _smoothed(known: float, new: float) -> float:

@@ -103,13 +103,19 @@ class Reporter:
         self._worker.put(job)
 
     def look(
-        self, sampled: SampledStep, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]
+        self,
+        sampled: SampledStep,
+        parameters: Mapping[Key, Mapping[str, Any]],
+        values: Mapping[str, Any],
+        optimizers: Iterable[Any] = (),
     ) -> None:
         """Hand over a look that has ended. Its rows may still be on a device: they are read by the other thread.
 
-        ``parameters``: what is known of each parameter, as ``step_facts.parameters`` tells it; ``values``: the losses.
-        If too many jobs wait, because the disk is slow, the look is dropped, which the notes of the record say.
+        ``parameters``: what is known of each parameter, as ``step_facts.parameters`` tells it; ``values``: the losses;
+        ``optimizers``: those of which the record has still to be told. If too many jobs wait, because the disk is slow, the look is dropped, which the notes of the record say.
         """
+        for one in optimizers:
+            self.tell("optimizer", sampled.step, **step_facts.optimizer(one))
         read = reading_of(sampled, parameters, values, perf_counter() - self._began)
         notes = sorted(sampled.notes)
         self._worker.put_look(lambda: self._take(*read(), notes), sampled.size_bytes)
@@ -298,9 +304,11 @@ def _ask(rule: Rule, sample: Sample, past: Past) -> list[Hit] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _share(pace: Pace) -> dict[str, float]:
-    """What watching has cost so far, for the record: a share of the time since the first step, and what came before."""
-    return {"overhead": pace.overhead, "startup": pace.startup_s, "seconds": pace.total_s}
+def _share(pace: Pace) -> dict[str, float | None]:
+    """What watching has cost so far, for the record: a share of the time since the first step, what came before, and
+    what it has cost after the first seconds.
+    """
+    return {"overhead": pace.overhead, "startup": pace.startup_s, "seconds": pace.total_s, "steady": pace.steady}
 
 
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def has_batch_norm(module: nn.Module) -> bool:
 def inventory(model: nn.Module) -> dict[str, Any]:
     """What a model is made of, for the record.
 
-    ``modules``: path and class of each; ``weights``: path, shape, type, and whether it is trained. A shared parameter
-    is told under its first name, one that is not initialised yet (lazy) is left out.
+    ``modules``: path and class of each; ``weights``: path, shape, type, and whether it is trained; ``devices``: where
+    they are. A shared parameter is told under its first name, one that is not initialised yet (lazy) is left out.
     """
     found = [(path, module) for path, module, _ in iter_modules(model)]
     seen: set[int] = set()  # of a shared parameter the first name
@@ -135,7 +135,23 @@ def inventory(model: nn.Module) -> dict[str, Any]:
         and not isinstance(parameter, nn.UninitializedParameter)
         and not (id(parameter) in seen or seen.add(id(parameter)))  # type: ignore[func-returns-value]
     ]
-    return {"modules": [[path, type(module).__name__] for path, module in found], "weights": weights}
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    return {"modules": [[path, type(module).__name__] for path, module in found], "weights": weights,
+            "devices": devices}  # fmt: skip
+
+
+def optimizer(optimizer: Any) -> dict[str, Any]:
+    """Class, parameters and settings of an optimizer, as they were when this was asked, for the record.
+
+    ``settings``: of the first parameter group whatever is a number, a text, or a pair of numbers (``betas``), by name;
+    ``groups``: how many there are.
+    """
+    groups = optimizer.param_groups
+    kept = {str(name): list(value) if isinstance(value, tuple) else value for name, value in groups[0].items()
+            if isinstance(value, (int, float, str))
+            or (isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value))}  # fmt: skip
+    return {"class": type(optimizer).__name__, "settings": kept, "groups": len(groups),
+            "parameters": sum(len(group["params"]) for group in groups)}  # fmt: skip
 
 
 def parameters(

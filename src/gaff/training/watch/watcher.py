@@ -298,7 +298,7 @@ class Watcher:
             sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped, runs=sampled.runs,
                                  scale=self._losses.scale, backwards=self._losses.in_step)  # fmt: skip
             known = step_facts.parameters(self._models, steps.updates.values(), counts, sampled.modules_called)
-            self.reporter.look(sampled, known, self._losses.values())
+            self.reporter.look(sampled, known, self._losses.values(), steps.optimizers.take_new())
         return sampled
 
 

@@ -15,5 +15,6 @@ def document(difference: Mapping[str, Any]) -> Document:
 
     ``difference``: as ``Difference.to_dict`` gives it. It goes into the head as it is; there are no arrays.
     """
-    title = f"{difference['a']} and {difference['b']}"
+    names = [str(difference[one]).replace("\\", "/").rstrip("/").rpartition("/")[2] for one in ("a", "b")]
+    title = " and ".join(names if names[0] != names[1] else [str(difference["a"]), str(difference["b"])])
     return Document({"kind": "diff", "title": title, "gaff": __version__, "diff": difference}, Chunks())

@@ -23,6 +23,7 @@ from gaff.errors import RecordError
 from gaff.views.page.chunks import Chunks
 
 FORMAT = 1
+_TRAINING = ("training", "uPlot", "draws curves")  # script, the library in it, and what it is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Document:
             f'<script type="text/plain" id="chunk-{at}">{base64.b64encode(one).decode()}</script>'
             for at, one in enumerate(self.chunks.packed)
         ]
-        return page(str(self.head["title"]), self.head_json(), "\n".join(data))
+        return page(str(self.head["title"]), self.head_json(), "\n".join(data), kind=str(self.head["kind"]))
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the page, and return its size in bytes. Raises RecordError where it cannot be written.
@@ -68,21 +69,23 @@ class Document:
         return len(text)
 
 
-def page(title: str, head: str, data: str, *, connect: str = "'none'") -> str:
+def page(title: str, head: str, data: str, *, kind: str = "training", connect: str = "'none'") -> str:
     """The HTML around a head and data, with style, script and licence in it, and a policy that allows only these.
 
     ``title``: plain text, escaped here; ``head``: JSON; ``data``: elements with the chunks, empty where they are
-    served; ``connect``: where the script may ask for more, see the directive connect-src of CSP level 3. Of the head
-    ``<`` is escaped, since ``</script>`` in a text of it would end the element that holds it.
+    served; ``kind``: of the head, which tells the script; ``connect``: where the script may ask for more, see the
+    directive connect-src of CSP level 3. Of the head ``<`` is escaped, since ``</script>`` in a text of it would end
+    the element that holds it.
     """
-    style, script = asset("page.css"), asset("page.js")
+    script_name, library, what = ("tracing", "dagre", "lays graphs out") if kind == "trace" else _TRAINING
+    style, script = asset("page.css"), asset(f"{script_name}.js")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data: blob:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     inside = head.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return (
-        f"<!doctype html>\n<!-- The page draws curves with uPlot:\n{asset('uPlot-LICENSE.txt')}-->\n"
+        f"<!doctype html>\n<!-- The page {what} with {library}:\n{asset(f'{library}-LICENSE.txt')}-->\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -20,6 +20,7 @@ from gaff.record.cube import Cache, Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import Key, address_of
 from gaff.record.statistics import STATISTICS
+from gaff.record.summary import summary_of
 from gaff.version import __version__
 from gaff.views import run_text
 from gaff.views.page.chunks import Chunks
@@ -32,6 +33,7 @@ _TOGETHER = 32  # sites whose magnitudes are in one chunk
 _MOST_STEPS = 4000  # of a curve, before it is drawn by its lowest and highest values
 _MOST_ODD = 20  # steps without a finite loss that are named
 _TINY = 1e-6  # of the median gradient of all parameters
+_NOTHING = 1e-10  # of a weight: less moves it by no digit, whatever the learning rate
 
 _KEPT = {one.name: one.ends for one in STATISTICS if one.ends}
 
@@ -115,14 +117,11 @@ def _last_steps(record: Record, rank: int) -> list[dict[str, Any]]:
 
 def _flight(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a step, whatever a damaged file says."""
-    losses = row.get("losses")
     numbers = {name: row.get(name) for name in ("step", "seconds", "lr", "scale", "samples")}
     return {
         **{name: value if isinstance(value, (int, float)) else None for name, value in numbers.items()},
         "batch": _text(row.get("batch")),
-        "losses": {str(name): value for name, value in losses.items() if isinstance(value, (int, float))}
-        if isinstance(losses, dict)
-        else {},
+        "losses": _losses(row.get("losses")),
     }
 
 
@@ -151,6 +150,7 @@ def _facts(record: Record, rank: int) -> dict[str, Any]:
         "steps": record.steps,
         "complete": record.is_complete,
         "error": _text(record.describe("end", rank).get("error")),
+        "about": _about(record, rank),
         "overhead": record.overhead,
         "rank": rank,
         "ranks": record.ranks,
@@ -162,6 +162,41 @@ def _facts(record: Record, rank: int) -> dict[str, Any]:
         "notes": notes,
         "findings": [{**one.to_dict(), "address": one.address} for one in findings],
     }
+
+
+def _about(record: Record, rank: int) -> dict[str, Any]:
+    """The verdict in its parts, and the run in a few facts; ``evaluated``: name, step and loss of each evaluation."""
+    verdict, told = record.verdict, summary_of(record, rank)
+    return {
+        "state": verdict.state,
+        "cause": verdict.cause,
+        "rule": verdict.name,
+        "evidence": list(verdict.evidence),
+        "remedy": verdict.remedy,
+        "since": verdict.since,
+        "others": [[one.name, one.text] for one in verdict.alternatives],
+        "next": [list(one) for one in run_text.next_commands(record)],
+        "seconds": told.seconds,
+        "stepSeconds": told.step_s,
+        "device": told.device,
+        "ended": told.ended,
+        "hasFailed": told.has_failed,
+        "cost": str(told.cost),
+        "spent": told.cost.share,
+        "steady": told.cost.steady,
+        "settings": list(map(list, told.settings.items())),
+        "evaluated": [
+            [str(name), step, value]
+            for step, one in record.events("evaluated", rank)
+            for name, value in _losses(one.get("losses")).items()
+        ],
+    }
+
+
+def _losses(told: Any) -> dict[str, float]:
+    """Losses by name, whatever a damaged file says."""
+    known = told if isinstance(told, dict) else {}
+    return {str(name): value for name, value in known.items() if isinstance(value, (int, float))}
 
 
 def _group(cube: Cube, number: Mapping[Key, int], chunks: Chunks) -> dict[str, Any]:
@@ -255,7 +290,8 @@ def _reached(
 
     ``none``, or ``frozen`` where it is not trained: no gradient is known, or its optimizer has made a step since
     without one. ``tiny``: an rms below 1e-6 of ``middle``, the median over all gradients that are neither zero nor
-    infinite. Else ``zero``, ``not finite`` or ``fine``.
+    infinite, or 1e-10 of the weight's own, which no median of a dead net hides. Else ``zero``, ``not finite`` or
+    ``arrived``.
     """
     model, path = key
     step, grad = _latest(cube, index.get((model, f"{path}:grad")))
@@ -269,7 +305,7 @@ def _reached(
     elif size == 0:
         state = "zero"
     else:
-        state = "tiny" if size < _TINY * middle else "fine"
+        state = "tiny" if size < _TINY * middle or size < _NOTHING * own.get("rms", 0.0) else "arrived"
     is_there = bool(grad) and math.isfinite(size)
     return {
         "model": model,

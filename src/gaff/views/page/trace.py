@@ -23,6 +23,7 @@ def document(trace: Traced) -> Document:
     told = {
         "model": trace.model,
         "rows": [{"path": row.path, **asdict(row, dict_factory=_shown)} for row in trace.rows],
+        "tokens": list(trace.tokens),
         "parameters": [asdict(row, dict_factory=_shown) for row in trace.parameters],
         "unused_modules": trace.unused_modules,
         "unused_parameters": trace.unused_parameters,

@@ -1,28 +1,15 @@
 // The frame: what can be seen, which run, keys, light and dark, and following a run that goes on.
 
 import { h, select } from "./dom";
-import { clearCharts } from "./lines";
+import { fill, forget } from "./kept";
 import { fetchHead, follow, offline, served, type Source } from "./source";
 import { read, type Route, write } from "./state";
 import { siteNamed } from "./rundata";
 import type { Head, Run } from "./types";
-import { diff } from "./views/diff";
-import { depth } from "./views/depth";
-import { graph } from "./views/graph";
-import { map } from "./views/map";
-import { pictures } from "./views/pictures";
-import { site } from "./views/site";
-import { changes, coverage, gradients, optimizer, origin, recorder, runs } from "./views/tables";
-import { call, calls, outline, parameters } from "./views/trace";
-import { tree } from "./views/tree";
-import { verdict } from "./views/verdict";
 import type { Page, View } from "./view";
 
-const VIEWS: Record<Head["kind"], View[]> = {
-  training: [verdict, tree, depth, map, site, gradients, origin, optimizer, recorder, changes, coverage, runs],
-  trace: [calls, outline, graph, pictures, parameters, call],
-  diff: [diff],
-};
+type Views = Partial<Record<Head["kind"], View[]>>;
+let known: View[] = []; // the views of this kind of page
 const KNOWN = 1; // the version of the head
 
 const EMPTY: Run = {
@@ -52,18 +39,21 @@ function pageOf(route: Route): Page {
   const all = source.head.runs ?? [];
   const run = all[Number(route.options.get("run") ?? 0)] ?? all[0] ?? EMPTY;
   const chosen = all.indexOf(run);
-  const link = (view: string, options = {}) => write(view, { ...(chosen > 0 ? { run: chosen } : {}), ...options });
+  const [from, to] = [route.options.get("from"), route.options.get("to")];
+  const range: Page["range"] = from !== null && to !== null && Number(to) > Number(from) ? [Number(from), Number(to)] : null;
+  const link = (view: string, options = {}) => write(view, { ...(chosen > 0 ? { run: chosen } : {}), ...(range ? { from, to } : {}), ...options });
   const go = (view: string, options = {}, quietly = false) => {
     if (!quietly) return goTo(link(view, options));
     if (own === null) history.replaceState(null, "", link(view, options));
     else own = link(view, options);
     void draw({ keepFocus: true });
   };
-  return { source, route, run, runs: all, link, go };
+  const zoom = (steps: Page["range"]) => go(route.view, { ...Object.fromEntries(route.options), from: steps?.[0] ?? null, to: steps?.[1] ?? null }, true);
+  return { source, route, run, runs: all, link, go, range, zoom };
 }
 
 function viewsOf(page: Page): View[] {
-  return VIEWS[source.head.kind].filter((view) => view.isShown?.(page) ?? true);
+  return known.filter((view) => view.isShown?.(page) ?? true);
 }
 
 async function draw({ keepFocus = false } = {}): Promise<void> {
@@ -71,13 +61,11 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
   const route = read(here());
   const page = pageOf(route);
   const views = viewsOf(page);
-  const all = VIEWS[source.head.kind];
-  const view = all.find((one) => one.key === route.view) ?? views[0] ?? all[0]!;
+  const view = known.find((one) => one.key === route.view) ?? views[0] ?? known[0]!;
   const focused = keepFocus ? document.activeElement?.getAttribute("aria-label") : null;
   const typed = keepFocus && document.activeElement instanceof HTMLInputElement ? document.activeElement.selectionStart : null;
   let content: HTMLElement;
   try {
-    clearCharts();
     const isThere = view.key === "call" || (view.isShown?.(page) ?? true);
     content = isThere ? await view.draw(page) : h("p", { class: "quiet" }, `${view.title}: there is nothing of this here`);
   } catch (error) {
@@ -85,18 +73,47 @@ async function draw({ keepFocus = false } = {}): Promise<void> {
     content = h("p", { class: "verdict error" }, `this view cannot be drawn: ${error instanceof Error ? error.message : String(error)}`);
   }
   if (mine !== drawing) return;
-  frame.replaceChildren(
+  const made = h(
+    "div",
+    {},
     header(page),
-    h("nav", { label: "views" }, ...views.map((one, at) => h("a", { href: page.link(one.key), class: one === view ? "here" : "", title: `${one.what} (key ${at + 1})` }, one.title))),
+    h("nav", { label: "views" }, ...views.map((one, at) => h("a", { href: page.link(one.key), class: one === view ? "here" : "", current: one === view && "page", title: `${one.what} (key ${at + 1})` }, one.title))),
     h("main", { id: "main", tabindex: -1 }, route.view && view.key !== route.view && h("p", { class: "quiet" }, `there is no view ${route.view}: this is ${view.title}`), content),
   );
+  const scrolled = scrolls();
+  fill(made, `${view.key} ${page.run.path}`);
+  frame.replaceChildren(...made.children);
+  scrollBack(scrolled);
+  if (frame.dataset.view !== view.key) frame.querySelector("nav .here")?.scrollIntoView({ block: "nearest", inline: "center" });
+  frame.dataset.view = view.key;
   frame.dataset.shown = here();
-  frame.querySelector("nav .here")?.scrollIntoView({ block: "nearest", inline: "center" });
+  document.title = `${view.title} · ${source.head.title} · gaff`;
+  announce(page);
   if (focused) {
     const again = [...frame.querySelectorAll<HTMLElement>("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused);
     again?.focus();
     if (again instanceof HTMLInputElement && typed !== null) again.setSelectionRange(typed, typed);
   }
+}
+
+/** How far the parts that scroll by themselves are, by their names: taken out and put back they would begin anew. */
+function scrolls(): Map<string, [number, number]> {
+  return new Map([...frame.querySelectorAll<HTMLElement>("[data-scroll]")].map((one) => [one.dataset.scroll!, [one.scrollLeft, one.scrollTop]]));
+}
+
+function scrollBack(known: Map<string, [number, number]>): void {
+  for (const one of frame.querySelectorAll<HTMLElement>("[data-scroll]")) {
+    const [left, top] = known.get(one.dataset.scroll!) ?? [0, 0];
+    if (left || top) one.scrollTo({ left, top, behavior: "instant" });
+  }
+}
+
+/** Tell assistive technology when what a run comes to has changed. */
+function announce(page: Page): void {
+  const box = document.getElementById("announce") ?? document.body.appendChild(h("div", { id: "announce", class: "unseen", role: "status" }));
+  box.setAttribute("aria-live", "polite");
+  const told = source.head.live ? page.run.verdict : "";
+  if (box.textContent !== told) box.textContent = told;
 }
 
 function header(page: Page): HTMLElement {
@@ -107,15 +124,17 @@ function header(page: Page): HTMLElement {
     {},
     h("h1", {}, h("span", { class: "brand" }, "gaff"), ` ${head.kind === "training" ? page.run.name : head.title}`),
     page.runs.length > 1 && select("run", page.runs.map((run, at): [string, string] => [String(at), run.name]), chosen, (value) => goTo(write(page.route.view, { ...Object.fromEntries(page.route.options), run: value }))),
+    page.range && h("button", { type: "button", title: "show all steps", on: { click: () => page.zoom(null) } }, `steps ${page.range[0]} to ${page.range[1]} ×`),
     head.live && h("span", { class: isConnected ? "live" : "live lost", id: "live" }, isConnected ? (page.runs.every((run) => run.complete) ? "ended" : "live") : "connecting ..."),
-    h("button", { type: "button", title: "light or dark (t)", on: { click: toggleTheme } }, "◐"),
-    h("button", { type: "button", title: "keys (?)", on: { click: toggleHelp } }, "?"),
+    h("button", { type: "button", label: "light or dark", title: "light or dark (t)", on: { click: toggleTheme } }, "◐"),
+    h("button", { type: "button", label: "keys", title: "keys (?)", on: { click: toggleHelp } }, "?"),
   );
 }
 
 function toggleTheme(): void {
   const root = document.documentElement;
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+  forget();
   void draw();
 }
 
@@ -127,6 +146,7 @@ function toggleHelp(): void {
     ...viewsOf(page).map((view, at): [string, string] => [String((at + 1) % 10), `${view.title}: ${view.what}`]),
     ["j, k", "the next site or call, the one before"],
     ["/", "filter"],
+    ["in a chart", "arrow keys move the cursor, + and - zoom, Enter opens; dragging zooms all charts, a double click shows all steps"],
     ["[, ]", "the run before, the next run"],
     ["t", "light or dark"],
     ["?", "this list"],
@@ -222,7 +242,8 @@ function connection(isThere: boolean): void {
   }
 }
 
-function start(): void {
+/** Draw the page; `views`: of each kind of page that this script knows, in the order of their keys. */
+export function start(views: Views): void {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   let head: Head;
   try {
@@ -231,10 +252,11 @@ function start(): void {
     frame.replaceChildren(h("p", { class: "verdict error" }, "the data of this page cannot be read: was the file cut off?"));
     return;
   }
-  if (head.gaff_page !== KNOWN || !(head.kind in VIEWS)) {
+  if (head.gaff_page !== KNOWN || !views[head.kind]) {
     frame.replaceChildren(h("p", { class: "verdict error" }, `this page holds data of version ${head.gaff_page}: expected ${KNOWN}`));
     return;
   }
+  known = views[head.kind]!;
   source = head.live ? served(head) : offline(head);
   addEventListener("hashchange", () => void draw());
   addEventListener("click", (event) => {
@@ -260,5 +282,3 @@ function decodeAhead(at: number): void {
     else next();
   });
 }
-
-start();
