@@ -107,7 +107,8 @@ def _settings(record: Record, rank: int) -> dict[str, str]:
     begin = record.describe("begin", rank)
     look = next((one for _, one in record.events("look", rank) if one.get("phase") == "train"), {})
     found: dict[str, Any] = {}
-    optimizers = [one for _, one in record.events("optimizer", rank)]
+    told = [one for _, look in record.events("look", rank) for one in _list(look.get("settings"))]
+    optimizers = [one for one in told if isinstance(one, dict)]
     for at, one in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {at}"
         found[name] = one.get("class")

@@ -103,19 +103,13 @@ class Reporter:
         self._worker.put(job)
 
     def look(
-        self,
-        sampled: SampledStep,
-        parameters: Mapping[Key, Mapping[str, Any]],
-        values: Mapping[str, Any],
-        optimizers: Iterable[Any] = (),
+        self, sampled: SampledStep, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any]
     ) -> None:
         """Hand over a look that has ended. Its rows may still be on a device: they are read by the other thread.
 
-        ``parameters``: what is known of each parameter, as ``step_facts.parameters`` tells it; ``values``: the losses;
-        ``optimizers``: those of which the record has still to be told. If too many jobs wait, because the disk is slow, the look is dropped, which the notes of the record say.
+        ``parameters``: what is known of each parameter, as ``step_facts.parameters`` tells it; ``values``: the losses.
+        If too many jobs wait, because the disk is slow, the look is dropped, which the notes of the record say.
         """
-        for one in optimizers:
-            self.tell("optimizer", sampled.step, **step_facts.optimizer(one))
         read = reading_of(sampled, parameters, values, perf_counter() - self._began)
         notes = sorted(sampled.notes)
         self._worker.put_look(lambda: self._take(*read(), notes), sampled.size_bytes)

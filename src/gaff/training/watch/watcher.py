@@ -294,11 +294,11 @@ class Watcher:
         """The sampled step is over: hand on what it has seen."""
         sampled, steps = self._looks.end(), self._steps
         if sampled is not None:
-            counts = steps.optimizers.counts
+            counts, new = steps.optimizers.counts, list(map(step_facts.optimizer, steps.optimizers.take_new()))
             sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped, runs=sampled.runs,
-                                 scale=self._losses.scale, backwards=self._losses.in_step)  # fmt: skip
+                                 scale=self._losses.scale, backwards=self._losses.in_step, settings=new)  # fmt: skip
             known = step_facts.parameters(self._models, steps.updates.values(), counts, sampled.modules_called)
-            self.reporter.look(sampled, known, self._losses.values(), steps.optimizers.take_new())
+            self.reporter.look(sampled, known, self._losses.values())
         return sampled
 
 
