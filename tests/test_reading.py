@@ -246,8 +246,9 @@ def test_what_it_says_of_itself_in_text_and_in_notebooks(model, x):
         odd(x)
     html = got._repr_html_()
     assert "<b>" not in html
-    assert "<td>`&lt;b&gt;&amp;`</td><td>2x3x4 float32</td><td>2</td>" in html
-    assert html.startswith("<p>gaff capture, closed: 2 runs, 2 sites</p><table>")
+    assert "<td>`&lt;b&gt;&amp;`</td><td><img " in html  # with a small picture of its first example
+    assert '<td>2x3x4 float32</td><td class="r">2</td>' in html
+    assert "<p>gaff capture, closed: 2 runs, 2 sites</p><table>" in html
     with gaff.capture(model, "lstm", "h.0:grad_output", gaff.maybe("zz*")) as got, torch.no_grad():
         model(x)
     assert repr(got).splitlines() == [
@@ -263,4 +264,4 @@ def test_what_it_says_of_itself_in_text_and_in_notebooks(model, x):
         many(x)
     html = got._repr_html_()
     assert html.count("<tr>") == 201
-    assert html.endswith("<p>50 more sites</p>")
+    assert html.endswith("<p>50 more sites</p></div>")

@@ -358,7 +358,7 @@ def test_pictures_are_drawn(browser, pages):
 
 def test_a_notebook_shows_the_page_in_a_frame(browser, folder):
     trace = gaff.trace(Net(), torch.rand(1, 1, 6, 6), pictures=True)
-    (folder / "book.html").write_text(f"<!doctype html><p>cell</p>{trace._repr_html_()}")
+    (folder / "book.html").write_text(f"<!doctype html><p>cell</p>{trace.page()}")
     page = browser.new_page()
     wrong = []
     page.on("pageerror", lambda error: wrong.append(str(error)))

@@ -6,6 +6,7 @@ Needs no torch; the pages need numpy. A run may be read while it goes on. Of a h
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ def need_numpy(what: str) -> None:
         raise PlanError(f"{what} needs the package 'numpy', which is not installed: pip install 'gaff[page]'")
 
 
-def _html(records: list[Record], options: argparse.Namespace) -> int:
+def _html(records: Sequence[Record], options: argparse.Namespace) -> int:
     """Write one page of all the runs; raises RecordError for a rank that one of them has not."""
     need_numpy("--html")
     from gaff.views.page.run import document

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from gaff.errors import RecordError
 from gaff.inspection.anatomy import Anatomy
+from gaff.inspection.saved_run import SavedRun
 from gaff.inspection.trace import Trace
 from gaff.record.flight import ENDING as RING
-from gaff.record.run import ENDING, Record
+from gaff.record.run import ENDING
 
 if TYPE_CHECKING:
     from gaff.harvesting.store import Store
@@ -39,7 +40,7 @@ _OTHERS = {
 
 
 @overload
-def load(path: str | PathLike[str], kind: Literal["run"]) -> Record: ...
+def load(path: str | PathLike[str], kind: Literal["run"]) -> SavedRun: ...
 @overload
 def load(path: str | PathLike[str], kind: Literal["trace"]) -> Trace: ...
 @overload
@@ -54,7 +55,7 @@ def load(path: str | PathLike[str], kind: str | None = None) -> Any:
     """Read back what was saved: a run or a harvest (folders), a trace, an anatomy or a capture (files).
 
     Args:
-        path: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written, as a ``Record``; that of
+        path: the folder that ``gaff watch --out`` or ``gaff.watch(out=)`` has written, as a ``SavedRun``; that of
             ``gaff.harvest``, its URL, such as ``s3://bucket/acts``, or a store of ``obstore``, as a ``Store``; or a
             file of ``Trace.save``, ``Anatomy.save`` or ``Capture.save``, or of ``--out`` of their commands.
         kind: "run", "trace", "anatomy", "capture" or "harvest", where only that will do; editors then know what comes
@@ -75,7 +76,7 @@ def load(path: str | PathLike[str], kind: str | None = None) -> Any:
     return found
 
 
-def _read(path: Path) -> tuple[str, Record | Trace | Anatomy | SavedCapture | Store]:
+def _read(path: Path) -> tuple[str, SavedRun | Trace | Anatomy | SavedCapture | Store]:
     """What is at ``path``, with its kind."""
     if not path.exists():
         raise RecordError(f"{str(path)!r} is not there: expected the folder of a run, or a file that gaff has saved")
@@ -109,7 +110,7 @@ def _remote(place: Any) -> tuple[str, Store]:
     return "harvest", Store(place)
 
 
-def _folder(path: Path) -> tuple[str, Record | Store]:
+def _folder(path: Path) -> tuple[str, SavedRun | Store]:
     """The run or the harvest in a folder, with its kind."""
     if (path / _HARVEST).is_file():
         from gaff.harvesting.store import Store
@@ -119,7 +120,7 @@ def _folder(path: Path) -> tuple[str, Record | Store]:
     if inside and not any(path.glob(f"*{ENDING}")):
         names = ", ".join(str(one) for one in inside[:4]) + (" ..." if len(inside) > 4 else "")
         raise RecordError(f"{str(path)!r} is a folder of {len(inside)} runs: expected one of them, such as {names}")
-    return "run", Record(path)
+    return "run", SavedRun(path)
 
 
 def _is_capture(path: Path) -> bool:

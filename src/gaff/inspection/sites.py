@@ -20,7 +20,8 @@ from gaff.inspection.call_log import shape_text
 from gaff.inspection.op_log import OpRow, list_ops
 from gaff.inspection.tracer import trace_run
 from gaff.sessions.plan import Plan
-from gaff.views.text import count_text, fold
+from gaff.views.notebook import Shown, cell, table_html, tree_html
+from gaff.views.text import count_text, counted, fold
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,17 @@ class Sites(Sequence[ModuleRow | OpRow]):
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
+
+    def view(self, depth: int = 2) -> Shown:
+        """For notebooks: the tree, which folds, open down to ``depth`` levels; what patterns name is a table."""
+        if self._is_whole:
+            inside = tree_html(self.rows, _is_inside, _likeness, _tree_line, depth=depth)
+        else:
+            inside = table_html(("site", "what"), [(row.site, _line(row, "").strip()) for row in self.rows])
+        return Shown(cell(f"{self.model}: {counted(len(self.rows), 'site')}", Shown(inside), *self.notes))
+
+    def _repr_html_(self) -> str:
+        return self.view().html
 
 
 def list_sites(model: nn.Module, what: Sequence[Any], inputs: dict[str, Any], *, ops: bool = False) -> Sites:

@@ -17,7 +17,8 @@ from gaff.errors import PlanError, RecordError, SiteError
 from gaff.record.picture import Picture
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row, row_dict
 from gaff.views import trace_text
-from gaff.views.notebook import framed
+from gaff.views.notebook import Shown, framed
+from gaff.views.trace_html import trace_cell
 
 _FORMAT = 1
 _MOST_BYTES = 500 * 2**20
@@ -75,10 +76,12 @@ class Trace:
         return replace(self, tokens=named)
 
     def _repr_html_(self) -> str:
-        """For notebooks: the page in a frame of its own; without numpy plain tables."""
-        if not extras.has("numpy"):
-            return trace_text.render_html(self)
-        return framed(self.to_html())
+        """For notebooks: totals, the calls as a tree that folds, a few pictures; ``page()`` shows all of it."""
+        return trace_cell(self)
+
+    def page(self, height: int = 640) -> Shown:
+        """The page inside a notebook, ``height`` pixels high: some 130 kB, and the pictures. Raises as ``to_html``."""
+        return framed(self.to_html(), height)
 
     def to_html(self) -> str:
         """A page with the table, the tree, the data flow between calls and the pictures.

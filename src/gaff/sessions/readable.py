@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from os import PathLike
 from typing import Any
 
@@ -19,10 +18,12 @@ from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Refused
 from gaff.sessions.reading import Reading, Wanted
 from gaff.sessions.receipt import Receipt
-from gaff.views.notebook import table_html
+from gaff.sessions.thumbnails import thumbnail
+from gaff.views.notebook import Shown, cell, table_html
 from gaff.views.text import counted, table
 
 _HEAD = ("site", "value", "events", "none", "reason")
+_MOST_PICTURES = 60
 _MOST_ROWS = 200  # in a notebook
 
 
@@ -164,11 +165,18 @@ class Captured(Readable):
         return f"<gaff capture, {self._state()}>\n{self._summary()}\n{table(_HEAD, self._rows(), right=('events',))}"
 
     def _repr_html_(self) -> str:
-        """For notebooks: a table of the sites, at most 200."""
+        """For notebooks: a table of at most 200 sites, the first of them with a small picture of the newest value."""
         rows = self._rows()
-        more = f"<p>{len(rows) - _MOST_ROWS} more sites</p>" if len(rows) > _MOST_ROWS else ""
-        head = escape(f"gaff capture, {self._state()}: {self._summary()}")
-        return f"<p>{head}</p>{table_html(_HEAD, rows[:_MOST_ROWS])}{more}"
+        values = self._newest()
+        seen = [
+            thumbnail(values.get(row[0])) if at < _MOST_PICTURES else "" for at, row in enumerate(rows[:_MOST_ROWS])
+        ]
+        shown = [(row[0], drawn, *row[1:]) for row, drawn in zip(rows, seen, strict=False)]
+        more = f"{len(rows) - _MOST_ROWS} more sites" if len(rows) > _MOST_ROWS else ""
+        head = (_HEAD[0], "first example", *_HEAD[1:])
+        return cell(
+            f"gaff capture, {self._state()}: {self._summary()}", Shown(table_html(head, shown, ("events",))), more
+        )
 
     def _summary(self) -> str:
         """How many runs and sites, and why the run was not bit by bit a bare one."""
@@ -176,9 +184,16 @@ class Captured(Readable):
         notes = "".join(f"\nnot bitwise: {note}" for note in told.notes)
         return f"{counted(told.runs, 'run')}, {counted(len(told.rows), 'site')}{notes}"
 
+    def _newest(self) -> dict[str, Any]:
+        """The newest value that is held of each site, by its address."""
+        found = {str(one.site): one.records[-1][2] for one in self._reading().streams if one.records}
+        return {
+            site: kept if isinstance(kept, Refused) else getattr(kept, "value", kept) for site, kept in found.items()
+        }
+
     def _rows(self) -> list[tuple[str, ...]]:
         """The rows of the receipt, each with the newest value that is held, in words."""
-        values = {str(one.site): one.records[-1][2] for one in self._reading().streams if one.records}
+        values = self._newest()
         return [
             (row.site or row.pattern, _described(values.get(row.site)), str(row.fired), str(row.none or ""), row.reason)
             for row in self.receipt.rows
@@ -189,5 +204,4 @@ def _described(kept: Any) -> str:
     """What was kept of one event, in words: ``2x3 float32``, ``tuple of 2``; empty for None, which the row tells."""
     if isinstance(kept, Refused):
         return "refused"
-    value = getattr(kept, "value", kept)
-    return "" if value is None else describe(value)
+    return "" if kept is None else describe(kept)

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gaff.views.notebook import Shown, cell, table_html
 from gaff.views.text import counted, table
 
+_RIGHT = ("hits", "changed", "rows", "delta")
 CHANGING: weakref.WeakSet[Any] = weakref.WeakSet()  # limits on gradients, and sessions of edits, opened in this process
 
 
@@ -61,32 +63,38 @@ class Receipt:
         asked = dict.fromkeys(row.pattern for row in self.rows)
         return tuple(name for name in asked if name not in fired and name not in self.optional)
 
+    def _repr_html_(self) -> str:
+        head, rows = self._edit_cells() if self.is_edit else self._cells()
+        told = f"{counted(self.runs, 'run')}, {counted(len(self.rows), 'site')}"
+        return cell(told, *(f"not bitwise: {note}" for note in self.notes), Shown(table_html(head, rows, _RIGHT)))
+
     def __str__(self) -> str:
         lines = [f"{counted(self.runs, 'run')}, {counted(len(self.rows), 'site')}"]
         lines += [f"not bitwise: {note}" for note in self.notes]
         if self.armed:
             what = f"{counted(self.armed, 'module')} armed for recomputation"
             lines.append(f"{what}, until the graph is freed (del the loss) or .release()")
-        return "\n".join([*lines, self._edit_table() if self.is_edit else self._table()])
+        head, rows = self._edit_cells() if self.is_edit else self._cells()
+        return "\n".join([*lines, table(head, rows, right=_RIGHT if self.is_edit else ())])
 
-    def _table(self) -> str:
-        """The rows of a capture as text."""
-        rows = [
+    def _cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Heads and rows of a capture."""
+        rows: list[tuple[str, ...]] = [
             (row.pattern, row.site, str(row.fired), _some(row.none), _some(row.skipped), row.reason)
             for row in self.rows
         ]
-        return table(("pattern", "site", "fired", "none", "skipped", "reason"), rows)
+        return ("pattern", "site", "fired", "none", "skipped", "reason"), rows
 
-    def _edit_table(self) -> str:
-        """The rows of edits as text: with how much they changed, as far as it was measured."""
-        rows = [
+    def _edit_cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Heads and rows of edits: with how much they changed, as far as it was measured."""
+        rows: list[tuple[str, ...]] = [
             (row.pattern, row.site, str(row.hits), _some(row.none), _some(row.measured * (row.measured != row.hits)),
              f"{row.changed}/{row.seen}" if row.hits else "", _some(row.rows_changed),
              f"{row.delta:.3g}" if row.hits else "", row.reason)
             for row in self.rows
         ]  # fmt: skip
         head = ("pattern", "site", "hits", "none", "measured", "changed", "rows", "delta", "reason")
-        return table(head, rows, right=("hits", "changed", "rows", "delta"))
+        return head, rows
 
     __repr__ = __str__
 

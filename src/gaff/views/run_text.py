@@ -179,7 +179,7 @@ def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, widt
         forward = record.series(name, "rms")
         if not len(forward):
             continue
-        backward = _series(record, _gradient_of(name, record.sites), "rms")
+        backward = series_of(record, gradient_of(name, record.sites), "rms")
         wrong = flags.get(name, []) or flags.get(name.partition(".")[2], [])
         rows.append((name, _last(forward), sparkline(forward.values, plain=plain), _last(backward),
                      sparkline(backward.values, plain=plain), ", ".join(dict.fromkeys(wrong))))  # fmt: skip
@@ -265,12 +265,12 @@ def _last(series: Series) -> str:
     return number(series.values[-1]) if len(series) else ""
 
 
-def _series(record: Record, site: str | None, stat: str) -> Series:
+def series_of(record: Record, site: str | None, stat: str) -> Series:
     """The numbers of a site of rank 0, or an empty series where there is no such site."""
     return record.series(site, stat) if site is not None else Series([], [])
 
 
-def _gradient_of(name: str, sites: Iterable[str]) -> str | None:
+def gradient_of(name: str, sites: Iterable[str]) -> str | None:
     """The site of the gradient at the output of the same module and call, if the record has it."""
     path, bracket, rest = name.partition("[")
     path = path.removesuffix(":output")

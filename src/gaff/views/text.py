@@ -5,7 +5,7 @@ Every printed result of the package goes through these few functions, so that co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 _Row = TypeVar("_Row")
@@ -56,25 +56,38 @@ def fold(
     to ``last`` (None, and 1, when it stands for itself). Three blocks in a row or more are folded, at every depth; of
     folded ones the first is shown with what is inside it.
     """
-    blocks: list[list[_Row]] = []
-    for row in rows:
-        if blocks and is_inside(row, blocks[-1][0]):
-            blocks[-1].append(row)
-        else:
-            blocks.append([row])
     lines: list[str] = []
+    for head, last, count, inside in blocks(rows, is_inside, likeness):
+        lines.append(line(head, last, count))
+        lines += fold(inside, is_inside, likeness, line)
+    return lines
+
+
+def blocks(
+    rows: Sequence[_Row],
+    is_inside: Callable[[_Row, _Row], bool],
+    likeness: Callable[[Sequence[_Row]], Hashable],
+) -> Iterator[tuple[_Row, _Row | None, int, list[_Row]]]:
+    """The outermost blocks of a tree, as ``fold`` tells them: head, last head, how many there are, and what is inside.
+
+    Of blocks that are told together the inside is that of the first. The functions are those of ``fold``.
+    """
+    found: list[list[_Row]] = []
+    for row in rows:
+        if found and is_inside(row, found[-1][0]):
+            found[-1].append(row)
+        else:
+            found.append([row])
     at = 0
-    while at < len(blocks):
+    while at < len(found):
         same = at + 1
-        while same < len(blocks) and likeness(blocks[same]) == likeness(blocks[at]):
+        while same < len(found) and likeness(found[same]) == likeness(found[at]):
             same += 1
         if same - at < _FOLD_FROM:
             same = at + 1
-        last = blocks[same - 1][0] if same > at + 1 else None
-        lines.append(line(blocks[at][0], last, same - at))
-        lines += fold(blocks[at][1:], is_inside, likeness, line)
+        last = found[same - 1][0] if same > at + 1 else None
+        yield found[at][0], last, same - at, found[at][1:]
         at = same
-    return lines
 
 
 def _fit(widths: list[int], width: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""A trace as text: a table, a tree, and plain HTML tables for notebooks.
+"""A trace as text: a table and a tree.
 
-All three draw the rows of ``gaff.record.trace_rows``, one for each call in the order of execution, and end with what
+Both draw the rows of ``gaff.record.trace_rows``, one for each call in the order of execution, and end with what
 was never called, what has no influence on the output, and notes. Columns that are empty in every row are left out of
 the table.
 """
@@ -8,10 +8,8 @@ the table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
-from gaff.views.notebook import table_html
 from gaff.views.text import bytes_text, count_text, fold, table
 
 if TYPE_CHECKING:
@@ -35,23 +33,14 @@ def render_table(trace: Traced, width: int | None = None, *, is_plain: bool = Fa
     parts = [summary(trace), draw(head, rows)]
     if trace.has_backward:
         parts += ["", draw(_PARAMETER_HEAD, _parameter_cells(trace))]
-    parts += _endings(trace)
+    parts += endings(trace)
     return "\n".join(parts)
 
 
 def render_tree(trace: Traced) -> str:
     """Calls indented by depth, each with the shapes in and out; three equal blocks in a row or more are told once."""
-    lines = fold(trace.rows, _is_inside, _likeness, _tree_line)
-    return "\n".join([summary(trace), *lines, *_endings(trace)])
-
-
-def render_html(trace: Traced) -> str:
-    """The tables as plain HTML, for where no page can be shown (it needs numpy); everything in them is escaped."""
-    tables = table_html(*_cells(trace))
-    if trace.has_backward:
-        tables += table_html(_PARAMETER_HEAD, _parameter_cells(trace))
-    notes = "".join(f"<p>{escape(line)}</p>" for line in _endings(trace) if line)
-    return f"<p>{escape(summary(trace))}</p>{tables}{notes}"
+    lines = fold(trace.rows, is_inside, likeness, tree_line)
+    return "\n".join([summary(trace), *lines, *endings(trace)])
 
 
 def summary(trace: Traced) -> str:
@@ -107,7 +96,7 @@ def _parameter_cells(trace: Traced) -> list[tuple[str, ...]]:
     return rows
 
 
-def _endings(trace: Traced) -> list[str]:
+def endings(trace: Traced) -> list[str]:
     """What stands below the tables: what was not used, and notes; begins with an empty line if there is something."""
     lines = []
     if trace.unused_modules:
@@ -118,11 +107,12 @@ def _endings(trace: Traced) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _is_inside(row: CallRow, head: CallRow) -> bool:
+def is_inside(row: CallRow, head: CallRow) -> bool:
+    """Whether a row that follows a head was called inside it."""
     return row.depth > head.depth
 
 
-def _likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
+def likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
     """What makes blocks equal to a reader: sites below the block's own path, classes, shapes and sizes of all rows.
 
     The number of a call counts only as first or not, so that blocks which are called again fold as well.
@@ -134,7 +124,7 @@ def _likeness(block: Sequence[CallRow]) -> tuple[object, ...]:
     )
 
 
-def _tree_line(head: CallRow, last: CallRow | None, count: int) -> str:
+def tree_line(head: CallRow, last: CallRow | None, count: int) -> str:
     """The line of one call, or of ``count`` equal ones from ``head`` to ``last``."""
     name = head.site if last is None else f"{head.site} ... {last.site.rpartition('.')[2]} ({count}x)"
     parameters = f"  {count_text(head.parameters)} params" if head.parameters else ""

@@ -11,15 +11,17 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from gaff.compat import extras
-from gaff.views.notebook import framed
+from gaff.views.notebook import Shown, cell, colored, framed, table_html
 from gaff.views.run_text import number
 from gaff.views.text import table
 
 STATES = ("same", "close", "parted")
+_RIGHT = ("step", "difference", "tolerance")
 _ROWS = 30  # of the text
 
 
@@ -145,11 +147,31 @@ class Difference:
         Path(path).write_text(self.to_html() if is_page else self.to_json() + "\n", encoding="utf-8", errors="replace")
 
     def _repr_html_(self) -> str:
-        return framed(self.to_html())
+        """For notebooks: the verdict and the rows that ``str`` shows; ``page()`` shows all."""
+        head, rows = _cells(self._shown())
+        level = "warning" if self else "fine"
+        more = len(self.rows) - len(rows)
+        return cell(
+            Shown(f"<p>{colored(self.verdict, level)}</p>"),
+            Shown(f'<p class="q">A is {escape(self.a)}, B is {escape(self.b)}</p>'),
+            Shown(table_html(head, rows, right=_RIGHT)) if rows else "",
+            Shown(f'<p class="q">{more} more places were compared: .page() shows all</p>') if more else "",
+            *self.notes,
+        )
+
+    def page(self, height: int = 640) -> Shown:
+        """The page inside a notebook, ``height`` pixels high: 130 kB, and the rows. Raises PlanError without numpy."""
+        return framed(self.to_html(), height)
 
 
 def _table(rows: Sequence[DiffRow]) -> str:
-    """Rows as a text table, without the columns in which nothing is."""
+    """Rows as a text table."""
+    head, cells = _cells(rows)
+    return table(head, cells, right=_RIGHT)
+
+
+def _cells(rows: Sequence[DiffRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Heads and cells of rows, without the columns in which nothing is."""
     head = ("phase", "step", "site of A", "site of B", "state", "difference", "tolerance", "number", "A", "B")
     cells = [
         (row.phase, "" if row.step is None else str(row.step), row.site, "" if row.other == row.site else row.other,
@@ -157,8 +179,7 @@ def _table(rows: Sequence[DiffRow]) -> str:
         for row in rows
     ]  # fmt: skip
     used = [at for at in range(len(head)) if any(row[at] for row in cells)]
-    cut = [tuple(row[at] for at in used) for row in cells]
-    return table(tuple(head[at] for at in used), cut, right=("step", "difference", "tolerance"))
+    return tuple(head[at] for at in used), [tuple(row[at] for at in used) for row in cells]
 
 
 def state_of(delta: float, tolerance: float) -> str:

@@ -14,9 +14,10 @@ from torch import nn
 from gaff.address.resolve import need_module
 from gaff.engine.process.optimizer import unwrap_optimizer
 from gaff.errors import PlanError
-from gaff.record.finding import Finding
+from gaff.training.watch.live_cell import LiveCell
 from gaff.training.watch.settings import Settings
 from gaff.training.watch.watcher import Watcher
+from gaff.views.run_html import FindingList
 
 
 class Watch:
@@ -47,9 +48,9 @@ class Watch:
         self._watcher.close()
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> FindingList:
         """What has been found so far, worst first. Waits until the looks taken so far are judged."""
-        return self._watcher.reporter.findings
+        return FindingList(self._watcher.reporter.findings)
 
     @property
     def step(self) -> int:
@@ -74,6 +75,17 @@ class Watch:
     def failure(self) -> str | None:
         """Why watching has stopped by itself, or a look was lost, as a line of text; None where neither happened."""
         return self._watcher.reporter.failure
+
+    def _repr_html_(self) -> str:
+        return LiveCell().update(self.step, self._watcher.reporter.progress.latest, self.findings, self.overhead)
+
+    def _ipython_display_(self) -> None:
+        """For Jupyter: one output that changes as the training goes on, about once a second, until it is over."""
+        from IPython.display import HTML, display  # type: ignore[import-not-found]  # IPython is what calls
+
+        handle = display(HTML(self._repr_html_()), display_id=True)
+        live = LiveCell(lambda html: handle.update(HTML(html)))
+        self._watcher.reporter.progress.viewers.append(live.update)
 
     def __repr__(self) -> str:
         return f"<gaff watch: {self.step} steps, {len(self.findings)} findings, overhead {self.overhead:.1%}>"

@@ -28,16 +28,14 @@ from gaff.training.watch.flight_recorder import FlightRecorder, changes
 from gaff.training.watch.losses import StepNumbers
 from gaff.training.watch.models import Model
 from gaff.training.watch.pace import Pace
+from gaff.training.watch.progress import Progress, share_of
 from gaff.training.watch.recorder import Recorder
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.sampling import plain, reading_of
 from gaff.training.watch.settings import Settings
-from gaff.training.watch.step_series import Pulse, StepSeries
+from gaff.training.watch.step_series import Pulse
 from gaff.training.watch.worker import Worker
 from gaff.views import run_text
-
-_FLUSH_S = 1.0  # what a kill may cost
-_MOST_PULSES = 512
 
 
 class Reporter:
@@ -45,7 +43,7 @@ class Reporter:
 
     Public methods are called by the training thread: they hand over a job and return. The jobs run on the worker's
     thread, in order; they alone touch the judge and the recorder, until ``close`` has waited for the last of them.
-    ``failure``: why watching ended, or a look was lost, as a text.
+    ``failure``: why watching ended, or a look was lost, as a text; ``progress``: how the run stands.
     """
 
     def __init__(self, settings: Settings, flight: FlightRecorder) -> None:
@@ -59,8 +57,8 @@ class Reporter:
         self._judge = Judge(known(settings.rules_off), self._alarm, _ask)
         self._recorder = Recorder(lambda: flight.open(record_place.log_path(settings)))
         self._worker = Worker(self._job_failed)
-        self._series = StepSeries()
-        self._began = self._flushed = self._lined = perf_counter()
+        self.progress = Progress(settings, self._judge, self._recorder, self._worker)
+        self._began = perf_counter()
         self._spent = 0.0, 0.0  # of the worker's time, as far as it was taken
         self._noted: set[str] = set()
         self._has_complained = False
@@ -135,23 +133,13 @@ class Reporter:
         ``skipped``: steps that a GradScaler has left out so far; ``samples``: that the models were given in this step;
         ``alone``: as ``Alone.take`` tells it.
         """
-        self._series.add(Pulse(step, seconds, numbers, skipped, samples, alone))
+        self.progress.add(Pulse(step, seconds, numbers, skipped, samples, alone))
 
     def tick(self, step: int, pace: Pace) -> None:
-        """After every step: hand over what is due by the clock, or because somebody wants to see the last steps.
-
-        Series are written once a second or when 512 steps wait, a line of progress is told every ``interval_s``
-        seconds.
-        """
-        now = perf_counter()
+        """After every step: hand over what is due by the clock, or because somebody wants to see the last steps."""
         if self._due or self._flight.is_asked:
             self._write_flight(step)
-        if now - self._flushed > _FLUSH_S or len(self._series) >= _MOST_PULSES:
-            self._flushed = now
-            self._flush(step, pace)
-        if self._settings.tell is not None and now - self._lined > self._settings.interval_s:
-            self._lined = now
-            self._worker.put(lambda: self._line(step, pace))
+        self.progress.tick(step, pace)
 
     def take_spent(self) -> tuple[float, float]:
         """Processor time of the other thread, in seconds, since this was last asked: of looks, and of all else."""
@@ -180,7 +168,7 @@ class Reporter:
         ``error``: what ended the run, if it was an exception; the last steps are then written, too. A disk that refuses
         is told, and not raised.
         """
-        self._flush(step, pace)
+        self.progress.flush(step, pace)
         if error is not None:
             self._due.append(type(error).__name__)
         self._worker.stop()
@@ -196,7 +184,7 @@ class Reporter:
             for what, lines in changes():
                 self._recorder.event("changes", step, what=what, lines=lines)
             self._write_findings(step, is_last=True)
-            told = {**_share(pace), "notes": [*notes, *broken], "error": why}
+            told = {**share_of(pace), "notes": [*notes, *broken], "error": why}
             self._recorder.event("end", step, **told)
         except OSError as refused:
             self._job_failed(refused)
@@ -216,18 +204,6 @@ class Reporter:
         rows = [one.to_dict() for one in self._flight.recent]
         self._worker.put(lambda: self._recorder.event("flight", step, why=why, rows=rows))
 
-    def _flush(self, step: int, pace: Pace) -> None:
-        """Hand over what has been collected of every step, and how far the run is, for readers of a run in progress."""
-        pulses = self._series.take()
-        told = {**_share(pace), "every": pace.distance}
-
-        def job() -> None:
-            if pulses:
-                self._recorder.series(self._series.columns(pulses))
-            self._recorder.event("progress", step, **told, memory=record_place.memory())
-
-        self._worker.put(job)
-
     # on the worker's thread
 
     def _take(self, sample: Sample, keys: Sequence[Key], table: Tensor, notes: Iterable[str]) -> None:
@@ -235,9 +211,7 @@ class Reporter:
 
         The L2 norm of all gradients together is noted for the series of steps.
         """
-        norms = [row.norm for key, row in sample.rows.items() if key[1].endswith(":grad") and row.count]
-        if norms:
-            self._series.note_norm(sample.step, math.sqrt(sum(one * one for one in norms)))
+        self.progress.note_norms(sample)
         self._judge.look(sample)
         self._recorder.look(sample, keys, table)
         self._recorder.event("look", sample.step, phase=sample.phase, notes=self._new(notes), **_plain(sample.facts))
@@ -248,12 +222,6 @@ class Reporter:
         new = [one for one in notes if one not in self._noted]
         self._noted.update(new)
         return new
-
-    def _line(self, step: int, pace: Pace) -> None:
-        """Tell a line of progress on the terminal."""
-        if self._settings.tell is not None:
-            told = run_text.line(step, self._series.latest, self._judge.findings, pace.overhead, pace.distance)
-            self._settings.tell(told)
 
     def _alarm(self, finding: Finding) -> None:
         """Tell a finding that has come to hold, for the judge, and have the last steps written at the next ``tick``."""
@@ -296,13 +264,6 @@ def _ask(rule: Rule, sample: Sample, past: Past) -> list[Hit] | str:
         return list(rule(sample, past))
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
-
-
-def _share(pace: Pace) -> dict[str, float | None]:
-    """What watching has cost so far, for the record: a share of the time since the first step, what came before, and
-    what it has cost after the first seconds.
-    """
-    return {"overhead": pace.overhead, "startup": pace.startup_s, "seconds": pace.total_s, "steady": pace.steady}
 
 
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""A watched training in one cell of a notebook, which changes as the training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from gaff.record.finding import Finding
+from gaff.views.notebook import Cell, Shown, cell, sparkline_svg, table_html
+from gaff.views.run_html import findings_html
+from gaff.views.run_text import number
+
+_MOST = 2000  # points of a curve, before every second one is left out
+
+
+class LiveCell:
+    """The cell: ``update`` takes in how the run stands, and hands the new HTML to ``show``, if there is one.
+
+    Curves are of what it was told, about once a second. Used on the thread that writes the record.
+    """
+
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        self._show = show
+        self._curves: dict[str, list[float]] = {}
+
+    def update(self, step: int, known: Mapping[str, float], findings: Sequence[Finding], overhead: float) -> str:
+        """The HTML of the run at ``step``. ``known``: the latest numbers by name, as ``run_text.line`` takes them."""
+        for name, value in known.items():
+            if name.startswith("loss:") or name in ("grad_norm", "lr"):
+                values = self._curves.setdefault(name, [])
+                values.append(value)
+                if len(values) > _MOST:
+                    del values[::2]
+        rows: list[tuple[Cell, ...]] = [
+            (name.removeprefix("loss:").replace("_", " "), sparkline_svg(values, f"{name} so far"), number(values[-1]))
+            for name, values in self._curves.items()
+        ]
+        parts: list[Cell] = [Shown(f"<p><b>step {step}</b>, watching takes {overhead:.1%} of the time</p>")]
+        if rows:
+            parts.append(Shown(table_html(("", "so far", "latest"), rows, right=("latest",))))
+        parts.append(findings_html(findings) if findings else "nothing wrong was found so far" if step >= 20 else "")
+        html = cell(*parts)
+        if self._show is not None:
+            with suppress(OSError, RuntimeError, ValueError):  # the notebook was closed, its training goes on
+                self._show(html)
+        return html

@@ -1,0 +1,175 @@
+"""What ends a cell of a notebook shows itself: plain HTML without script, some kilobytes, everything escaped."""
+
+import html.parser
+import re
+import sys
+import types
+import zlib
+from base64 import b64decode
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff.views.notebook import cell, picture, sparkline_svg, table_html
+
+EMPTY = {"br", "img", "circle", "polyline"}
+
+
+class Outline(html.parser.HTMLParser):
+    """The tags of a text; raises where one is not closed, or closed by another."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in EMPTY:
+            assert self.open.pop() == tag
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.add_module("<b>x", nn.ReLU())
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(self._modules["<b>x"](self.conv(x)).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=folder, every=1) as watch:
+        for step in range(30):
+            optimizer.zero_grad()
+            x = torch.rand(2, 1, 8, 8)
+            if step == 20:
+                x[0] = float("nan")
+            model(x).square().mean().backward()
+            optimizer.step()
+    return folder, watch
+
+
+def shown(value):
+    """The HTML of a cell, checked as all cells are."""
+    text = value._repr_html_()
+    outline = Outline()
+    outline.feed(text)
+    assert outline.open == []
+    assert not {"script", "iframe", "link"} & set(outline.tags)
+    assert "<b>x" not in text
+    assert len(text) < 60_000
+    return text
+
+
+def test_sites_fold(run):
+    text = shown(gaff.sites(Net()))
+    assert "<details open><summary>" in text
+    assert "&lt;b&gt;x" in text
+    deep = gaff.sites(nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2)))))
+    assert [str(deep.view(depth)).count("<details open>") for depth in (0, 1, 2, 9)] == [0, 1, 2, 3]
+    assert "<td>fc</td>" in shown(gaff.sites(Net(), "fc"))
+
+
+def test_a_capture_and_its_receipt(run):
+    model = Net()
+    with gaff.capture(model, "conv", "fc", ":output") as got:
+        model(torch.rand(2, 1, 8, 8))
+    text = shown(got)
+    assert text.count("<img ") == 3  # feature maps, and two tables of numbers
+    assert "2x4x6x6 float32" in text
+    assert "fired" in shown(got.receipt)
+    with gaff.edit(model, {"conv": gaff.edits.zero()}) as edit:
+        model(torch.rand(2, 1, 8, 8))
+    assert "delta" in shown(edit.receipt)
+
+
+def test_a_trace_and_what_is_more_on_its_page():
+    trace = gaff.trace(Net(), torch.rand(1, 1, 8, 8), backward=lambda y: y[0, 1], pictures=True)
+    text = shown(trace)
+    assert "Net on cpu: 4 calls" in text
+    assert "class activation map of class 1" in text
+    assert str(trace.page(height=321)).startswith('<iframe sandbox="allow-scripts" width="100%" height="321"')
+
+
+def test_a_run_its_findings_and_a_difference(run):
+    folder, watch = run
+    record = gaff.load(folder)
+    text = shown(record)
+    assert 'class="error">wrong</span>' in text
+    assert "polyline" in text
+    assert "nonfinite" in shown(record.findings)
+    assert "nonfinite" in shown(watch.findings)
+    assert "no findings" in shown(type(record.findings)())
+    assert "step 30" in shown(watch)
+    assert str(record.page()).startswith("<iframe")
+    other = gaff.trace(Net(), torch.rand(1, 1, 8, 8))
+    difference = gaff.diff(gaff.trace(Net(), torch.rand(1, 1, 8, 8)), other)
+    assert difference.verdict[:20] in shown(difference).replace("&#x27;", "'")
+    assert str(difference.page()).startswith("<iframe")
+
+
+def test_a_watched_training_is_one_output_that_changes(tmp_path, monkeypatch):
+    """As IPython calls it, by a stand-in that takes down what is displayed."""
+    displayed = []
+
+    class Handle:
+        def update(self, value):
+            displayed.append(value)
+
+    fake = types.ModuleType("IPython.display")
+    fake.HTML = str
+    fake.display = lambda value, display_id: displayed.append(value) or Handle()
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", fake)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = gaff.watch(model, optimizer, every=1)
+    watch._ipython_display_()
+    for _ in range(25):
+        optimizer.zero_grad()
+        model(torch.rand(3, 4)).square().mean().backward()
+        optimizer.step()
+    watch.remove()
+    assert "step 0" in displayed[0]
+    assert "step 25" in displayed[-1]
+    assert "nothing wrong was found so far" in displayed[-1]
+
+
+def test_pictures_are_png_of_the_right_colours():
+    text = str(picture(bytes([0, 255, 128, 127]), 2, 2, is_signed=True, title='a "b"'))
+    data = b64decode(re.search(r"base64,([^\"]+)", text)[1])
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at = data.index(b"IDAT")
+    pixels = zlib.decompress(data[at + 4 : at + 4 + int.from_bytes(data[at - 4 : at], "big")])
+    assert pixels[:7] == bytes([0, 38, 110, 190, 205, 72, 48])  # no filter, blue, red
+    assert 'alt="a &quot;b&quot;"' in text
+
+
+def test_small_curves_show_what_is_not_finite():
+    text = str(sparkline_svg([1.0, 2.0, float("nan"), 3.0, 1.0], "a < b"))
+    assert text.count("polyline") == 2
+    assert "#d64545" in text
+    assert "a &lt; b" in text
+    assert str(sparkline_svg([])) == ""
+    assert "circle" in str(sparkline_svg([5.0]))
+    assert "nan" not in str(sparkline_svg([float("inf")] * 3))
+
+
+def test_cells_escape_and_leave_empty_columns_out():
+    assert table_html(("a", "b"), [("<x>", "")]) == (
+        "<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;x&gt;</td></tr></tbody></table>"
+    )
+    assert cell("<x>").endswith("<p>&lt;x&gt;</p></div>")
