@@ -54,8 +54,8 @@ def test_a_rise_is_told_from_the_step_at_which_the_loss_was_lowest():
     ("case", "state", "words"),
     [
         (RunCase((), 0, 0), "not enough", "no step of a torch.optim.Optimizer was seen"),
-        (RunCase((), 7, 7), "not enough", "7 steps, which are too few"),
-        (RunCase((), 500, 2), "not enough", "only 2 were looked at"),
+        (RunCase((), 7, 7), "not enough", "7 steps are too few"),
+        (RunCase((), 500, 2), "not enough", "only 2 of 500 steps were looked at"),
         (RunCase((), 500, 50), "healthy", "no loss was seen"),
         (RunCase((), 200, 50, {"loss": curve(falling())}), "healthy", "the loss 'loss' went from"),
         (RunCase((finding("not_cleared", severity="error"),), 200, 50), "wrong", "not_cleared is"),

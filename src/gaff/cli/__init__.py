@@ -32,9 +32,11 @@ from gaff.cli import (
     watch,
 )
 from gaff.cli.parser import Parser, did_you_mean
+from gaff.cli.printing import terminal_width
 from gaff.errors import GaffError
 from gaff.training.watch.settings import to_stderr
 from gaff.version import __version__
+from gaff.views.text import fitting
 
 
 class Command(Protocol):
@@ -121,7 +123,9 @@ def _top() -> Parser:
 def _run(command: Command, options: argparse.Namespace) -> int:
     """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
     try:
-        code = command.run(options)
+        columns = [one.strip() for one in (getattr(options, "columns", None) or "").split(",") if one.strip()]
+        with fitting(terminal_width(), columns):
+            code = command.run(options)
         if sys.stdout is not None:  # a shell may start a program without any
             sys.stdout.flush()
         return code

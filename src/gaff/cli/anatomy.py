@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the model forward, read its autograd graph, and print and draw it."""
     from gaff.cli.inputs import load_inputs, need_input
     from gaff.cli.models import load_model
-    from gaff.cli.printing import print_cells, print_data
+    from gaff.cli.printing import print_cells, print_data, show
     from gaff.inspection.explanation import explain, explain_inside
 
     loaded = load_model(options.model)
@@ -45,13 +45,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_data(told.to_dict())
     elif options.tree:
-        print(told.tree())
+        show(told.tree())
     elif options.plain:
         for row in told.nodes:
             handed = "; ".join(f"{edge.shape} {edge.whose}" for edge in row.outgoing)
             print_cells([(str(row.number), row.name, row.site, row.place, handed)])
     else:
-        print(told)
+        show(str(told))
     if options.out:
         print(f"written to {options.out}")
     return 0

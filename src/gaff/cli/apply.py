@@ -86,7 +86,7 @@ def _print(options: argparse.Namespace, plan: Plan, receipt: Receipt, rows: list
     """Tell what each edit has done, its receipt, and how each tensor of the output differs, a row each."""
     from dataclasses import asdict
 
-    from gaff.cli.printing import print_cells, print_data, terminal_width
+    from gaff.cli.printing import print_cells, print_data, show
     from gaff.views.text import table
 
     head = ("output", "shape", "changed", "delta")
@@ -97,7 +97,7 @@ def _print(options: argparse.Namespace, plan: Plan, receipt: Receipt, rows: list
         print_cells(rows)
     else:
         print(f"plan {plan.digest[:12]}\n{receipt}\n")
-        print(table(head, rows, width=terminal_width(), right=("changed", "delta")))
+        show(table(head, rows, right=("changed", "delta")))
         if options.out is not None:
             print(f"written to {options.out}")
 

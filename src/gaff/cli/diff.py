@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from gaff.cli.options import add_debug, add_json
+from gaff.cli.options import add_columns, add_debug, add_json
 from gaff.cli.parser import number
 
 SUMMARY = "tell where two runs, or two traces, first part"
@@ -21,6 +21,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=name.upper(), help="a watched run, or a file of gaff trace --out")
     parser.add_argument("--tolerance", type=number, metavar="SHARE", help="the relative difference that is allowed")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
+    add_columns(parser)
     add_json(parser)
     add_debug(parser)
     parser.epilog = "example: gaff diff runs/a runs/b --html diff.html"
@@ -28,6 +29,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, and print where they part; exit code 3 where they do."""
+    from gaff.cli.printing import show
     from gaff.cli.report import need_numpy
     from gaff.inspection.diff.compare import diff
     from gaff.views.text import printable
@@ -37,5 +39,5 @@ def run(options: argparse.Namespace) -> int:
     found = diff(options.a, options.b, tolerance=options.tolerance)
     if options.html:
         found.save(options.html)
-    print(found.to_json() if options.json else printable(str(found)))
+    (print if options.json else show)(found.to_json() if options.json else printable(str(found)))
     return 3 if found else 0

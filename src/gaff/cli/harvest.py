@@ -92,7 +92,7 @@ def _label(text: str) -> tuple[str, str | int]:
 
 def print_store(store: Store) -> None:
     """A line for each site, and one for the whole."""
-    from gaff.cli.printing import terminal_width
+    from gaff.cli.printing import show
     from gaff.views.text import bytes_text, counted, table
 
     rows = [
@@ -100,6 +100,6 @@ def print_store(store: Store) -> None:
          bytes_text(column.nbytes))
         for site, column in store.items()
     ]  # fmt: skip
-    print(table(("site", "shape", "dtype", "on disk"), rows, width=terminal_width(), right=("on disk",)))
+    show(table(("site", "shape", "dtype", "on disk"), rows, right=("on disk",)))
     print(f"{counted(store.rows, 'row')} in {counted(len(store.shards), 'shard')}, with {', '.join(store.labels)}; "
           f"read with gaff.load({str(store.place)!r})")  # fmt: skip

@@ -76,7 +76,7 @@ def _in_model(options: argparse.Namespace) -> Report:
 
 def _print(report: Report, options: argparse.Namespace) -> int:
     """Tell the report in the form that was asked for; returns the exit code, 3 where it has found something."""
-    from gaff.cli.printing import print_cells, print_data
+    from gaff.cli.printing import print_cells, print_data, show
 
     if options.json:
         print_data(report.to_dict())
@@ -85,5 +85,5 @@ def _print(report: Report, options: argparse.Namespace) -> int:
     elif not report and not report.ops:
         print("\n".join(["no NaN or inf", *report.notes]))
     else:
-        print(report)
+        show(str(report))
     return 3 if report else 0

@@ -60,7 +60,13 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     """How a command that prints a table prints it: ``--json`` or ``--plain`` in its place."""
     add_json(parser, "print data instead of a table")
     parser.add_argument("--plain", action="store_true", help="cells separated by tabs, nothing cut")
+    add_columns(parser)
     add_debug(parser)
+
+
+def add_columns(parser: argparse.ArgumentParser) -> None:
+    """Which columns of tables are printed; ``gaff.cli._run`` reads it, and fits all tables to the terminal."""
+    parser.add_argument("--columns", metavar="NAMES", help="only these columns of the tables: --columns time,flops")
 
 
 def add_json(parser: argparse.ArgumentParser, told: str = "print data instead") -> None:
@@ -70,7 +76,7 @@ def add_json(parser: argparse.ArgumentParser, told: str = "print data instead") 
 
 def add_ascii(parser: argparse.ArgumentParser) -> None:
     """The option of reports for terminals that show no more than ASCII."""
-    parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes")
+    parser.add_argument("--plain", action="store_true", help="no characters beyond ASCII, no boxes, no colours")
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -21,5 +23,20 @@ def print_cells(rows: Iterable[Sequence[str]]) -> None:
 
 
 def terminal_width() -> int | None:
-    """Columns to fit into; None where the output is a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Columns to fit into; None where the output is a file or a pipe, or there is none."""
+    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
+
+
+def show(text: str, *, stream: Any = None) -> None:
+    """Print a text for people, in colours where it goes to a terminal, the package rich is there, and none forbids it.
+
+    ``stream``: where to, else standard output. Colours only tell again what words say; NO_COLOR in the environment
+    keeps them out.
+    """
+    stream = sys.stdout if stream is None else stream
+    if stream is not None and stream.isatty() and not os.environ.get("NO_COLOR") and find_spec("rich") is not None:
+        from gaff.cli.colors import paint
+
+        paint(text, stream)
+    else:
+        print(text, file=stream)

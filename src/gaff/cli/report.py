@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from gaff.cli.options import RUN_HELP, add_ascii, add_debug, add_json
+from gaff.cli.options import RUN_HELP, add_ascii, add_columns, add_debug, add_json
 from gaff.cli.parser import number, whole
 from gaff.errors import PlanError, RecordError
 
@@ -33,6 +33,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--idle", type=number, metavar="SECONDS", help="end --live after the run, when nobody has looked for so long"
     )
+    add_columns(parser)
     add_json(parser)
     add_ascii(parser)
     add_debug(parser)
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Read the runs and tell of them; ``--live`` serves until it is stopped."""
     if options.live:
         return _live(options)
-    from gaff.cli.printing import print_data
+    from gaff.cli.printing import print_data, show
     from gaff.inspection.saved import load
     from gaff.record.run import Record
     from gaff.views import run_text
@@ -63,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print_data(to_json(record))
         else:
-            print(printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None)))
+            text = printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None))
+            (print if options.plain else show)(text)
     return 0
 
 

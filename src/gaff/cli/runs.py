@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from gaff.cli.options import add_debug, add_json
+from gaff.cli.options import add_columns, add_debug, add_json
 from gaff.errors import RecordError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Declare the folder that holds the runs."""
     parser.add_argument("folder", nargs="?", default="gaff-runs", metavar="FOLDER", help="(default: gaff-runs)")
     add_json(parser, "print data instead of a table")
+    add_columns(parser)
     add_debug(parser)
     parser.epilog = "example: gaff runs runs"
 
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Read every run of the folder, and print a line for each."""
     from pathlib import Path
 
-    from gaff.cli.printing import print_data
+    from gaff.cli.printing import print_data, show
     from gaff.record.run import ENDING
     from gaff.views.text import printable, table
 
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         head = ("run", "began", "steps", "findings", "ended", "verdict")
         cells = [tuple(printable(str(row[name]), keep="") for name in head) for row in rows]
-        print(table(head, cells, right=("steps", "findings")))
+        show(table(head, cells, right=("steps", "findings")))
     return 0
 
 

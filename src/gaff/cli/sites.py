@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from gaff.api import sites
     from gaff.cli.inputs import load_inputs
     from gaff.cli.models import load_model
-    from gaff.cli.printing import print_cells, print_data
+    from gaff.cli.printing import print_cells, print_data, show
 
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded) if options.input else ((), {})
@@ -40,5 +40,5 @@ def run(options: argparse.Namespace) -> int:
     elif options.plain:
         print_cells(row.cells for row in found)
     else:
-        print(found)
+        show(str(found))
     return 0

@@ -87,7 +87,7 @@ def _tensors(features: dict[str, Any]) -> dict[str, Tensor]:
 
 def _print(features: dict[str, Tensor], options: argparse.Namespace) -> None:
     """Tell the shape, dtype and size of each tensor; with ``--out`` also where they were written."""
-    from gaff.cli.printing import print_cells, print_data, terminal_width
+    from gaff.cli.printing import print_cells, print_data, show
     from gaff.inspection.call_log import shape_text
     from gaff.views.text import bytes_text, table
 
@@ -98,6 +98,6 @@ def _print(features: dict[str, Tensor], options: argparse.Namespace) -> None:
     elif options.plain:
         print_cells(rows)
     else:
-        print(table(("site", "shape", "dtype", "memory"), rows, width=terminal_width(), right=("memory",)))
+        show(table(("site", "shape", "dtype", "memory"), rows, right=("memory",)))
         if options.out is not None:
             print(f"written to {options.out}")

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from gaff.api import trace
     from gaff.cli.inputs import load_inputs, need_input
     from gaff.cli.models import load_model
-    from gaff.cli.printing import terminal_width
+    from gaff.cli.printing import show
     from gaff.cli.report import need_numpy
     from gaff.cli.tensors import loss_of
 
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(told.to_json())
     elif options.tree:
-        print(told.tree())
+        show(told.tree())
     else:
-        print(told.table(terminal_width(), is_plain=options.plain))
+        (print if options.plain else show)(told.table(is_plain=options.plain))
     return 0

@@ -125,7 +125,7 @@ def _need_steps(record: Record, trials: Trials, code: int) -> None:
 
 def _print(record: Record, *, as_data: bool) -> int:
     """The table and the verdict; returns the exit code."""
-    from gaff.cli.printing import print_data
+    from gaff.cli.printing import print_data, show
     from gaff.views import run_text
     from gaff.views.text import printable
     from gaff.views.trials_text import trials_table
@@ -136,7 +136,7 @@ def _print(record: Record, *, as_data: bool) -> int:
         print_data({**verdict.to_dict(), "experiments_made": known.to_dict()})
     else:
         told = [trials_table(known), "", f"{record.path}: {run_text.verdict(record)}", *run_text.reasons(record)]
-        print(printable("\n".join(told)))
+        show(printable("\n".join(told)))
     return _FOUND if verdict.state == "wrong" else 0
 
 

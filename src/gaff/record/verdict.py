@@ -14,7 +14,7 @@ from gaff.record.causes import Claim, RunCase, claims
 
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
 _LEAST_STEPS = 20
-_LEAST_LOOKS = 5
+LEAST_LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,17 @@ def _others(found: list[Claim]) -> tuple[Alternative, ...]:
 
 def _missing(case: RunCase) -> str:
     """What keeps a run in which nothing was found from being judged; empty where enough was seen."""
-    seen = f"nothing wrong was found in {case.steps} steps"
     if case.backwards > 1:
         told = f"{case.backwards} backward passes were seen, and no step of a torch.optim.Optimizer"
         return f"{told}: updates made by hand are not followed, so whether anything is learned cannot be told"
     if not case.steps:
         return "no step of a torch.optim.Optimizer was seen: whether anything is learned cannot be told"
     if case.steps < _LEAST_STEPS:
-        return f"{seen}, which are too few to judge: expected {_LEAST_STEPS} or more"
-    if case.looks < _LEAST_LOOKS:
+        return f"{case.steps} steps are too few to judge: expected {_LEAST_STEPS} or more"
+    if case.looks < LEAST_LOOKS:
         more = "let it run for longer, or look more often (every=, --every)"
-        return f"{seen}, of which only {case.looks} were looked at: expected {_LEAST_LOOKS} or more; {more}"
+        seen = f"only {case.looks} of {case.steps} steps were looked at, which is too few to judge"
+        return f"{seen}: expected {LEAST_LOOKS} or more; {more}"
     return ""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from gaff.record.finding import Finding
 from gaff.record.run import Record, Series
 from gaff.record.summary import summary_of
+from gaff.record.verdict import LEAST_LOOKS
 from gaff.views.text import table
 from gaff.views.trials_text import trials_table
 
@@ -25,12 +26,14 @@ _WIDTH = 100
 _SITES = 24  # of the tree, before it is cut
 
 
-def line(step: int, known: Mapping[str, float], findings: Sequence[Finding], overhead: float, every: int) -> str:
+def line(
+    step: int, known: Mapping[str, float], findings: Sequence[Finding], overhead: float, every: int, looks: int
+) -> str:
     """One line about the run as it stands, as ``gaff watch`` prints it at intervals.
 
     ``known``: the latest value of each scalar by name (``loss:NAME``, ``grad_norm``); ``findings``: worst first, of
     which the first is told if it is not over; ``overhead``: the share of time that watching takes; ``every``: steps
-    from one look to the next.
+    from one look to the next; ``looks``: how many there were in training.
     """
     parts = [f"step {step}"]
     parts += [
@@ -40,7 +43,12 @@ def line(step: int, known: Mapping[str, float], findings: Sequence[Finding], ove
         parts.append(f"grad norm {number(known['grad_norm'])}")
     if findings and not findings[0].is_over:
         parts.append(f"{findings[0].rule} at {findings[0].address} since step {findings[0].since}")
-    parts.append(f"every {every} steps, overhead {overhead:.1%}")
+    elif looks >= LEAST_LOOKS:
+        parts.append(f"nothing wrong in the {looks} steps that were looked at")
+    else:
+        parts.append(f"{looks} steps looked at, too few to judge")
+    each = "every step" if every == 1 else f"one step in {every}"
+    parts.append(f"looking at {each}, which takes {overhead:.1%} of the time")
     return "gaff: " + " · ".join(parts)
 
 
@@ -96,7 +104,7 @@ def verdict(record: Record) -> str:
 
 
 def report(
-    record: Record, *, plain: bool = False, brief: bool = False, width: int = _WIDTH, most: int | None = None
+    record: Record, *, plain: bool = False, brief: bool = False, width: int | None = None, most: int | None = None
 ) -> str:
     """The verdict, the findings with evidence and remedy, and the sites with their numbers over time.
 
@@ -162,7 +170,9 @@ def next_commands(record: Record) -> list[tuple[str, str]]:
     return found
 
 
-def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, width: int, most: int = _SITES) -> str:
+def site_table(
+    record: Record, findings: Sequence[Finding], *, plain: bool, width: int | None = None, most: int = _SITES
+) -> str:
     """A table of the modules: rms of what each returned and of its gradient, over time, and the findings there.
 
     Modules are in the order in which they were first called. Where there are more than ``most``, those with findings
@@ -192,8 +202,8 @@ def site_table(record: Record, findings: Sequence[Finding], *, plain: bool, widt
         room = max(0, most - len(flagged))
         kept = {id(row) for row in (*flagged[:most], *calm[: room - room // 2], *calm[len(calm) - room // 2 :])}
         rows = [row for row in rows if id(row) in kept]
-    text = table(("site", "rms", "over time", "gradient rms", "over time ", "findings"), rows, width=width,
-                 right=("rms", "gradient rms"))  # fmt: skip
+    head = ("site", "rms", "over time", "gradient rms", "over time ", "findings")
+    text = table(head, rows, width=width, right=("rms", "gradient rms"), first_to_go=("over time ", "over time"))
     return text + (f"\n... {cut} more sites; gaff report --all shows them" if cut > 0 else "")
 
 

@@ -6,11 +6,46 @@ Every printed result of the package goes through these few functions, so that co
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gaff.errors import PlanError
+
 _Row = TypeVar("_Row")
-_NARROWEST = 6  # characters to which a column is cut at most
+_NARROWEST = 16  # characters to which a text is cut at most
 _FOLD_FROM = 3  # this many equal blocks in a row are told once
+
+
+@dataclass
+class Fitting:
+    """How tables are printed while ``fitting`` is in force; ``heads`` are those of the tables so far."""
+
+    width: int | None
+    columns: tuple[str, ...] = ()
+    heads: dict[str, None] = field(default_factory=dict)
+
+
+_FITTING: ContextVar[Fitting | None] = ContextVar("gaff_fitting", default=None)
+
+
+@contextmanager
+def fitting(width: int | None, columns: Sequence[str] = ()) -> Iterator[None]:
+    """Every table that is made inside fits into ``width`` characters, and shows ``columns`` only, by their heads.
+
+    Raises PlanError at the end for a column that no table had.
+    """
+    told = Fitting(width, tuple(columns))
+    token = _FITTING.set(told)
+    try:
+        yield
+    finally:
+        _FITTING.reset(token)
+    missing = [one for one in told.columns if one not in told.heads]
+    if missing:
+        there = f"expected some of {', '.join(told.heads)}" if told.heads else "this command prints no table"
+        raise PlanError(f"there is no column {missing[0]!r}: {there}")
 
 
 def table(
@@ -19,27 +54,39 @@ def table(
     *,
     width: int | None = None,
     right: Sequence[str] = (),
-    tail: Sequence[str] = (),
+    whole: Sequence[str] = (),
+    first_to_go: Sequence[str] = (),
 ) -> str:
     """Aligned columns, two spaces apart, under a line of heads; columns without any text are left out.
 
-    ``rows`` have one cell for each head. ``right``: heads of the columns that are set flush right. ``width``: cut the
-    widest columns, with ``~``, until the table fits, but none below six characters, so a very narrow table may still be
-    wider; of columns in ``tail`` the end is kept instead of the beginning, since the end of a path tells most.
+    ``rows`` have one cell for each head. ``right``: heads of the columns that are set flush right. ``width``: what the
+    table must fit into, else that of ``fitting``. To fit, long texts are cut, with ``~``, down to 16 characters; then
+    columns are left out, those of ``first_to_go`` first, then from the right, and a last line names them. ``whole``:
+    heads of columns that are neither cut nor left out, by default the first, for an address that is cut names nothing.
     """
-    used = [number for number in range(len(head)) if any(row[number] for row in rows)] or [0]
-    cells = [[head[number] for number in used], *([row[number] for number in used] for row in rows)]
-    widths = [max(len(row[number]) for row in cells) for number in range(len(used))]
-    if width is not None:
-        widths = _fit(widths, width)
-    flush = [(head[number] in right, head[number] in tail) for number in used]
+    told = _FITTING.get()
+    chosen = [number for number in range(len(head)) if any(row[number] for row in rows)] or [0]
+    kept = [head.index(one) for one in whole if one in head] or [0]
+    if told is not None:
+        told.heads.update(dict.fromkeys(head[number].strip() for number in chosen))
+        width = told.width if width is None else width
+        wanted = [number for number in chosen if head[number].strip() in told.columns]
+        chosen = sorted({*wanted, *(one for one in kept if one in chosen)}) if wanted else chosen
+    cells = [[row[number] for number in range(len(head))] for row in (head, *rows)]
+    widths = {number: max(len(row[number]) for row in cells) for number in chosen}
+    soft = {number for number in chosen if number not in kept and head[number] not in right}
+    order = [head.index(one) for one in first_to_go if one in head]
+    order += [number for number in reversed(chosen) if number not in order]
+    left_out = _fit(widths, width, soft, [one for one in order if one not in kept]) if width is not None else []
     lines = []
     for row in cells:
         shown = []
-        for cell, wide, (is_right, is_tail) in zip(row, widths, flush, strict=True):
-            text = _cut(cell, wide, is_tail)
-            shown.append(text.rjust(wide) if is_right else text.ljust(wide))
+        for number, wide in widths.items():
+            text = row[number] if len(row[number]) <= wide else f"{row[number][: wide - 1]}~"
+            shown.append(text.rjust(wide) if head[number] in right else text.ljust(wide))
         lines.append("  ".join(shown).rstrip())
+    if left_out:
+        lines.append(f"(not shown for want of room: {', '.join(head[one].strip() for one in sorted(left_out))})")
     return "\n".join(lines)
 
 
@@ -90,19 +137,22 @@ def blocks(
         at = same
 
 
-def _fit(widths: list[int], width: int) -> list[int]:
-    """Column widths that fit into ``width`` together with their gaps: the widest column gives way first."""
-    widths = list(widths)
-    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
-        widths[widths.index(max(widths))] -= 1
-    return widths
+def _fit(widths: dict[int, int], width: int, soft: set[int], order: Sequence[int]) -> list[int]:
+    """Make columns fit into ``width`` together with their gaps, in ``widths``; returns those that were left out for it.
 
-
-def _cut(cell: str, width: int, is_tail: bool) -> str:
-    """The cell in at most ``width`` characters, with ``~`` where its end, or for ``is_tail`` its beginning, was cut."""
-    if len(cell) <= width:
-        return cell
-    return "~" + cell[len(cell) - width + 1 :] if is_tail else cell[: width - 1] + "~"
+    ``soft``: columns whose texts may be cut, the widest first, ``order``: in which columns are left out.
+    """
+    waiting, gone = [one for one in order if one in widths], []
+    while sum(widths.values()) + 2 * (len(widths) - 1) > width:
+        cuttable = [number for number in widths if number in soft and widths[number] > _NARROWEST]
+        if cuttable:
+            widths[max(cuttable, key=lambda number: widths[number])] -= 1
+        elif waiting:
+            gone.append(waiting.pop(0))
+            del widths[gone[-1]]
+        else:
+            break
+    return gone
 
 
 def count_text(number: float) -> str:

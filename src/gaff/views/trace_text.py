@@ -19,7 +19,7 @@ _HEAD = ("site", "class", "input", "output", "params", "time", "flops", "memory"
 _GRADIENT_HEAD = ("grad out", "grad in")
 _PARAMETER_HEAD = ("parameter", "shape", "elements", "gradient norm", "zeros")
 _RIGHT = ("params", "time", "flops", "memory", "mean", "std", "min", "max", "elements")
-_TAIL = ("site", "parameter")  # of these the end tells most
+_FIRST_TO_GO = ("grad in", "memory", "min", "max", "std", "flops", "input", "class", "params", "mean")
 
 
 def render_table(trace: Traced, width: int | None = None, *, is_plain: bool = False) -> str:
@@ -29,7 +29,9 @@ def render_table(trace: Traced, width: int | None = None, *, is_plain: bool = Fa
     cut, for other programs to read.
     """
     head, rows = _cells(trace)
-    draw = _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT, tail=_TAIL)
+    draw = (
+        _tabs if is_plain else lambda head, rows: table(head, rows, width=width, right=_RIGHT, first_to_go=_FIRST_TO_GO)
+    )
     parts = [summary(trace), draw(head, rows)]
     if trace.has_backward:
         parts += ["", draw(_PARAMETER_HEAD, _parameter_cells(trace))]

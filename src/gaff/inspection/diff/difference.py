@@ -167,7 +167,8 @@ class Difference:
 def _table(rows: Sequence[DiffRow]) -> str:
     """Rows as a text table."""
     head, cells = _cells(rows)
-    return table(head, cells, right=_RIGHT)
+    whole = ("site of A", "site of B")
+    return table(head, cells, right=_RIGHT, whole=whole, first_to_go=("tolerance", "number", "phase", "step"))
 
 
 def _cells(rows: Sequence[DiffRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -71,6 +71,11 @@ class Judge:
         self.broken: dict[str, str] = {}  # rules that raised, with what; they are asked no more
         self._is_nonfinite = False
 
+    @property
+    def looks(self) -> int:
+        """How many looks at training steps were judged."""
+        return self._looks["train"]
+
     def look(self, sample: Sample) -> None:
         """Judge one sampled step: remember what later looks compare with, ask the rules of its phase, tell what holds.
 

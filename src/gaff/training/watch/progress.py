@@ -83,7 +83,8 @@ class Progress:
     def _line(self, step: int, pace: Pace) -> None:
         """Tell a line of progress on the terminal."""
         if self._settings.tell is not None:
-            told = run_text.line(step, self.latest, self._judge.findings, pace.overhead, pace.distance)
+            judge = self._judge
+            told = run_text.line(step, self.latest, judge.findings, pace.overhead, pace.distance, judge.looks)
             self._settings.tell(told)
 
 
