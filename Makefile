@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners page page-check shots check house bench docs format clean
+.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners page page-check shots gallery check house bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -77,6 +77,9 @@ page: page/node_modules/.package-lock.json  ## the page's script and style, buil
 
 shots: $(VENV)/.ready page/node_modules/.package-lock.json  ## pictures of all pages, three sizes and two themes, in shots/; ONLY=verdict for some
 	$(RUN) tests/shots.py
+
+gallery: $(VENV)/.ready  ## the pictures of docs/gallery.md, of real runs and models
+	$(RUN) tests/gallery.py
 
 page-check: page/node_modules/.package-lock.json  ## whether what is in the package is what page/ builds
 	cd page && npm run --silent check && npm run --silent test && npm run --silent build -- --check

@@ -33,25 +33,32 @@ def watched(out, *arguments):
         command("watch", "--out", out, "--", sys.executable, HERE / "shots_training.py", *arguments)
 
 
-def make_pages(folder):
-    """A page of each kind, of real runs."""
-    runs = folder / "runs"
+def make_runs(runs):
+    """Real trainings: a healthy one, one with another learning rate, and two with bugs."""
     watched(runs / "healthy")
     watched(runs / "faster", "--lr", "0.02")
     watched(runs / "dead", "--bug", "dead-relu")
     watched(runs / "nan", "--bug", "nan")
+    return runs
+
+
+def make_pages(folder):
+    """A page of each kind, of real runs."""
+    runs = make_runs(folder / "runs")
     made = {name: folder / f"{name}.html" for name in VIEWS}
     quiet = {"stdout": subprocess.DEVNULL}
     command("report", runs / "dead", "--html", made["broken"], **quiet)
     command("report", runs / "nan", "--html", made["nan"], **quiet)
     command("report", *(runs / name for name in ("healthy", "faster", "dead")), "--html", made["runs"], **quiet)
     command("diff", runs / "healthy", runs / "faster", "--html", made["diff"], **quiet)
-    traced(made["resnet"], made["minilm"])
+    photo, text = traces()
+    photo.save(made["resnet"])
+    text.save(made["minilm"])
     return made
 
 
-def traced(photo, text):
-    """Pages of one run each: of a photo in ResNet-50, with the score of one class, and of a sentence in MiniLM."""
+def traces():
+    """One run each: of a photo in ResNet-50, with the score of one class, and of a sentence in MiniLM."""
     sys.path.insert(0, str(ROOT / "examples"))
     import minilm
     import resnet50
@@ -60,12 +67,12 @@ def traced(photo, text):
 
     import gaff
 
-    gaff.trace(resnet50.model(), resnet50.photo(), backward=lambda y: y[0, 7], pictures=True).save(photo)
+    photo = gaff.trace(resnet50.model(), resnet50.photo(), backward=lambda y: y[0, 7], pictures=True)
     tokenizer = AutoTokenizer.from_pretrained(str(get_model_path()), local_files_only=True)
-    trace = gaff.trace(
+    text = gaff.trace(
         minilm.model(), **minilm.sentences(), backward=lambda y: y.last_hidden_state.mean(), pictures=True
     )
-    trace.with_tokens(tokenizer.convert_ids_to_tokens).save(text)
+    return photo, text.with_tokens(tokenizer.convert_ids_to_tokens)
 
 
 def main():

@@ -65,3 +65,68 @@ def test_what_is_not_there_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "import_module", missing)
     with pytest.raises(PlanError, match="pip install 'gaff\\[figures\\]'"):
         figures.curves(record)
+
+
+def test_the_loss_is_drawn_with_its_evaluations_and_what_was_found(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2), torch.rand(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(12):
+            model.train()
+            loss = nn.functional.mse_loss(model(x), torch.zeros(8, 2)) * (float("nan") if step == 9 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 4 == 3:
+                model.eval()
+                with torch.no_grad():
+                    nn.functional.mse_loss(model(x), torch.zeros(8, 2))
+    record = gaff.load(tmp_path / "run")
+    axes = figures.loss(record).axes[0]
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines["loss"].get_ydata())[:9] == record.scalar("loss").values[:9]
+    assert list(lines["evaluated (mse_loss)"].get_xdata()) == [step for step, _ in record.evaluated()["mse_loss"]]
+    assert "nonfinite" in {text.get_text() for text in axes.texts}
+    plain = figures.loss([record], events=False, smoothing=0.5).axes[0]
+    assert not plain.texts
+    assert len(plain.get_lines()) == len(lines) + 1 - sum(label.startswith("_") for label in lines)
+    with pytest.raises(PlanError, match="smoothing=1: expected a weight from 0 to below 1"):
+        figures.loss(record, smoothing=1)
+    assert figures.smoothed([0.0, 1.0, float("nan")], 0.5)[1] == pytest.approx(2 / 3)
+
+
+def test_attention_is_drawn_head_by_head_with_its_tokens():
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(9, 8)
+
+        def forward(self, ids):
+            x = self.table(ids).unflatten(-1, (2, 4)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    model, ids = Net(), torch.tensor([[1, 2, 3, 4, 5]])
+    trace = gaff.trace(model, ids, pictures=True).with_tokens(lambda known: [f"w{one}" for one in known])
+    site = next(one.site for one in trace.pictures if one.kind == "attention")
+    figure = figures.attention(trace, site)
+    shown = np.stack([np.asarray(axes.get_images()[0].get_array()) for axes in figure.axes])
+    x = model.table(ids).unflatten(-1, (2, 4)).transpose(1, 2)[0]
+    wanted = (x @ x.mT / 2).softmax(-1).detach().numpy()
+    assert np.abs(shown - wanted).max() < 0.01
+    assert [one.get_text() for one in figure.axes[0].get_yticklabels()] == ["w1", "w2", "w3", "w4", "w5"]
+    assert len(figures.attention(trace, site, heads=[1]).axes) == 1
+    with pytest.raises(PlanError, match="expected numbers from 0 to 1"):
+        figures.attention(trace, site, heads=[2])
+    with pytest.raises(RecordError, match="the trace has no picture of attention at 'table'"):
+        figures.attention(trace, "table")
+    with pytest.raises(RecordError, match="no picture of feature maps at 'table'"):
+        figures.features(trace, "table")
+
+
+def test_a_map_leaves_a_pause_empty():
+    edges, table = figures._with_gaps([0, 1, 2, 20, 21], [0, 1, 2, 20, 21], np.ones((2, 5)))
+    assert edges == [0, 1, 2, 3, 20, 21, 22]
+    assert np.isnan(table[0]).tolist() == [False, False, False, True, False, False]

@@ -201,6 +201,10 @@ class Record:
         """All events of one kind, each with its step."""
         return [(step, one) for step, one in self.part(rank).events if one.get("kind") == kind]
 
+    def evaluated(self, rank: int = 0) -> dict[str, tuple[tuple[int, float], ...]]:
+        """The mean losses of evaluations, by the names of torch's functions, each with the steps made before it."""
+        return _evaluated(self.part(rank))
+
     def flight(self, rank: int = 0) -> list[Flight]:
         """The last 64 steps, looked at or not, as they were when the process ended, however it ended; oldest first."""
         path = self.part(rank).reader.path.with_suffix(RING)
@@ -385,7 +389,7 @@ def _case(record: Record) -> RunCase:
         record.experiments, unstepped, tuple(norms) if norms is not None else (),
         2 * sum(map(acts, looks)) > len(looks),
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
-        _evaluated(part),
+        record.evaluated(part.rank),
     )  # fmt: skip
 
 

@@ -14,16 +14,18 @@ import numpy as np
 
 from gaff.address.grammar import nearest
 from gaff.compat.extras import need
-from gaff.errors import RecordError
+from gaff.errors import PlanError, RecordError
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import port_of
 
 if TYPE_CHECKING:
+    from gaff.record.picture import Picture
     from gaff.record.trace_rows import Traced
 
 _ALL = 1 << 30  # columns: every look
 _MOST_NAMES = 40  # of sites that are written beside a map
+_MOST_TOKENS = 40  # that are written beside a map of attention
 _SIGNED = "RdBu_r"
 
 
@@ -51,7 +53,8 @@ def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: i
     """One number of all sites of a port over all looks, as a map: a row for each site, a column for each look.
 
     Arguments are those of ``signal_by_depth``. Where no value is negative the colours are logarithmic, and zeros are
-    grey; otherwise they are linear. What is missing or not finite is grey as well.
+    grey; otherwise they are linear. What is missing or not finite is grey as well, and so is a pause between looks
+    that is three times as long as those beside it.
     """
     cube, rows, names = _rows(record, stat, port, rank)
     table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
@@ -60,7 +63,7 @@ def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: i
     is_log = bool(np.nanmin(table) >= 0) and bool((table > 0).any())
     shown = np.where(table > 0, table, np.nan) if is_log else table
     axes.set_facecolor("0.6")
-    edges = [*cube.first.tolist(), int(cube.last[-1]) + 1]
+    edges, shown = _with_gaps(cube.first.tolist(), cube.last.tolist(), shown)
     mesh = axes.pcolormesh(edges, np.arange(len(names) + 1), shown, norm=colors.LogNorm() if is_log else None,
                            cmap="magma" if is_log else _SIGNED, rasterized=True)  # fmt: skip
     axes.invert_yaxis()
@@ -87,6 +90,96 @@ def curves(records: Sequence[Record] | Record, name: str = "loss") -> Any:
     return figure
 
 
+def loss(records: Sequence[Record] | Record, *, smoothing: float = 0.0, events: bool = True) -> Any:
+    """The losses of one run or several, trained and evaluated, with what was found marked at its first step.
+
+    ``smoothing``: the weight of an exponential mean without the pull of its beginning, from 0 to below 1; what it was
+    made of stays, faintly. ``events``: findings of the first run, a line for each rule, red for errors. The axis is
+    logarithmic where all losses are positive and lie more than a factor of 30 apart. Of runs of several processes the
+    numbers of rank 0 are drawn. Raises RecordError where no run has a loss, PlanError for another ``smoothing``.
+    """
+    if not 0 <= smoothing < 1:
+        raise PlanError(f"smoothing={smoothing}: expected a weight from 0 to below 1")
+    several = [records] if isinstance(records, Record) else list(records)
+    figure, axes = _axes((6.4, 3.4))
+    drawn: list[float] = []
+    for at, record in enumerate(several):
+        title = f"{record.path.name}: " if len(several) > 1 else ""
+        color = f"C{at}"
+        for name in (one for one in record.scalars if one.startswith("loss:")):
+            series = record.scalar(name)
+            drawn += [one for one in series.values if np.isfinite(one)]
+            label = f"{title}{name.removeprefix('loss:')}"
+            if smoothing:
+                axes.plot(series.steps, series.values, linewidth=0.8, color=color, alpha=0.3)
+            axes.plot(series.steps, smoothed(series.values, smoothing), linewidth=1.2, color=color, label=label)
+        for name, pairs in record.evaluated().items():
+            steps, values = zip(*pairs, strict=True)
+            axes.plot(steps, values, marker="o", markersize=3, linestyle="--", linewidth=1, color=color,
+                      label=f"{title}evaluated ({name})")  # fmt: skip
+            drawn += [one for one in values if np.isfinite(one)]
+    if not drawn:
+        raise RecordError(f"{several[0].path if several else 'no run'}: no loss was seen: expected a run that has some")
+    if min(drawn) > 0 and max(drawn) > 30 * min(drawn):
+        axes.set_yscale("log")
+    if events:
+        _mark(axes, several[0])
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend(fontsize="x-small")
+    return figure
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """An exponential mean of what is finite, without the pull of its beginning, as Adam corrects its moments.
+
+    What is not finite stays as it is. Kingma and Ba, 2015, section 3, has the correction.
+    """
+    mean = total = 0.0
+    found = []
+    for value in values:
+        if not np.isfinite(value):
+            found.append(value)
+            continue
+        mean = weight * mean + (1 - weight) * value
+        total = weight * total + (1 - weight)
+        found.append(mean / total)
+    return found
+
+
+def attention(trace: Traced, site: str, *, heads: Sequence[int] | None = None) -> Any:
+    """The attention weights of one call, a map for each head: a row looks, a column is looked at.
+
+    ``trace``: made with ``pictures=True``; ``site``: the address of the op or module, as its pictures have it;
+    ``heads``: which of them, by their numbers, all by default. Tokens stand beside the maps where the trace knows them
+    (see ``Trace.with_tokens``). Colours go from 0 to the largest weight of all heads. Raises RecordError with near
+    names, PlanError for a head that there is not.
+    """
+    one = _picture_of(trace, site, "attention")
+    table = np.frombuffer(one.data, np.uint8).reshape(one.size)
+    chosen = list(range(len(table))) if heads is None else list(heads)
+    wrong = next((at for at in chosen if not 0 <= at < len(table)), None)
+    if wrong is not None or not chosen:
+        raise PlanError(f"heads={heads!r}: expected numbers from 0 to {len(table) - 1}")
+    across = min(4, len(chosen))
+    down = -(-len(chosen) // across)
+    has_names = len(trace.tokens) == table.shape[2] <= _MOST_TOKENS
+    size = (2.1 if has_names else 1.6) * across, (2.1 if has_names else 1.6) * down
+    figure = _figure_class()(figsize=size, layout="constrained")
+    for place, head in enumerate(chosen):
+        axes = figure.add_subplot(down, across, place + 1)
+        axes.imshow(one.low + table[head] / 255 * (one.high - one.low), cmap="magma", vmin=0, vmax=one.high)
+        axes.set_title(f"head {head}", fontsize="x-small")
+        _name(axes.xaxis, trace.tokens if has_names and place >= len(chosen) - across else [], rotation=90)
+        _name(axes.yaxis, trace.tokens if has_names and place % across == 0 else [])
+    figure.suptitle(f"{one.site}, weights from 0 to {one.high:.3g}", fontsize="small")
+    return figure
+
+
+def features(trace: Traced, site: str) -> Any:
+    """The feature maps of one call, or of a gradient there, as ``picture`` draws them. Raises as ``picture``."""
+    return picture(trace, site, "feature maps")
+
+
 def picture(trace: Traced, site: str, kind: str | None = None) -> Any:
     """A picture of a trace made with ``pictures=True``: maps side by side, or a class activation over its image.
 
@@ -94,12 +187,7 @@ def picture(trace: Traced, site: str, kind: str | None = None) -> Any:
     without it the first one is drawn. Values that have a sign are blue below zero and red above. Raises RecordError
     with near names.
     """
-    known = [one for one in trace.pictures if one.site == site and kind in (None, one.kind)]
-    if not known:
-        near = ", ".join(nearest(site, list(dict.fromkeys(one.site for one in trace.pictures)))) or "none"
-        what = f"picture of {kind}" if kind else "picture"
-        raise RecordError(f"the trace has no {what} at {site!r}; nearest: {near}")
-    one = known[0]
+    one = _picture_of(trace, site, kind)
     table = np.frombuffer(one.data, np.uint8).reshape(one.size)
     if one.kind == "image":
         figure, axes = _axes((4.0, 4.0))
@@ -109,7 +197,10 @@ def picture(trace: Traced, site: str, kind: str | None = None) -> Any:
     count = table.shape[0]
     across = int(np.ceil(np.sqrt(count)))
     plt = _figure_class()
-    figure = plt(figsize=(1.4 * across + 0.6, 1.4 * int(np.ceil(count / across)) + 0.4), layout="constrained")
+    figure = plt(
+        figsize=(max(3.6, 1.4 * across + 0.6), 0.8 * (count == 1) + 1.4 * int(np.ceil(count / across)) + 0.4),
+        layout="constrained",
+    )
     low, high = (-one.limit, one.limit) if one.limit else (one.low, one.high)
     for at in range(count):
         axes = figure.add_subplot(int(np.ceil(count / across)), across, at + 1)
@@ -124,6 +215,47 @@ def picture(trace: Traced, site: str, kind: str | None = None) -> Any:
         axes.set_aspect("auto" if is_row else "equal")
     figure.suptitle(f"{one.site or 'the model'}, {one.title}", fontsize="small")
     return figure
+
+
+def _picture_of(trace: Traced, site: str, kind: str | None) -> Picture:
+    """The first picture of a site, of this kind; raises RecordError with near names."""
+    known = [one for one in trace.pictures if one.site == site and kind in (None, one.kind)]
+    if known:
+        return known[0]
+    there = dict.fromkeys(one.site for one in trace.pictures if kind in (None, one.kind))
+    near = ", ".join(nearest(site, list(there))) or ", ".join(list(there)[:3]) or "none"
+    what = f"picture of {kind}" if kind else "picture"
+    raise RecordError(f"the trace has no {what} at {site!r}; nearest: {near}")
+
+
+def _with_gaps(first: list[int], last: list[int], table: Any) -> tuple[list[int], Any]:
+    """Where columns begin, and the last ends; with a column of nothing where nobody looked for long.
+
+    A column reaches to the next, but not over a distance that is more than three times those beside it.
+    """
+    far = [0, *(begin - end for begin, end in zip(first[1:], last, strict=False)), 0, 0]
+    edges, kept = [], []
+    for at, begin in enumerate(first):
+        edges.append(begin)
+        kept.append(table[:, at])
+        around = max(far[at], far[at + 2])
+        if at + 1 < len(first) and 0 < 3 * around < far[at + 1]:
+            edges.append(last[at] + around)
+            kept.append(np.full(len(table), np.nan))
+    return [*edges, last[-1] + max(1, far[len(first) - 1])], np.stack(kept, 1)
+
+
+def _mark(axes: Any, record: Record) -> None:
+    """Lines where rules came to hold, the first of each, with their names at the top."""
+    colors = {"error": "#c22c2c", "warning": "#a86400", "info": "#1d5fd1"}
+    first: dict[str, Any] = {}
+    for one in sorted(record.findings, key=lambda one: one.since):
+        first.setdefault(one.rule, one)
+    for one in first.values():
+        color = colors.get(one.severity, "0.5")
+        axes.axvline(one.since, color=color, linewidth=0.8, linestyle=":")
+        axes.annotate(one.rule, (one.since, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top",
+                      ha="right", fontsize="xx-small", color=color)  # fmt: skip
 
 
 def _rows(record: Record, stat: str, port: str, rank: int) -> tuple[Cube, list[int], list[str]]:
