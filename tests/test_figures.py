@@ -72,20 +72,20 @@ def test_the_loss_is_drawn_with_its_evaluations_and_what_was_found(tmp_path):
     model, x = nn.Linear(4, 2), torch.rand(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
-        for step in range(12):
+        for step in range(45):
             model.train()
-            loss = nn.functional.mse_loss(model(x), torch.zeros(8, 2)) * (float("nan") if step == 9 else 1)
+            loss = nn.functional.mse_loss(model(x), torch.zeros(8, 2)) * (float("nan") if step == 40 else 1)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if step % 4 == 3:
+            if step % 15 == 14:
                 model.eval()
                 with torch.no_grad():
                     nn.functional.mse_loss(model(x), torch.zeros(8, 2))
     record = gaff.load(tmp_path / "run")
     axes = figures.loss(record).axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert list(lines["loss"].get_ydata())[:9] == record.scalar("loss").values[:9]
+    assert list(lines["loss"].get_ydata())[:40] == record.scalar("loss").values[:40]
     assert list(lines["evaluated (mse_loss)"].get_xdata()) == [step for step, _ in record.evaluated()["mse_loss"]]
     assert "nonfinite" in {text.get_text() for text in axes.texts}
     plain = figures.loss([record], events=False, smoothing=0.5).axes[0]
