@@ -31,7 +31,7 @@ from gaff.record.matrix import pack_series
 from gaff.views.page.chunks import Chunks, from_log16, to_log16
 from gaff.views.page.document import asset
 from gaff.views.page.live import Board, Server
-from gaff.views.page.run import document
+from gaff.views.page.run import document, run_of
 from made_records import HOSTILE, MadeRun, make
 
 NAN = math.nan
@@ -606,3 +606,30 @@ def test_a_process_that_comes_later_is_not_shown_with_the_numbers_of_another(tmp
     head = json.loads(board.head())
     packed = [board.chunk(str(head["live"]["version"]), at) for at in range(len(head["chunks"]))]
     assert packed == page.chunks.packed
+
+
+def test_batches_that_were_kept_are_shown_as_images_and_tokens(tmp_path):
+    folder = tmp_path / "run"
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 36, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=folder, every=1, keep_batch=True):
+        for step in range(3):
+            x = torch.rand(4, 1, 8, 8)
+            if step == 1:
+                x[2, 0, 3, 5] = float("nan")
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    chunks = Chunks()
+    (kept,) = run_of(load(folder), chunks)["batches"]
+    assert (kept["step"], kept["why"]) == (1, "nonfinite")
+    (given,) = kept["inputs"]
+    assert (given["shape"], given["type"], given["bad"]) == ([4, 1, 8, 8], "F32", [2])
+    told = chunks.told[given["images"]]
+    assert told == {"encoding": "u8", "shape": [4, 8, 8, 3]}
+    pixels = np.frombuffer(zlib.decompress(chunks.packed[given["images"]], -15), np.uint8).reshape(4, 8, 8, 3)
+    assert pixels[2, 3, 5].tolist() == [255, 0, 220]
+    assert (pixels[0].min(), pixels[0].max()) == (0, 255)  # each is scaled by itself
+    (folder / "batches" / "00000009-loss.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0{")
+    broken = run_of(load(folder), Chunks())["batches"][1]
+    assert broken["why"].startswith("00000009-loss.safetensors cannot be read: ")

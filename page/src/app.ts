@@ -14,7 +14,7 @@ const KNOWN = 1; // the version of the head
 
 const EMPTY: Run = {
   name: "", path: "", verdict: "", level: "fine", steps: 0, complete: true, error: "", overhead: 0, rank: 0, ranks: [0], looks: 0, lastLook: -1,
-  command: "", began: "", facts: [], notes: [], findings: [], sites: [], groups: [], scalars: { names: [] }, models: [], gradients: [], flight: [], changes: [],
+  command: "", began: "", facts: [], notes: [], findings: [], sites: [], groups: [], scalars: { names: [] }, models: [], gradients: [], flight: [], changes: [], batches: [],
 };
 
 let source: Source;

@@ -94,6 +94,14 @@ export interface Run {
   gradients: Reached[];
   flight: Flight[];
   changes: Change[];
+  batches: Batch[];
+}
+
+/** A batch that was kept; of large ones the first samples. */
+export interface Batch {
+  step: number; // -1: it cannot be read
+  why: string;
+  inputs: { name: string; shape: number[]; type: string; bad: number[]; images: number | null; tokens: number[][] }[];
 }
 
 export interface Flight {

@@ -6,6 +6,7 @@ import { rowsOf, scalarsOf, siteNamed } from "../rundata";
 import { stepChart } from "../steps";
 import type { Reached } from "../types";
 import type { Page, View } from "../view";
+import { batchCards } from "./batches";
 
 const STATES = ["none", "zero", "tiny", "arrived", "not finite", "frozen"];
 
@@ -70,8 +71,9 @@ export const origin: View = {
   title: "First bad op",
   what: "the op in which the first NaN or inf began, and the ops before it",
   isShown: (page) => page.run.findings.some((one) => one.rule === "nonfinite"),
-  draw(page) {
+  async draw(page) {
     const found = page.run.findings.filter((one) => one.rule === "nonfinite");
+    const batches = await batchCards(page);
     return h("div", {}, ...found.map((one) => {
       const { chain: told, ...rest } = one.evidence;
       const chain = Array.isArray(told) ? told.map(evidence) : null;
@@ -86,7 +88,7 @@ export const origin: View = {
         chain && h("h3", {}, "the ops before it"),
         chain && h("ol", { class: "chain" }, ...chain.map((line) => h("li", {}, line))),
       );
-    }));
+    }), ...batches);
   },
 };
 
@@ -141,7 +143,8 @@ export const recorder: View = {
   title: "Last steps",
   what: "the flight recorder: every one of the last steps, looked at or not",
   isShown: (page) => page.run.flight.length > 0,
-  draw(page) {
+  async draw(page) {
+    const batches = await batchCards(page);
     const rows = [...page.run.flight].reverse();
     const names = [...new Set(rows.flatMap((row) => Object.keys(row.losses)))];
     const cells = rows.map((row) => [
@@ -158,6 +161,7 @@ export const recorder: View = {
       {},
       h("p", { class: "quiet" }, "the latest first; equal checksums are equal batches, as far as their first 4 KiB tell"),
       table(["step", ...names, "learning rate", "scale", "samples", "seconds", "batch"], cells, [0, ...names.map((_, at) => at + 1), names.length + 1, names.length + 2, names.length + 3, names.length + 4]),
+      ...batches,
     );
   },
 };

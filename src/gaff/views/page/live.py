@@ -365,5 +365,5 @@ def _waiting(path: Path, why: str) -> dict[str, Any]:
         "name": path.name, "path": str(path), "verdict": why, "level": "info", "steps": 0, "complete": False,
         "error": "", "overhead": 0.0, "rank": 0, "ranks": [0], "looks": 0, "lastLook": -1, "command": "", "began": "",
         "facts": [], "notes": [], "findings": [], "sites": [], "groups": [], "scalars": {"names": []}, "models": [],
-        "gradients": [], "flight": [], "changes": [],
+        "gradients": [], "flight": [], "changes": [], "batches": [],
     }  # fmt: skip

@@ -23,6 +23,7 @@ from gaff.record.statistics import STATISTICS
 from gaff.record.summary import summary_of
 from gaff.version import __version__
 from gaff.views import run_text
+from gaff.views.page.batches import kept_batches
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document
 
@@ -84,6 +85,7 @@ def run_of(  # the range of steps and the width are what a zoom asks for
         "models": [_model(one) for _, one in record.events("model", rank)],
         "gradients": _gradients(record, rank, cubes),
         "flight": [_flight(one) for one in _last_steps(record, rank)],
+        "batches": kept_batches(record.path, chunks),
         "changes": [
             {"step": step, "what": _text(one.get("what")), "lines": [_text(line) for line in _list(one.get("lines"))]}
             for step, one in record.events("changes", rank)
