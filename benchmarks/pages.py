@@ -2,7 +2,6 @@
 
 import math
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,9 @@ import gaff
 from benchmarks.harness import measure, table
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogWriter
 from gaff.record.matrix import Layout, pack, pack_series
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import chromium  # where the tests find a browser
 
 SITES, LOOKS = 1000, 2000
 CORE = ("count", "mean", "std", "min", "max", "zeros", "nan", "positive_inf", "negative_inf")
@@ -77,15 +79,10 @@ def report(folder):
 
 
 def opened(page):
-    """Seconds until the first view is drawn, and until a site's page is, in Chromium."""
-    from playwright.sync_api import sync_playwright
-
+    """Seconds until the first view is drawn, until a site's page is, and until a map of all sites is, in Chromium."""
     sites = ["block.7", "block.70:grad_output", "block.99.weight:param", "block.12", "block.201.weight:grad"]
-    first, each = [], []
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
+    first, each, maps = [], [], []
+    with chromium.opened() as browser:
         for _ in range(5):
             tab = browser.new_page(viewport={"width": 1400, "height": 1000})
             began = time.perf_counter()
@@ -94,15 +91,65 @@ def opened(page):
             first.append(time.perf_counter() - began)
             tab.wait_for_timeout(1500)
             for site in sites:
-                each.append(tab.evaluate(OPEN, site) / 1000)
+                each.append(tab.evaluate(OPEN, ["site", {"site": site}]) / 1000)
+            maps.append(tab.evaluate(OPEN, ["map", {"stat": "std"}]) / 1000)
             tab.close()
-        browser.close()
-    return statistics.median(first), statistics.median(each), max(each)
+    return statistics.median(first), statistics.median(each), max(each), statistics.median(maps)
 
 
-OPEN = """async site => {
+def frames(folder):
+    """Milliseconds from one frame of a live page to the next, while it is updated about once a second: ten seconds."""
+    (folder.parent / "train.py").write_text(TRAIN)
+    training = subprocess.Popen([sys.executable, str(folder.parent / "train.py"), str(folder)])
+    server = subprocess.Popen([sys.executable, "-m", "gaff", "report", str(folder), "--live", "--idle", "100"],
+                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        url = server.stderr.readline().split()[-1]
+        with chromium.opened() as browser:
+            tab = browser.new_page(viewport={"width": 1400, "height": 1000})
+            tab.goto(url)
+            tab.wait_for_selector(".plot canvas")
+            tab.wait_for_timeout(2000)
+            return tab.evaluate(FRAMES)
+    finally:
+        for process in (training, server):
+            process.kill()
+            process.wait()
+        server.stderr.close()
+
+
+TRAIN = """
+import sys, time, torch, gaff
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 10))
+optimizer = torch.optim.Adam(model.parameters())
+with gaff.watch(model, optimizer, out=sys.argv[1]):
+    while True:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(0, 10, (32,))).backward()
+        optimizer.step()
+        time.sleep(0.02)
+"""
+
+FRAMES = """async () => {
+  const times = [];
+  let versions = 0;
+  new MutationObserver(() => versions++).observe(document.getElementById('page'), { childList: true });
+  const end = performance.now() + 10000;
+  await new Promise((done) => {
+    const next = (now) => { times.push(now); now < end ? requestAnimationFrame(next) : done(); };
+    requestAnimationFrame(next);
+  });
+  const gaps = times.slice(1).map((time, at) => time - times[at]).sort((a, b) => a - b);
+  const late = gaps.filter((one) => one > 25).length / gaps.length;
+  return { median: gaps[gaps.length >> 1], late, longest: gaps[gaps.length - 1], versions };
+}"""
+
+
+OPEN = """async ([view, options]) => {
   const began = performance.now();
-  location.hash = '#/site?' + new URLSearchParams({ site });
+  location.hash = `#/${view}?` + new URLSearchParams(options);
   const frame = document.getElementById('page');
   while (frame.dataset.shown !== location.hash) await new Promise((done) => setTimeout(done));
   await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
@@ -166,10 +213,16 @@ def pages():
         print(f"| the record | {sum(one.stat().st_size for one in folder.iterdir()) / 1e6:.1f} MB |")
         print(f"| gaff report --html, as a command | {seconds:.2f} s |")
         print(f"| the page | {page.stat().st_size / 1e6:.2f} MB |")
-        if shutil.which("chromium"):
-            first, middle, worst = opened(page)
+        if chromium.executable():
+            first, middle, worst, whole = opened(page)
             print(f"| until it can be used | {first:.2f} s |")
             print(f"| opening a site, median and longest | {middle * 1e3:.0f} ms, {worst * 1e3:.0f} ms |")
+            print(f"| a map of all sites | {whole * 1e3:.0f} ms |")
+    if chromium.executable():
+        with tempfile.TemporaryDirectory() as name:
+            told = frames(Path(name) / "run")
+            print(f"\nframes of a live page: median {told['median']:.1f} ms, longest {told['longest']:.0f} ms, "
+                  f"{told['late']:.1%} over 25 ms, drawn anew {told['versions']} times in 10 s")  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         table("A training step beside a live page", live(Path(name) / "run"), base="nobody looks")
 

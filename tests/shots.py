@@ -28,9 +28,9 @@ def command(*arguments, **more):
     subprocess.run([sys.executable, "-m", "gaff", *map(str, arguments)], cwd=ROOT, check=False, **more)
 
 
-def watched(out, *arguments):
+def watched(out, *arguments, options=()):
     if not out.exists():
-        command("watch", "--out", out, "--", sys.executable, HERE / "shots_training.py", *arguments)
+        command("watch", *options, "--out", out, "--", sys.executable, HERE / "shots_training.py", *arguments)
 
 
 def make_runs(runs):
@@ -38,7 +38,7 @@ def make_runs(runs):
     watched(runs / "healthy")
     watched(runs / "faster", "--lr", "0.02")
     watched(runs / "dead", "--bug", "dead-relu")
-    watched(runs / "nan", "--bug", "nan")
+    watched(runs / "nan", "--bug", "nan", options=("--keep-batch",))
     return runs
 
 

@@ -93,7 +93,7 @@ def test_a_planted_difference_is_the_first(spoil, site):
     found = gaff.diff(traced(net), traced(other))
     assert found
     assert (found.first.site, found.first.phase) == (site, "forward")
-    assert f"they part first at {site}, forward" in found.verdict
+    assert f"they differ first at {site}, forward" in found.verdict
 
 
 def test_a_difference_in_backward_alone_is_found_there():
@@ -246,7 +246,7 @@ def test_the_command_tells_saves_and_says_by_its_exit_code(tmp_path, capsys):
     traced(other).save(tmp_path / "b.json")
     assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
     assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--html", str(tmp_path / "d.html")]) == 3
-    assert "they part first at blocks.1.norm" in capsys.readouterr().out
+    assert "they differ first at blocks.1.norm" in capsys.readouterr().out
     assert '"kind":"diff"' in (tmp_path / "d.html").read_text()
     assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json"]) == 3
     told = json.loads(capsys.readouterr().out)

@@ -544,7 +544,9 @@ def test_a_loss_that_is_not_finite_is_named_with_its_step(tmp_path):
     run = MadeRun(tmp_path / "run")
     run.steps(0, [1.0] * 5000 + [NAN] + [1.0] * 4000 + [math.inf])
     run.log.close()
-    assert document([load(tmp_path / "run")]).head["runs"][0]["scalars"]["odd"] == {"loss:l": [5000, 9001]}
+    assert document([load(tmp_path / "run")]).head["runs"][0]["scalars"]["odd"] == {
+        "loss:l": {"count": 2, "steps": [5000, 9001]}
+    }
 
 
 def test_a_run_that_grows_is_read_on_not_anew(tmp_path, monkeypatch):
@@ -588,7 +590,7 @@ def test_what_is_not_finite_any_more_is_not_told_by_what_it_was(tmp_path):
         assert np.isinf(row[6:]).all(), (stat, site)
         assert np.isfinite(row[1:5]).all()
     (odd,) = page.head["runs"][0]["scalars"]["odd"].values()
-    assert odd == [5, 6, 7]
+    assert odd == {"count": 3, "steps": [5, 6, 7]}
 
 
 def test_a_process_that_comes_later_is_not_shown_with_the_numbers_of_another(tmp_path):

@@ -1,16 +1,17 @@
-// Colours of maps: dark to light in even steps of lightness, so that an order is seen in grey, too.
+// Colours of maps: dark to light in even steps of lightness, so that an order is seen in grey, too; the darkest is
+// told from the ground of a dark page.
 
 export type Rgb = [number, number, number];
 
 const RAMP: Rgb[] = [
-  [24, 15, 61], [56, 30, 114], [88, 46, 141], [122, 62, 148], [157, 79, 143],
+  [88, 46, 141], [122, 62, 148], [157, 79, 143],
   [190, 98, 131], [219, 122, 115], [239, 152, 103], [248, 188, 110], [252, 229, 154],
 ];
 const COOL: Rgb = [38, 110, 190];
 const WARM: Rgb = [205, 72, 48];
 
 export const BAD: Rgb = [255, 0, 220];
-export const ZERO: Rgb = [70, 74, 84];
+export const ZERO: Rgb = [20, 148, 132]; // in no ramp
 
 function between(from: Rgb, to: Rgb, share: number): Rgb {
   return [0, 1, 2].map((at) => Math.round(from[at]! + (to[at]! - from[at]!) * share)) as Rgb;
@@ -32,7 +33,7 @@ export function signed(value: number): Rgb {
 export const RAMP_256 = Array.from({ length: 256 }, (_, at) => ramp(at / 255));
 export const SIGNED_256 = Array.from({ length: 256 }, (_, at) => signed((at - 127.5) / 127.5));
 
-export const LINES = ["#4f8ef7", "#e8743b", "#19a979", "#b65fcf", "#d4a72c", "#ed4a7b", "#2fb7c4", "#8a7f72"];
+export const LINES = ["#4f8ef7", "#e8743b", "#b65fcf", "#2fb7c4", "#8a7f72", "#ed4a7b", "#19a979", "#d4a72c"];
 
 export function css(color: Rgb): string {
   return `rgb(${color.join(",")})`;

@@ -146,9 +146,8 @@ class HeatMap implements Kept<Given> {
   /** The names of rows, as many as there is room for, beside them. */
   private names(): HTMLElement | false {
     const { cells, look } = this.given;
-    if (look.flip) return false;
     const every = Math.ceil(13 / look.height);
-    const shown = Array.from({ length: Math.ceil(cells.rows / every) }, (_, at) => at * every);
+    const shown = Array.from({ length: Math.ceil(cells.rows / every) }, (_, at) => (look.flip ? cells.rows - 1 - at * every : at * every));
     return h(
       "div",
       { class: "row-names" },
@@ -392,7 +391,7 @@ function scale(range: Range, isLog: boolean): HTMLElement {
     known && bar,
     known && number(range.high),
     known && isLog && h("span", { class: "quiet" }, "logarithmic"),
-    range.hasZero && patch(ZERO, isLog ? "zero or below" : "zero"),
+    range.hasZero && patch(ZERO, "zero"),
     range.hasBad && patch(BAD, "not finite"),
   );
 }

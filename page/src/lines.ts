@@ -89,7 +89,7 @@ class LineChart implements Kept<Chart> {
   private sizes: ResizeObserver;
 
   constructor(private given: Chart) {
-    const numbers = h("details", { class: "numbers" }, h("summary", {}, "numbers"));
+    const numbers = h("details", { class: "numbers" }, h("summary", {}, "show as a table"));
     numbers.addEventListener("toggle", () => numbers.replaceChildren(numbers.firstElementChild!, ...(numbers.open ? [this.table()] : [])));
     this.element = h("figure", { class: "chart", role: "group", label: given.title }, this.legend, this.body, numbers);
     this.body.style.minHeight = `${this.height}px`;
@@ -150,7 +150,8 @@ class LineChart implements Kept<Chart> {
     this.isDrawn = true;
     this.body.replaceChildren();
     try {
-      if (this.isEmpty) this.body.replaceChildren(h("p", { class: "quiet" }, "no value that can be drawn"));
+      this.body.style.minHeight = this.isEmpty ? "0" : `${this.height}px`;
+      if (this.isEmpty) this.body.replaceChildren(h("p", { class: "quiet" }, "nothing to draw: every value is NaN, infinite, or missing"));
       else this.plot = this.made();
     } catch (error) {
       this.body.replaceChildren(h("p", { class: "quiet" }, `this curve cannot be drawn: ${String(error)}`));
@@ -179,7 +180,7 @@ class LineChart implements Kept<Chart> {
       const known = Array.from(curve.values).filter((value) => value !== null && value !== undefined && !Number.isNaN(value)).length;
       series.push({
         stroke: curve.isFaint ? `${color}55` : color, width: curve.isFaint ? 1 : 1.5, points: { show: curve.isSparse || known < 150, size: curve.isSparse ? 6 : 4 },
-        ...(curve.isDashed ? { dash: [5, 4] } : {}),
+        ...(curve.isDashed ? { dash: [5, 4] } : {}), ...(curve.isSparse ? { paths: () => null } : {}),
       });
       if (!curve.low) return;
       series.push({ stroke: color, width: 0.5, points: { show: false } });
@@ -202,7 +203,7 @@ class LineChart implements Kept<Chart> {
           setCursor: [(self) => this.tell(self.cursor.idx ?? null)],
           setSelect: [(self) => this.select(self)],
           drawClear: [(self) => (this.given.bands ?? []).forEach((band) => drawBand(self, band))],
-          draw: [(self) => (this.given.marks ?? []).forEach((mark) => drawMark(self, mark, style))],
+          draw: [(self) => drawMarks(self, this.given.marks ?? [], style)],
         },
       },
       this.data(),
@@ -263,8 +264,8 @@ class LineChart implements Kept<Chart> {
       ...given.curves.filter((one) => !one.isFaint).map((curve) => {
         const place = given.curves.indexOf(curve);
         const value = at === null ? null : curve.values[at];
-        const mark = h("span", { class: "patch" });
-        mark.style.backgroundColor = curve.color ?? LINES[place % LINES.length]!;
+        const mark = h("span", { class: curve.isSparse ? "stroke dots" : curve.isDashed ? "stroke dashed" : "stroke" });
+        mark.style.color = curve.color ?? LINES[place % LINES.length]!;
         return h("span", { class: "key" }, mark, curve.name, value === null || value === undefined || Number.isNaN(value) ? "" : h("b", {}, ` ${number(value)}`));
       }),
       ...near.slice(0, 3).map((mark) => h("span", { class: `state ${mark.level}` }, `step ${mark.x}: ${mark.text}`)),
@@ -306,8 +307,24 @@ function decades(_: uPlot, splits: number[]): (number | null)[] {
   return splits.filter(isDecade).length < 2 ? splits : splits.map((value) => (isDecade(value) ? value : null));
 }
 
+/** Marks with their labels, which make way for each other. */
+function drawMarks(plot: uPlot, marks: Mark[], style: CSSStyleDeclaration): void {
+  const rows: number[] = []; // where the last label of each row ends
+  for (const mark of [...marks].sort((one, other) => one.x - other.x)) {
+    const x = plot.valToPos(mark.x, "x", true);
+    plot.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    const size = plot.ctx.measureText(mark.label).width + 16 * devicePixelRatio;
+    const isRight = x > plot.bbox.left + 0.7 * plot.bbox.width;
+    const [begin, end] = isRight ? [x - size, x] : [x, x + size];
+    let row = rows.findIndex((last) => last <= begin);
+    if (row < 0) row = rows.length;
+    if (mark.level !== "quiet") rows[row] = end;
+    drawMark(plot, mark, style, Math.min(row, 5), isRight);
+  }
+}
+
 /** A line over the height of the chart, and a sign at its top. */
-function drawMark(plot: uPlot, mark: Mark, style: CSSStyleDeclaration): void {
+function drawMark(plot: uPlot, mark: Mark, style: CSSStyleDeclaration, row: number, isRight: boolean): void {
   const x = plot.valToPos(mark.x, "x", true);
   const { left, top, width, height } = plot.bbox;
   if (x < left || x > left + width) return;
@@ -330,9 +347,8 @@ function drawMark(plot: uPlot, mark: Mark, style: CSSStyleDeclaration): void {
   ctx.fill();
   if (mark.level !== "quiet") {
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-    const isRight = x > left + 0.7 * width;
     ctx.textAlign = isRight ? "right" : "left";
-    ctx.fillText(mark.label, x + (isRight ? -1.5 : 1.5) * size, top + 2.5 * size);
+    ctx.fillText(mark.label, x + (isRight ? -1.5 : 1.5) * size, top + (2.5 + 3.2 * row) * size);
   }
   ctx.restore();
 }
@@ -345,7 +361,8 @@ function drawBand(plot: uPlot, band: { from: number; to: number; label: string }
   plot.ctx.save();
   plot.ctx.fillStyle = "rgba(60,180,110,.12)";
   plot.ctx.fillRect(plot.bbox.left, high, plot.bbox.width, low - high);
-  plot.ctx.fillStyle = "rgba(60,160,110,.9)";
+  plot.ctx.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--fine").trim();
+  plot.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
   plot.ctx.textBaseline = "top";
   plot.ctx.fillText(band.label, plot.bbox.left + 6, high + 6);
   plot.ctx.restore();

@@ -89,7 +89,7 @@ export interface Run {
   findings: Finding[];
   sites: [string, string, string][]; // model, address, name as Python takes it
   groups: Group[];
-  scalars: { names: string[]; chunk?: number; low?: number; odd?: Record<string, number[]> }; // odd: steps without a finite loss
+  scalars: { names: string[]; chunk?: number; low?: number; odd?: Record<string, { count: number; steps: number[] }> }; // odd: steps without a finite loss
   models: { name: string; class: string; compiled?: boolean; modules?: [string, string][] }[];
   gradients: Reached[];
   flight: Flight[];
@@ -184,6 +184,8 @@ export interface DiffRow {
   a: string;
   b: string;
   how: string;
+  size: string; // the difference as people read it
+  allowed: string;
 }
 
 export interface Diff {

@@ -157,7 +157,7 @@ test("rows below a level are one, which shows the largest; those that were opene
 
 test("settings that differ are told", () => {
   const run = (settings: [string, string][]) => ({ about: { settings } }) as unknown as Run;
-  assert.deepEqual(settingsOf([run([["lr", "1"], ["batch", "8"]]), run([["lr", "2"], ["batch", "8"], ["decay", "0"]])]), { same: 1, differing: [["lr", "1", "2"], ["decay", "not told", "0"]] });
+  assert.deepEqual(settingsOf([run([["lr", "1"], ["batch", "8"]]), run([["lr", "2"], ["batch", "8"], ["decay", "0"]])]), { same: 1, differing: [["lr", "1", "2"], ["decay", "not recorded", "0"]] });
 });
 
 const rows = [0, 1, 2, 2, 1].map((depth, at) => ({ depth, time_s: [10, 6, 2, 3, 1][at]!, flops: 0, memory_bytes: [1, 8, 4, 8, 16][at]!, parameters: [0, 0, 5, 0, 7][at]! })) as unknown as Trace["rows"];

@@ -21,9 +21,9 @@ export const call: View = {
     return h(
       "div",
       {},
-      h("div", { class: "controls" }, step(-1, "‹"), h("h2", {}, row.site || trace.model), step(1, "›")),
+      h("div", { class: "controls" }, h("a", { href: page.link("calls") }, "all calls"), step(-1, "‹"), h("h2", {}, row.path ? row.site : trace.model), step(1, "›")),
       ...facts(page, trace, at),
-      ...(await cards(page, trace.pictures.filter((one) => one.site === row.site || one.site === `${row.site}:grad_output` || one.site === `${row.site}:output`))),
+      h("div", { class: "gallery" }, ...(await cards(page, trace.pictures.filter((one) => one.site === row.site || one.site === `${row.site}:grad_output` || one.site === `${row.site}:output`)))),
     );
   },
 };
@@ -34,11 +34,13 @@ export function facts(page: Page, trace: Trace, at: number, view = "call"): (HTM
   const { inside } = childrenOf(trace.rows);
   const known: [string, string][] = [
     ["class", row.cls], ["input", row.input], ["output", row.output], ["type", row.dtype], ["own parameters", count(row.parameters)],
-    ["time", duration(row.time_s)], ["own time", inside[at]!.length ? duration(ownTime(trace.rows, inside, at)) : ""], ["FLOPs", row.flops ? count(row.flops) : ""], ["output takes", bytes(row.memory_bytes)],
-    ["mean, std, min, max", numbersOf(row).join(", ")], ["gradient at its output", gradient(row.grad_output)], ["its own gradient at its input", gradient(row.grad_input)],
+    ["time", duration(row.time_s)], ["own time", inside[at]!.length ? duration(ownTime(trace.rows, inside, at)) : ""], ["FLOPs", row.flops ? count(row.flops) : ""], ["output size", bytes(row.memory_bytes)],
+    ["mean, std, min, max", numbersOf(row).join(", ")], ["norm of the gradient at its output", gradient(row.grad_output)], ["norm of its own share of the gradient at its input", gradient(row.grad_input)],
   ];
   const makers = trace.edges.filter(([, to, isKnown]) => isKnown && to === at).map(([from]) => from);
-  const takers = trace.edges.filter(([from, , isKnown]) => isKnown && from === at).map(([, to]) => to);
+  const end = trace.rows.findIndex((one, place) => place > at && one.depth <= row.depth);
+  const last = (end < 0 ? trace.rows.length : end) - 1; // the last call inside, whose output is this one's as a rule
+  const takers = [...new Set(trace.edges.filter(([from, to, isKnown]) => isKnown && (from === at || (from === last && to > last))).map(([, to]) => to))];
   const { options } = page.route;
   const links = (title: string, places: number[]) =>
     places.length > 0 && h("p", {}, `${title}: `, ...places.flatMap((one) => [h("a", { href: page.link(view, { ...(view === "call" ? {} : Object.fromEntries(options)), at: one }) }, trace.rows[one]!.site || trace.model), " "]));
@@ -46,9 +48,9 @@ export function facts(page: Page, trace: Trace, at: number, view = "call"): (HTM
   return [
     copyable(`gaff.capture(model, ${python(row.site || ":output")})`),
     table(["", ""], known.filter(([, value]) => value && value !== ", , , ")),
-    weights.length > 0 && table(["parameter", "shape", "gradient"], weights.map((one) => [one.site, one.shape, one.requires_grad ? gradient(one.grad) : "frozen"])),
-    links("takes what was made by", makers),
-    links("is taken by", takers),
+    weights.length > 0 && table(["parameter", "shape", "gradient norm"], weights.map((one) => [one.site, one.shape, one.requires_grad ? gradient(one.grad) : "frozen"])),
+    links("input comes from", makers),
+    links("output goes to", takers),
   ];
 }
 

@@ -1,16 +1,17 @@
 // Where time, operations, memory and parameters go: calls inside calls, as wide as what they take.
 
+import { LINES } from "../color";
 import { h, select } from "../dom";
 import { bytes, count, duration, percent } from "../format";
 import type { Call, Trace } from "../types";
 import type { View } from "../view";
+import { wide } from "../text";
 import { childrenOf, traceOf } from "./trace";
 
+const REST = "outside of modules that hold no other";
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HIGH] = [1200, 22];
 const LEAST = 1.2; // units of width that a call must have to be drawn
-const COLORS = ["#4f8ef7", "#e8743b", "#19a979", "#b65fcf", "#d4a72c", "#ed4a7b", "#2fb7c4", "#8a7f72"];
-
 interface Measure {
   title: string;
   own(row: Call): number; // of the call itself, or with all that is inside it
@@ -56,25 +57,28 @@ export const cost: View = {
     const controls = h(
       "div",
       { class: "controls" },
-      select("of", Object.entries(MEASURES).map(([key, one]): [string, string] => [key, one.title]), chosen, (value) => again({ of: value, at: null })),
+      select("measure", Object.entries(MEASURES).map(([key, one]): [string, string] => [key, one.title]), chosen, (value) => again({ of: value, at: null })),
       trace.rows[root] && h("button", { type: "button", on: { click: () => again({ at: null }) } }, `${trace.rows[root].site || trace.model} ×`),
-      h("span", { class: "quiet" }, `${measure.text(total)}; a call is as wide as its share, what is inside it lies below it; a click looks into it`),
+      h("span", { class: "quiet" }, `${measure.text(total)}; a call is as wide as its share, the calls inside it are below; a click looks into one`),
     );
     if (!(total > 0)) return h("div", {}, controls, h("p", { class: "quiet" }, "nothing of this was measured"));
     const svg = document.createElementNS(SVG, "svg");
-    const classes = [...new Set(trace.rows.map((row) => row.cls))];
+    const isLeaf = (at: number) => !inside[at]!.length;
+    const classes = [...new Set([...trace.rows.filter((_, at) => isLeaf(at)), ...trace.rows].map((row) => row.cls))];
+    const colorOf = (cls: string) => LINES[classes.indexOf(cls) % LINES.length]!;
     let deepest = 0;
     const place = (at: number, left: number, level: number) => {
       const width = (WIDTH * whole[at]!) / total;
       if (width < LEAST) return;
       deepest = Math.max(deepest, level);
       const row = trace.rows[at]!;
-      const name = row.site || trace.model;
+      const name = row.path ? row.site : trace.model;
       const told = `${name} (${row.cls}): ${measure.text(whole[at]!)}, ${percent(whole[at]! / total)}`;
       const link = draw(svg, "a", { href: page.link("cost", { of: chosen, at }), "aria-label": told });
       draw(link, "title", {}).textContent = told;
-      draw(link, "rect", { x: left, y: level * HIGH, width: Math.max(0.5, width - 0.5), height: HIGH - 1, rx: 2, fill: COLORS[classes.indexOf(row.cls) % COLORS.length]!, "fill-opacity": inside[at]!.length ? 0.45 : 0.85 });
-      if (width > 30) draw(link, "text", { x: left + 4, y: level * HIGH + 15 }).textContent = short(`${lastOf(name)} ${measure.text(whole[at]!)}`, Math.floor((width - 6) / 6.3));
+      draw(link, "rect", { x: left, y: level * HIGH, width: Math.max(0.5, width - 0.5), height: HIGH - 1, rx: 2, fill: colorOf(row.cls), "fill-opacity": inside[at]!.length ? 0.45 : 0.85 });
+      const fitting = [`${lastOf(name)} ${measure.text(whole[at]!)}`, lastOf(name)].find((text) => wide(text, "11px") < width - 8);
+      if (fitting) draw(link, "text", { x: left + 4, y: level * HIGH + 15 }).textContent = fitting;
       let next = left;
       for (const one of inside[at]!) {
         place(one, next, level + 1);
@@ -90,13 +94,15 @@ export const cost: View = {
     svg.setAttribute("class", "flame");
     svg.setAttribute("role", "group");
     svg.setAttribute("aria-label", `${measure.title} by call`);
-    const leaves = trace.rows.map((_, at) => at).filter((at) => !inside[at]!.length);
+    const leaves = trace.rows.map((_, at) => at).filter(isLeaf);
     const byClass = classes.map((cls): [string, number, number] => {
       const own = leaves.filter((at) => trace.rows[at]!.cls === cls);
       return [cls, own.length, own.reduce((sum, at) => sum + whole[at]!, 0)];
     });
-    const shares = byClass.filter(([, size, value]) => size > 0 && value > 0).sort((one, other) => other[2] - one[2]);
     const all = top.reduce((sum, at) => sum + whole[at]!, 0);
+    const rest = all - byClass.reduce((sum, [, , value]) => sum + value, 0);
+    byClass.push([REST, 1, rest > 0.005 * all ? rest : 0]);
+    const shares = byClass.filter(([, size, value]) => size > 0 && value > 0).sort((one, other) => other[2] - one[2]);
     return h(
       "div",
       {},
@@ -108,9 +114,9 @@ export const cost: View = {
         { class: "shares" },
         ...shares.map(([cls, size, value]) => {
           const patch = h("span", { class: "bar" });
-          patch.style.width = `${(220 * value) / shares[0]![2]}px`;
-          patch.style.backgroundColor = COLORS[classes.indexOf(cls) % COLORS.length]!;
-          return h("div", {}, h("span", {}, `${cls} × ${size}`), patch, h("span", { class: "quiet" }, `${measure.text(value)}, ${percent(value / all)}`));
+          patch.style.width = `${(100 * value) / shares[0]![2]}%`;
+          patch.style.backgroundColor = cls === REST ? "var(--quiet)" : colorOf(cls);
+          return h("div", {}, h("span", {}, cls === REST ? cls : `${cls} × ${size}`), h("span", { class: "track" }, patch), h("span", { class: "quiet" }, `${measure.text(value)}, ${percent(value / all)}`));
         }),
       ),
     );
@@ -124,10 +130,9 @@ function draw(parent: Element, name: string, attributes: Record<string, string |
   return made;
 }
 
+/** The end of an address: of a number with the name before it. */
 function lastOf(site: string): string {
-  return site.slice(site.lastIndexOf(site.includes("/") ? "/" : ".") + 1);
-}
-
-function short(text: string, most: number): string {
-  return text.length <= most ? text : most < 4 ? "" : `${text.slice(0, most - 1)}…`;
+  const parts = site.split(site.includes("/") ? "/" : ".");
+  const last = parts[parts.length - 1]!;
+  return /^\d+$/.test(last) && parts.length > 1 ? `${parts[parts.length - 2]}.${last}` : last;
 }

@@ -1,7 +1,7 @@
 // The signal by depth: does it vanish or explode on its way, forward and back?
 
 import { h, select } from "../dom";
-import { portOf } from "../format";
+import { pathOf, portOf } from "../format";
 import { chart, type Curve } from "../lines";
 import { latest, rowsOf } from "../rundata";
 import type { Run } from "../types";
@@ -9,7 +9,7 @@ import type { Page, View } from "../view";
 
 const CURVES = 6;
 const SHADES = ["#6fb1e8", "#5c97d2", "#8a8ec2", "#b58a92", "#d67f45", "#e8590c"]; // seen on white and on black
-const HEALTHY = { from: 1e-4, to: 1e-1, label: "1e-4 to 1e-1: usual" };
+const HEALTHY = { from: 1e-4, to: 1e-1, label: "usual: 1e-4 to 1e-1" };
 
 const PICTURES: [string, string, string][] = [
   ["rms of activations", "output", "rms"],
@@ -33,7 +33,7 @@ export const depth: View = {
         "div",
         { class: "controls" },
         select("looks", ["1", "3", "6"].map((one) => [one, one]), String(steps), (value) => page.go("depth", { steps: value }, true)),
-        h("span", { class: "quiet" }, "blue is early, orange is late; one point a site, in the order in which they were called"),
+        h("span", { class: "quiet" }, "blue: first steps, orange: last ones; a point for each module or parameter, in the order in which they were called"),
       ),
       h("div", { class: "panels" }, ...panels),
     );
@@ -43,23 +43,23 @@ export const depth: View = {
 async function panel(page: Page, title: string, port: string, stat: string, wanted: number): Promise<HTMLElement> {
   const { sites, curves } = await byDepth(page, page.run, port, stat, wanted);
   if (!sites.length) return h("div", { class: "panel" }, h("h3", {}, title), h("p", { class: "quiet" }, "not in this record"));
-  const zeros = Array.from(curves[curves.length - 1]!.values).filter((value) => value === 0).length;
+  const zeros = sites.filter((_, at) => curves[curves.length - 1]!.values[at] === 0).map(pathOf);
   return h(
     "div",
     { class: "panel" },
     h("h3", {}, title),
+    zeros.length > 0 && h("p", { class: "state warning" }, `zero at the latest look, so not on this scale: ${zeros.slice(0, 8).join(", ")}${zeros.length > 8 ? ` and ${zeros.length - 8} more` : ""}`),
     chart({
       title,
       x: sites.map((_, at) => at),
       curves,
       isLog: true,
       height: 260,
-      xName: "site",
+      xName: "layer",
       xText: (at) => sites[at] ?? "",
       pick: (at) => page.go("site", { site: sites[at]! }),
       ...(stat === "update_ratio" ? { bands: [HEALTHY] } : {}),
     }),
-    zeros > 0 && h("p", { class: "quiet" }, `not drawn, for they are zero at the latest look: ${zeros} of ${sites.length}`),
   );
 }
 

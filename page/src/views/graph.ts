@@ -6,6 +6,7 @@ import { h, select } from "../dom";
 import { keep, type Kept } from "../kept";
 import type { Trace } from "../types";
 import type { Page, View } from "../view";
+import { wide } from "../text";
 import { facts } from "./call";
 import { childrenOf, traceOf } from "./trace";
 
@@ -96,7 +97,7 @@ export const graph: View = {
         "div",
         { class: "controls" },
         deepest > 0 && select("open to level", Array.from({ length: deepest + 1 }, (_, at): [string, string] => [String(at), at === deepest ? `${at} (all)` : String(at)]), String(level), (value) => again({ level: value, turned: null })),
-        h("span", { class: "quiet" }, `${shown.nodes.length} nodes of ${trace.rows.length} calls; ▸ opens a module and ▾ folds it; the wheel zooms, dragging moves, 0 shows all; the stripe is time, dark to light; dotted goes through ops that are no modules${trace.edges.length ? "" : "; what was taken from which is not known"}`),
+        h("span", { class: "quiet" }, `${shown.nodes.length} nodes of ${trace.rows.length} calls; ▸ opens a module and ▾ folds it; the wheel zooms, dragging moves, 0 shows all; the stripe is time, lighter is slower; dotted lines go through functions outside of modules, or are presumed${trace.edges.length ? "" : "; what was taken from which is not known"}`),
       ),
       tooMany
         ? h("p", { class: "verdict warning" }, `${shown.nodes.length} nodes are more than are laid out (${MOST}): open fewer levels`)
@@ -146,7 +147,7 @@ class GraphPicture implements Kept<Given> {
 
   update(given: Given): void {
     this.given = given;
-    for (const one of this.svg.querySelectorAll("[data-at]")) one.classList.toggle("chosen", Number((one as SVGElement).dataset.at) === given.chosen);
+    this.mark();
   }
 
   private draw(): void {
@@ -161,22 +162,27 @@ class GraphPicture implements Kept<Given> {
     }
     for (const at of shown.groups) made.setNode(String(at), { label: labelOf(trace, at)[0] });
     for (const [at, group] of shown.within) if (shown.groups.includes(at) || texts.has(at)) made.setParent(String(at), String(group));
-    for (const [from, to] of shown.edges) {
-      const shape = firstShape(trace.rows[from]!.output);
+    for (const [from, to, isKnown] of shown.edges) {
+      const shape = isKnown ? firstShape(trace.rows[from]!.output) : "";
       made.setEdge(String(from), String(to), { width: wide(shape, "11px"), height: 12, labelpos: "c", shape });
     }
     layout(made);
     const size = made.graph() as { width: number; height: number };
     this.all = { width: size.width, height: size.height };
     for (const at of shown.groups) this.group(at, made.node(String(at)) as Box);
-    const isKnown = new Map(shown.edges.map(([from, to, known]) => [`${from} ${to}`, known]));
+    const known = new Map(shown.edges.map(([from, to, isKnown]) => [`${from} ${to}`, isKnown]));
     for (const edge of made.edges()) {
       const told = made.edge(edge) as { points: { x: number; y: number }[]; x: number; y: number; shape: string };
-      put(this.svg, "path", { d: curve(told.points), class: isKnown.get(`${edge.v} ${edge.w}`) ? "edge" : "edge guessed" });
+      put(this.svg, "path", { d: curve(told.points), class: known.get(`${edge.v} ${edge.w}`) ? "edge" : "edge guessed" });
       if (told.shape && told.x !== undefined) put(this.svg, "text", { x: told.x, y: told.y + 3, class: "shape" }).textContent = told.shape;
     }
     const slowest = Math.log(Math.max(...shown.nodes.map((at) => trace.rows[at]!.time_s), 1e-6) / 1e-6) || 1;
     for (const at of shown.nodes) this.node(at, made.node(String(at)) as Box, texts.get(at)!, slowest);
+    this.mark();
+  }
+
+  private mark(): void {
+    for (const one of this.svg.querySelectorAll("[data-at]")) one.classList.toggle("chosen", Number((one as SVGElement).dataset.at) === this.given.chosen);
   }
 
   private group(at: number, box: Box): void {
@@ -223,8 +229,11 @@ class GraphPicture implements Kept<Given> {
     made.addEventListener("keydown", (event) => (event as KeyboardEvent).key === "Enter" && turn(event));
   }
 
+  /** All of it. */
   private fit(): void {
-    this.view = { x: 0, y: 0, width: 0, height: 0 };
+    const [across, high] = [this.element.clientWidth, this.element.clientHeight];
+    const scale = Math.min(1, across / (this.all.width + 16), high / (this.all.height + 16));
+    this.view = { x: (this.all.width - across / scale) / 2, y: (this.all.height - high / scale) / 2, width: across / scale, height: high / scale };
     this.show();
   }
 
@@ -291,18 +300,9 @@ interface Box {
   height: number;
 }
 
-let ruler: CanvasRenderingContext2D | null = null;
-
-/** How wide a text is, in pixels. */
-function wide(text: string, font: string): number {
-  ruler ??= document.createElement("canvas").getContext("2d")!;
-  ruler.font = `${font} system-ui, sans-serif`;
-  return ruler.measureText(text).width;
-}
-
 function labelOf(trace: Trace, at: number): [string, string] {
   const row = trace.rows[at]!;
-  const site = row.site || trace.model;
+  const site = row.path ? row.site : trace.model;
   const name = site.slice(site.lastIndexOf(site.includes("/") ? "/" : ".") + 1);
   const parent = site.slice(0, Math.max(0, site.length - name.length - 1));
   const shown = /^\d+$/.test(name) && parent ? `${parent.slice(parent.lastIndexOf(".") + 1)}.${name}` : name;

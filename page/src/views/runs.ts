@@ -16,7 +16,7 @@ export const runs: View = {
     const scalars = await Promise.all(page.runs.map((run) => scalarsOf(page.source, run)));
     const losses = [...new Set(scalars.flatMap((one) => Object.keys(one?.of ?? {}).filter((name) => name.startsWith("loss:"))))];
     const evaluated = [...new Set(page.runs.flatMap((run) => (run.about?.evaluated ?? []).map(([name]) => name)))];
-    const head = ["run", "verdict", "steps", "lasted", ...losses.map((name) => `last ${name.replace("loss:", "")}`), ...evaluated.map((name) => `last evaluated ${name}`), "findings", "watching", "end"];
+    const head = ["run", "verdict", "steps", "duration", ...losses.map((name) => `${name.replace("loss:", "")}, last step`), ...evaluated.map((name) => `evaluation (${name}), last`), "findings", "overhead", "ended with"];
     const rows = page.runs.map((run, at) => [
       h("a", { href: page.link("verdict", { run: at || null }) }, run.name),
       h("span", { class: `state ${run.level}` }, `${SIGN[run.level] ?? ""} ${run.about?.state ?? run.level}`),
@@ -24,7 +24,7 @@ export const runs: View = {
       run.about?.seconds ? duration(run.about.seconds) : "",
       ...losses.map((name) => lastLoss(scalars[at]?.of[name]?.values)),
       ...evaluated.map((name) => lastLoss((run.about?.evaluated ?? []).filter(([one]) => one === name).map(([, , value]) => value))),
-      String(run.findings.filter((one) => !one.is_over).length),
+      String(run.findings.filter((one) => !one.is_over && one.severity !== "info").length),
       percent(run.about?.spent ?? run.overhead),
       run.about?.ended ?? "",
     ]);
@@ -37,7 +37,7 @@ export const runs: View = {
       ...page.runs.map((run) => h("section", { class: `card ${run.level}` }, h("h3", {}, run.name), h("p", { class: `verdict ${run.level}` }, run.verdict), ...(run.about?.evidence ?? []).map((one) => h("p", { class: "quiet" }, one)))),
       h("h2", {}, "Settings that differ"),
       differing.length ? table(["setting", ...page.runs.map((run) => run.name)], differing) : h("p", { class: "quiet" }, "None of those that the records tell: optimizer, model, batch, precision, device, torch, command."),
-      h("p", { class: "quiet" }, `${same} settings are equal in all runs.`),
+      h("p", { class: "quiet" }, `${same} other settings are equal in all runs.`),
       await lossChart(page),
     );
   },
@@ -47,7 +47,7 @@ export const runs: View = {
 export function settingsOf(all: Run[]): { same: number; differing: string[][] } {
   const known = all.map((run) => new Map(run.about?.settings ?? []));
   const names = [...new Set(known.flatMap((one) => [...one.keys()]))];
-  const rows = names.map((name) => [name, ...known.map((one) => one.get(name) ?? "not told")]);
+  const rows = names.map((name) => [name, ...known.map((one) => one.get(name) ?? "not recorded")]);
   const differing = rows.filter(([, ...values]) => new Set(values).size > 1);
   return { same: rows.length - differing.length, differing };
 }

@@ -27,7 +27,7 @@ export const site: View = {
   what: "one site: curves, and its magnitudes over time with the limits of precision",
   isShown: (page) => page.run.sites.length > 0,
   async draw(page) {
-    const wanted = page.route.options.get("site") ?? page.run.sites[0]?.[2] ?? "";
+    const wanted = page.route.options.get("site") ?? firstSite(page.run);
     const at = siteNamed(page.run, wanted);
     const picker = choose(page, wanted);
     if (at < 0) return h("div", {}, picker, h("p", {}, `no site ${wanted} in ${page.run.name}`), nearest(page, wanted));
@@ -36,6 +36,12 @@ export const site: View = {
     return h("div", {}, picker, h("div", { class: "sides" }, ...sides));
   },
 };
+
+/** Where the worst finding is, if it is anywhere: it tells most. */
+function firstSite(run: Run): string {
+  const found = run.findings.flatMap((one) => [one.address, one.site]).find((name) => siteNamed(run, name) >= 0);
+  return found ?? run.sites[0]?.[2] ?? "";
+}
 
 /** A field with all sites, and the next and the one before (keys j and k). */
 function choose(page: Page, wanted: string): HTMLElement {
@@ -49,7 +55,7 @@ function choose(page: Page, wanted: string): HTMLElement {
     const target = page.run.sites[at + by];
     return target && at >= 0 && h("a", { class: "button", href: page.link("site", { site: target[2] }), title }, text);
   };
-  return h("div", { class: "controls" }, step(-1, "‹", "the one before (k)"), field, step(1, "›", "the next (j)"), list);
+  return h("div", { class: "controls" }, h("span", { class: "quiet" }, `site (${page.run.sites.length} to choose from)`), step(-1, "‹", "the one before (k)"), field, step(1, "›", "the next (j)"), list);
 }
 
 function nearest(page: Page, wanted: string): HTMLElement {
@@ -92,9 +98,8 @@ async function side(page: Page, at: number): Promise<HTMLElement> {
     "section",
     { class: "side" },
     h("h2", {}, h("a", { href: page.link("site", { site: name }) }, name)),
-    ...findings.map((one) => h("p", { class: `verdict ${one.severity}` }, `${one.rule}: ${one.message}`)),
-    copyable(`record.series(${python(name)}, "rms")`),
-    ["update"].includes(portOf(name)) ? null : copyable(`gaff.capture(model, ${python(page.run.sites[at]![1])})`),
+    ...findings.map((one) => h("p", { class: `verdict ${one.severity}` }, `${one.rule.replaceAll("_", " ")}: ${one.message}`)),
+    h("p", { class: "quiet" }, "in Python: ", copyable(`record.series(${python(name)}, "rms")`), ["update"].includes(portOf(name)) ? null : copyable(`gaff.capture(model, ${python(page.run.sites[at]![1])})`)),
     ...(parts.length ? parts : [h("p", { class: "quiet" }, "no numbers of this site")]),
   );
 }
@@ -127,7 +132,7 @@ async function further(page: Page, at: number, phase: string): Promise<HTMLEleme
   const shares = await Promise.all(SHARES.map((stat) => seriesOf(page.source, page.run, at, stat, phase)));
   const known = SHARES.map((name, place) => [name, shares[place]] as const).filter((one): one is [string, SiteSeries] => Boolean(one[1]));
   if (known.some(([, one]) => one.values.some((value) => value > 0))) {
-    found.push(h("h3", {}, "shares"));
+    found.push(h("h3", {}, "shares of elements, or of units"));
     found.push(stepChart(page, { title: `shares of ${page.run.sites[at]![2]}, ${phase}`, x: known[0]![1].x, curves: known.map(([name, one]) => ({ name, values: one.values })), isLog: false, height: 140 }));
   }
   for (const stat of OTHERS) {
@@ -171,7 +176,7 @@ async function magnitudes(page: Page, at: number, phase: string): Promise<HTMLEl
     { row: bucketAt(inf) - low, label: `${name}: infinite above` },
   ]).filter((line) => line.row >= 0 && line.row <= high - low + 1);
   return [
-    h("h3", {}, "magnitudes: powers of two over time"),
+    h("h3", {}, "magnitudes: the share of elements of each size over time, by powers of two"),
     heat(
       `magnitudes of ${page.run.sites[at]![2]}, ${phase}`,
       {
@@ -184,7 +189,7 @@ async function magnitudes(page: Page, at: number, phase: string): Promise<HTMLEl
         rowName: (row) => `2^${lowerEdge(row + low)} (${number(2 ** lowerEdge(row + low))})`,
         columnName: (column) => `step ${spread.marks[column]}`,
       },
-      { isLog: true, height: 7, flip: true, lines, spans: spansOf(spread.marks, spread.marks, page.range) },
+      { isLog: true, height: 11, flip: true, lines, spans: spansOf(spread.marks, spread.marks, page.range) },
     ),
   ];
 }

@@ -1,12 +1,13 @@
 // Views that are tables: gradients of parameters, the first bad op, optimizer, changes, coverage.
 
 import { filter, h, select, table } from "../dom";
-import { evidence, matches, number } from "../format";
+import { duration, evidence, matches, number, percent } from "../format";
 import { rowsOf, scalarsOf, siteNamed } from "../rundata";
 import { stepChart } from "../steps";
 import type { Reached } from "../types";
 import type { Page, View } from "../view";
 import { batchCards } from "./batches";
+import { TITLES } from "./verdict";
 
 const STATES = ["none", "zero", "tiny", "arrived", "not finite", "frozen"];
 
@@ -62,6 +63,10 @@ function keyOf(one: Reached, column: string): number | string | null {
   return column in known ? known[column]! : one.norm;
 }
 
+function isConstant(values: number[]): boolean {
+  return values.every((value) => value === values[0]);
+}
+
 function lastKnown(values: number[]): number {
   return values.filter((value) => !Number.isNaN(value)).at(-1) ?? NaN;
 }
@@ -82,14 +87,18 @@ export const origin: View = {
         { class: "card error" },
         h("h3", {}, `step ${one.since}: ${one.address}`),
         h("p", {}, one.message),
-        h("p", {}, h("b", {}, "cause "), one.cause),
-        h("p", {}, h("b", {}, "remedy "), one.remedy),
+        h("p", {}, h("b", {}, "Cause: "), one.cause),
+        h("p", {}, h("b", {}, "What to do: "), one.remedy),
         h("dl", { class: "evidence" }, ...Object.entries(rest).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, Array.isArray(value) ? h("ul", {}, ...value.map((line) => h("li", {}, evidence(line)))) : evidence(value))])),
         chain && h("h3", {}, "the ops before it"),
         chain && h("ol", { class: "chain" }, ...chain.map((line) => h("li", {}, line))),
       );
     }), ...batches);
   },
+};
+
+const OTHERS: Record<string, string> = {
+  skipped: "steps that a GradScaler has left out", samples: "samples in a step", update_ratio: "update ratio: what a step changes, over the parameter", adam_rms: "adam rms: root of the mean of g²/v", momentum: "rms of the first moment",
 };
 
 export const optimizer: View = {
@@ -103,13 +112,15 @@ export const optimizer: View = {
     const panels: HTMLElement[] = [];
     for (const name of ["lr", "grad_norm", "scale", "skipped", "samples"]) {
       const known = scalars?.of[name];
-      if (known?.values.some((value) => value > 0)) {
-        panels.push(h("div", { class: "panel" }, h("h3", {}, name.replace("_", " ")), stepChart(page, { title: name.replace("_", " "), x: scalars!.x, curves: [{ name, values: known.values, ...(known.low ? { low: known.low } : {}) }], isLog: name === "grad_norm" || name === "scale", height: 150 })));
+      const title = TITLES[name] ?? OTHERS[name]!;
+      if (known?.values.some((value) => value > 0) && !(name === "samples" && isConstant(known.values))) {
+        panels.push(h("div", { class: "panel" }, h("h3", {}, title), stepChart(page, { title, x: scalars!.x, curves: [{ name, values: known.values, ...(known.low ? { low: known.low } : {}) }], isLog: name === "grad_norm" || name === "scale", height: 150 })));
       }
     }
     for (const stat of ["update_ratio", "adam_rms", "momentum"]) {
       const curves = await quantiles(page, stat);
-      if (curves) panels.push(h("div", { class: "panel" }, h("h3", {}, `${stat.replace("_", " ")} of all parameters`), stepChart(page, { title: `${stat} of all parameters`, ...curves, isLog: true, height: 180, ...(stat === "update_ratio" ? { bands: [{ from: 1e-4, to: 1e-1, label: "usual" }] } : {}) })));
+      const zero = curves?.curves.filter((one) => one.values.every((value) => !(value > 0))).map((one) => one.name) ?? [];
+      if (curves) panels.push(h("div", { class: "panel" }, h("h3", {}, OTHERS[stat]!), zero.length > 0 && h("p", { class: "quiet" }, `zero all the time, so not on this scale: ${zero.join(", ")}`), stepChart(page, { title: OTHERS[stat]!, ...curves, isLog: true, height: 180, ...(stat === "update_ratio" ? { bands: [{ from: 1e-4, to: 1e-1, label: "usual" }] } : {}) })));
     }
     const events = run.findings.filter((one) => ["loss_spike", "scaler_stuck"].includes(one.rule) || one.rule.includes("update"));
     return h("div", {}, h("div", { class: "panels" }, ...panels), events.length > 0 && h("h3", {}, "what happened"), events.length > 0 && table(["step", "rule", "what", "batch", "samples"], events.map((one) => [String(one.since), one.rule, one.message, evidence(one.evidence.batch ?? ""), evidence(one.evidence.samples ?? "")])));
@@ -135,7 +146,7 @@ async function quantiles(page: Page, stat: string) {
     return known.subarray(0, count).sort();
   });
   const at = (share: number) => sorted.map((known) => (known.length ? known[Math.round(share * (known.length - 1))]! : NaN));
-  return { x: group.last, curves: [{ name: "largest", values: at(1) }, { name: "median", values: at(0.5) }, { name: "smallest", values: at(0) }] };
+  return { x: group.last, curves: [{ name: "smallest", values: at(0), isDashed: true }, { name: "largest", values: at(1), isDashed: true }, { name: "median", values: at(0.5) }] };
 }
 
 export const recorder: View = {
@@ -147,20 +158,22 @@ export const recorder: View = {
     const batches = await batchCards(page);
     const rows = [...page.run.flight].reverse();
     const names = [...new Set(rows.flatMap((row) => Object.keys(row.losses)))];
+    const hasScale = rows.some((row) => row.scale !== null);
+    const head = ["step", ...names, "learning rate", ...(hasScale ? ["loss scale"] : []), "samples", "time", "checksum of the batch"];
     const cells = rows.map((row) => [
       number(row.step),
-      ...names.map((name) => (name in row.losses ? (row.losses[name] === null ? "not finite" : number(row.losses[name])) : "")),
+      ...names.map((name) => (name in row.losses ? (row.losses[name] === null ? h("span", { class: "state error" }, "NaN or inf") : row.losses[name]!.toPrecision(4)) : "")),
       number(row.lr),
-      number(row.scale),
+      ...(hasScale ? [number(row.scale)] : []),
       number(row.samples),
-      row.seconds ? number(row.seconds) : "did not end",
+      row.seconds ? duration(row.seconds) : "did not end",
       row.batch,
     ]);
     return h(
       "div",
       {},
-      h("p", { class: "quiet" }, "the latest first; equal checksums are equal batches, as far as their first 4 KiB tell"),
-      table(["step", ...names, "learning rate", "scale", "samples", "seconds", "batch"], cells, [0, ...names.map((_, at) => at + 1), names.length + 1, names.length + 2, names.length + 3, names.length + 4]),
+      h("p", { class: "quiet" }, "The latest first. Batches with the same checksum are the same, as far as their first 4 KiB tell."),
+      table(head, cells, head.map((_, at) => at).slice(0, -1)),
       ...batches,
     );
   },
@@ -172,8 +185,10 @@ export const changes: View = {
   what: "what gaff's own clipping and edits did in this run",
   isShown: (page) => page.run.changes.length > 0,
   draw: (page) =>
-    h("div", {}, ...page.run.changes.map((one) => h("section", { class: "card" }, h("h3", {}, one.what), h("p", { class: "quiet" }, `told at step ${one.step}`), h("pre", {}, one.lines.join("\n"))))),
+    h("div", {}, ...page.run.changes.map((one) => h("section", { class: "card" }, h("h3", {}, one.what), h("p", { class: "quiet" }, `reported at step ${one.step}`), h("pre", {}, one.lines.join("\n"))))),
 };
+
+const HIDDEN = ["threads", "cuda", "rank", "seconds"]; // told otherwise already
 
 export const coverage: View = {
   key: "coverage",
@@ -181,26 +196,27 @@ export const coverage: View = {
   what: "what was looked at, what was not, and what it cost",
   draw(page) {
     const { run } = page;
-    const rows: string[][] = [
-      ["run", run.path],
+    const told = new Map<string, string>([
+      ["folder", run.path],
       ["command", run.command],
       ["began", run.began],
       ["models", run.models.map((one) => `${one.name} (${one.class}${one.compiled ? ", compiled" : ""})`).join(", ")],
       ["sites", String(run.sites.length)],
       ["looks", `${run.looks} of ${run.steps} steps, the last of them step ${run.lastLook}`],
-      ["watching", run.about?.cost ?? ""],
-      ...(run.about?.settings ?? []),
+      ["overhead", run.about?.cost ?? ""],
       ["processes", run.ranks.length > 1 ? `${run.ranks.length}; tables of rank ${run.rank}` : "1"],
-      ["complete", run.complete ? "yes" : "no: the run goes on, or was killed"],
-      ...run.facts,
-    ].filter(([, value]) => value !== "") as string[][];
-    const kinds = run.groups.map((group) => [`${group.group}, ${group.phase}`, String(group.sites.length), String(group.first.length), group.last.some((last, at) => last !== group.first[at]) ? "a column is of several looks" : "every look"]);
+      ["ended", run.about?.ended ?? (run.complete ? "yes" : "no: the run goes on, or was killed")],
+    ]);
+    const models = new Set(run.models.map((one) => one.name));
+    for (const [name, value] of [...(run.about?.settings ?? []), ...run.facts]) if (!told.has(name) && !models.has(name) && !HIDDEN.includes(name)) told.set(name === "budget" ? "overhead allowed" : name, name === "budget" ? percent(Number(value)) : value);
+    const rows = [...told].filter(([, value]) => value !== "");
+    const kinds = run.groups.map((group) => [`${group.group}, ${group.phase}`, String(group.sites.length), String(group.first.length), group.last.some((last, at) => last !== group.first[at]) ? "several looks" : "one look"]);
     return h(
       "div",
       {},
       table(["", ""], rows),
-      h("h3", {}, "tables"),
-      table(["of", "sites", "columns", ""], kinds, [1, 2]),
+      h("h3", {}, "numbers over time"),
+      table(["kind", "sites", "points in time", "a point is of"], kinds, [1, 2]),
       run.notes.length > 0 && h("h3", {}, "notes"),
       h("ul", {}, ...run.notes.map((note) => h("li", {}, note))),
     );

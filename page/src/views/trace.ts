@@ -30,7 +30,7 @@ export function ownTime(rows: Call[], inside: number[][], at: number): number {
   return Math.max(0, rows[at]!.time_s - inside[at]!.reduce((sum, one) => sum + rows[one]!.time_s, 0));
 }
 
-const COLUMNS = ["call", "class", "in", "out", "parameters", "time", "own time", "FLOPs", "memory", "rms", "mean", "std", "min", "max", "gradient at output", "own gradient at input"];
+const COLUMNS = ["call", "class", "input", "output", "parameters", "time", "own time", "FLOPs", "output size", "rms", "mean", "std", "min", "max", "gradient norm", "own gradient at input"];
 
 export const calls: View = {
   key: "calls",
@@ -86,7 +86,7 @@ export const calls: View = {
         filter("filter calls", words, (value) => again({ filter: value })),
         deepest > 0 && select("levels", Array.from({ length: deepest + 1 }, (_, at): [string, string] => [String(at), at === deepest ? "all" : String(at)]), String(levels), (value) => again({ levels: value })),
         sort && h("button", { type: "button", on: { click: () => again({ sort: null }) } }, `sorted by ${sort.replace(/^-/, "")} ×`),
-        h("span", { class: "quiet" }, `${shown.length} of ${trace.rows.length} calls; ▣ has a picture; times are without what looking took`),
+        h("span", { class: "quiet" }, `${shown.length} of ${trace.rows.length} calls; ▣ has a picture; times are without what looking took; a click on a head sorts`),
       ),
       table(used.map((at) => COLUMNS[at]!), cells, used.filter((at) => at >= 4), { by: sort, key, again: (by) => again({ sort: by }) }),
       ...endings(trace),
@@ -95,7 +95,7 @@ export const calls: View = {
 };
 
 function nameCell(page: Page, row: Call, at: number, isFlat: boolean, hasPicture: boolean, hidden: number): HTMLElement {
-  const name = h("span", { class: "path" }, h("a", { href: page.link("call", { at }), title: row.site }, isFlat ? row.site || traceOf(page).model : lastOf(row) || traceOf(page).model), hasPicture && " ▣", hidden > 0 && h("span", { class: "quiet" }, ` +${hidden}`));
+  const name = h("span", { class: "path" }, h("a", { href: page.link("call", { at }), title: row.site }, !row.path && !row.site.includes("/") ? traceOf(page).model : isFlat ? row.site : lastOf(row)), hasPicture && " ▣", hidden > 0 && h("span", { class: "quiet" }, ` +${hidden}`));
   if (!isFlat) name.style.paddingLeft = `${row.depth}em`;
   return name;
 }
@@ -126,10 +126,10 @@ function totals(trace: Trace): HTMLElement {
     ["parameters", count(all)],
     ["trained", trained === all ? "all" : count(trained)],
     ["frozen", trained === all ? "" : count(all - trained)],
-    ["parameters take", bytes(size)],
+    ["memory of parameters", bytes(size)],
     ["FLOPs", flops ? count(flops) : ""],
     ["multiply-adds", flops ? count(flops / 2) : ""],
-    ["outputs take", bytes(activations)],
+    ["memory of outputs", bytes(activations)],
     ["time", duration(sum((row) => row.time_s))],
     ["device", trace.device],
   ];
@@ -150,8 +150,8 @@ export function numbersOf(row: Call): string[] {
 
 export function gradient(known: Gradient | null): string {
   if (!known) return "";
-  if (known.norm === null) return known.reason ? `None: ${known.reason}` : `${known.shape} not finite`;
-  return known.norm === 0 ? `${known.shape} zero` : `${known.shape} ${number(known.norm)}`;
+  if (known.norm === null) return known.reason ? `None: ${known.reason}` : "not finite";
+  return known.norm === 0 ? "zero" : number(known.norm);
 }
 
 function endings(trace: Trace): HTMLElement[] {
@@ -184,7 +184,7 @@ export const parameters: View = {
     const words = options.get("filter") ?? "";
     const again = (more: Record<string, string>) => page.go("parameters", { ...Object.fromEntries(options), ...more }, true);
     const rows = trace.parameters.filter((one) => matches(one.site, words));
-    const head = ["parameter", "shape", "type", "elements", "trained", "gradient", "zeros in it"];
+    const head = ["parameter", "shape", "type", "elements", "trained", "gradient norm", "zeros in gradient"];
     const key = (at: number, column: number) => {
       const one = rows[at]!;
       return [one.site, one.shape, one.dtype, one.elements, one.requires_grad ? "yes" : "no", one.grad?.norm ?? null, one.grad?.zeros ?? null][column]!;

@@ -7,6 +7,9 @@ import { latest, rowsOf } from "../rundata";
 import type { Run } from "../types";
 import type { Page, View } from "../view";
 
+const SHARES = ["zeros", "dead units"]; // from none to all
+const WIDE = 10; // a column whose values are nearer than this factor is not coloured
+
 const COLUMNS: [string, string, string][] = [
   ["rms", "output", "rms"],
   ["gradient", "grad_output", "rms"],
@@ -43,8 +46,8 @@ export const tree: View = {
     return h(
       "div",
       {},
-      h("div", { class: "controls" }, field, h("span", { class: "quiet" }, `${count(lines.length)} modules; colours are logarithmic within a column`)),
-      h("div", { class: "wide" }, h("table", { class: "tree" }, h("thead", {}, h("tr", {}, ...head.map((text) => h("th", {}, text)))), h("tbody", {}, ...body))),
+      h("div", { class: "controls" }, field, h("span", { class: "quiet" }, `${count(lines.length)} modules, with the numbers of their latest look; lighter is larger within a column, on a logarithmic scale`)),
+      h("div", { class: "wide tall", scroll: "tree", tabindex: 0, role: "region", label: "table of modules" }, h("table", { class: "tree" }, h("thead", {}, h("tr", {}, ...head.map((text, at) => h("th", { class: at > 1 && at < head.length - 1 ? "number" : "", scope: "col" }, text)))), h("tbody", {}, ...body))),
     );
   },
 };
@@ -58,9 +61,11 @@ function row(page: Page, line: Line, shown: number[], ranges: (readonly [number,
   const cells = shown.map((at) => {
     const { value, site: target } = line.cells[at]!;
     const [low, high] = ranges[at]!;
-    const cell = h("td", { class: "number" }, Number.isNaN(value) ? "" : ["zeros", "dead units"].includes(COLUMNS[at]![0]) ? percent(value) : number(value));
-    if (value > 0 && high > low && Number.isFinite(value)) {
-      const share = Math.log(value / low) / Math.log(high / low);
+    const isShare = SHARES.includes(COLUMNS[at]![0]);
+    const cell = h("td", { class: "number" }, Number.isNaN(value) ? "" : isShare ? percent(value) : number(value));
+    if (value === 0 && ["rms", "gradient"].includes(COLUMNS[at]![0])) cell.classList.add("state", "warning");
+    else if (value > 0 && Number.isFinite(value) && (isShare || high > WIDE * low)) {
+      const share = isShare ? value : Math.log(value / low) / Math.log(high / low);
       cell.style.backgroundColor = css(ramp(share));
       cell.style.color = share > 0.55 ? "#111" : "#fff";
     }

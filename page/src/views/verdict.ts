@@ -1,5 +1,6 @@
 // The first glance: what the run was, what is wrong and why, and the loss with what happened to it.
 
+import { LINES } from "../color";
 import { copyable, h, select } from "../dom";
 import { duration, evidence, number, percent, python } from "../format";
 import { type Curve, type Mark, smoothed } from "../lines";
@@ -9,7 +10,7 @@ import type { Finding, Run } from "../types";
 import type { Page, View } from "../view";
 
 export const SIGN: Record<string, string> = { error: "✖", warning: "▲", info: "●", fine: "✔" };
-const SMOOTHING = ["0", "0.6", "0.9", "0.97"];
+const SMOOTHING = { "0": "none", "0.6": "light", "0.9": "medium", "0.97": "strong" };
 
 export const verdict: View = {
   key: "verdict",
@@ -21,6 +22,8 @@ export const verdict: View = {
     const over = run.findings.filter((one) => one.is_over);
     const [losses, others] = await Promise.all([lossChart(page), otherCharts(page)]);
     const cards = await Promise.all(lasting.map((one) => card(page, one)));
+    const wrong = lasting.filter((one) => one.severity !== "info").length;
+    const heading = wrong ? `${wrong} ${wrong === 1 ? "finding" : "findings"}${lasting.length > wrong ? `, and ${lasting.length - wrong} of note` : ""}` : "Of note, and nothing wrong";
     const past = await Promise.all(over.map((one) => card(page, one)));
     return h(
       "div",
@@ -28,10 +31,10 @@ export const verdict: View = {
       summary(page),
       ...told(page),
       losses,
-      cards.length > 0 && h("h2", {}, cards.length === 1 ? "One finding" : `${cards.length} findings`),
+      cards.length > 0 && h("h2", {}, heading),
       ...cards,
       others,
-      past.length > 0 && h("h2", {}, "Over when the run ended"),
+      past.length > 0 && h("h2", {}, "No longer seen when the run ended"),
       ...past,
     );
   },
@@ -45,12 +48,12 @@ function summary(page: Page): HTMLElement {
   if (about) {
     facts.push(
       ["steps", `${run.steps}`, ""],
-      ["lasted", about.seconds === null ? "" : duration(about.seconds), ""],
-      ["a step", about.stepSeconds === null ? "" : duration(about.stepSeconds), ""],
+      ["duration", about.seconds === null ? "" : duration(about.seconds), ""],
+      ["time per step", about.stepSeconds === null ? "" : duration(about.stepSeconds), ""],
       ["device", about.device, ""],
-      ["end", about.ended, about.hasFailed ? "error" : ""],
-      ["looked at", `${run.looks} steps`, ""],
-      ["watching", about.steady === null ? percent(about.spent) : `${percent(about.steady)} (at first more)`, ""],
+      ["ended with", about.ended, about.hasFailed ? "error" : ""],
+      ["looked at", `${run.looks} of ${run.steps} steps`, ""],
+      ["overhead", about.steady === null ? percent(about.spent) : `${percent(about.steady)}, at first more`, ""],
       ["processes", run.ranks.length > 1 ? `${run.ranks.length}` : "", ""],
     );
   }
@@ -58,7 +61,7 @@ function summary(page: Page): HTMLElement {
   return h(
     "section",
     { class: "summary", label: "the run" },
-    h("dl", {}, ...known.map(([name, value, level]) => h("div", {}, h("dt", {}, name), h("dd", { class: level ? `state ${level}` : "", title: name === "watching" ? about!.cost : value }, value)))),
+    h("dl", {}, ...known.map(([name, value, level]) => h("div", {}, h("dt", {}, name), h("dd", { class: level ? `state ${level}` : "", title: name === "overhead" ? about!.cost : value }, value)))),
     run.command && h("p", { class: "command" }, copyable(run.command)),
   );
 }
@@ -73,7 +76,7 @@ function told(page: Page): HTMLElement[] {
     first,
     about.evidence.length > 0 && h("ul", { class: "because" }, ...about.evidence.map((one) => h("li", {}, one))),
     about.remedy !== "" && h("p", {}, h("b", {}, "What to do: "), about.remedy),
-    ...about.next.map(([why, command]) => h("p", {}, h("b", {}, `${sentence(why)}: `), copyable(command))),
+    ...about.next.map(([why, command]) => h("p", {}, h("b", {}, `${why === "to be sure" ? "To test this cause, run" : sentence(why)}: `), copyable(command))),
     about.others.length > 0 && h("p", { class: "quiet" }, `It may also be: ${about.others.map(([name]) => name.replaceAll("_", " ")).join(", ")}`),
     !run.complete && h("p", { class: "quiet" }, page.source.head.live ? "The run goes on." : "The run goes on, or was killed: this is what it had written."),
   ];
@@ -98,7 +101,7 @@ async function card(page: Page, finding: Finding): Promise<HTMLElement> {
       "h3",
       {},
       h("span", { class: "sign" }, SIGN[finding.severity] ?? ""),
-      ` ${finding.rule} at `,
+      ` ${finding.rule.replaceAll("_", " ")} at `,
       site < 0 ? h("span", {}, finding.address) : h("a", { href: page.link("site", { site: known }) }, finding.address),
     ),
     h("p", {}, finding.message, h("span", { class: "quiet" }, ` (${extent}${share}${page.run.ranks.length > 1 ? `, rank ${finding.rank}` : ""})`)),
@@ -110,14 +113,14 @@ async function card(page: Page, finding: Finding): Promise<HTMLElement> {
         { class: "evidence" },
         ...Object.entries(finding.evidence).flatMap(([name, value]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, evidence(value))]),
       ),
-    finding.also.length > 0 && h("p", { class: "quiet" }, `The same at ${finding.also.slice(0, 12).join(", ")}${finding.also.length > 12 ? ` and ${finding.also.length - 12} more` : ""}`),
+    finding.also.length > 0 && h("p", { class: "quiet" }, `Also at ${finding.also.slice(0, 12).join(", ")}${finding.also.length > 12 ? ` and ${finding.also.length - 12} more` : ""}`),
     series && stepChart(page, { title: `${stat} of ${known}`, x: series.x, curves: [{ name: `${stat} of ${known}`, values: series.values }], marks: [markOf(finding)], isLog: series.values.some((value) => value > 0), height: 110, pick: () => page.go("site", { site: known }) }),
     h("p", { class: "copies" }, finding.look && copyable(finding.look), site >= 0 && copyable(`record.series(${python(known)}, "rms")`)),
   );
 }
 
 function markOf(finding: Finding): Mark {
-  return { x: finding.since, label: finding.rule, text: `${finding.rule} at ${finding.address}: ${finding.message}`, level: finding.severity };
+  return { x: finding.since, label: finding.rule.replaceAll("_", " "), text: `${finding.rule.replaceAll("_", " ")} at ${finding.address}: ${finding.message}`, level: finding.severity };
 }
 
 /** The loss, trained and evaluated, with all that happened. */
@@ -127,13 +130,12 @@ export async function lossChart(page: Page): Promise<HTMLElement | false> {
   const isMany = page.runs.length > 1;
   const curves: { x: number[]; curve: Curve }[] = [];
   const weight = Number(page.route.options.get("smooth") ?? 0) || 0;
-  const colors = ["#4f8ef7", "#e8743b", "#19a979", "#b65fcf", "#d4a72c", "#ed4a7b", "#2fb7c4", "#8a7f72"];
   let next = 0;
   for (const name of names) {
     page.runs.forEach((run, at) => {
       const [known, table] = [all[at]?.of[name], all[at]];
       if (!known || !table || !known.values.some((value) => !Number.isNaN(value))) return;
-      const color = colors[next++ % colors.length]!;
+      const color = LINES[next++ % LINES.length]!;
       const title = [isMany && run.name, names.length > 1 || !isMany ? name.replace("loss:", "") : ""].filter(Boolean).join(" ");
       const { values, low } = known;
       if (weight > 0) curves.push({ x: table.x, curve: { name: `${title}, as it was`, values, color, isFaint: true } });
@@ -144,8 +146,8 @@ export async function lossChart(page: Page): Promise<HTMLElement | false> {
     const told = run.about?.evaluated ?? [];
     for (const name of new Set(told.map(([one]) => one))) {
       const own = told.filter(([one]) => one === name);
-      const color = isMany ? colors[page.runs.indexOf(run) % colors.length]! : colors[next++ % colors.length]!;
-      curves.push({ x: own.map(([, step]) => step), curve: { name: `${isMany ? `${run.name} ` : ""}evaluated (${name})`, values: own.map(([, , value]) => value), color, isSparse: true } });
+      const color = isMany ? LINES[page.runs.indexOf(run) % LINES.length]! : LINES[next++ % LINES.length]!;
+      curves.push({ x: own.map(([, step]) => step), curve: { name: `${isMany ? `${run.name} ` : ""}evaluation (${name})`, values: own.map(([, , value]) => value), color, isSparse: true } });
     }
   }
   if (!curves.length) return false;
@@ -154,7 +156,7 @@ export async function lossChart(page: Page): Promise<HTMLElement | false> {
   const isLog = wanted === "log" || (wanted === "auto" && isWide(joined.curves));
   const marks = eventsOf(page.run);
   const again = (more: Record<string, string>) => page.go(page.route.view || "verdict", { ...Object.fromEntries(page.route.options), ...more }, true);
-  const odd = names.flatMap((name) => page.run.scalars.odd?.[name] ?? []);
+  const odd = names.flatMap((name) => (page.run.scalars.odd?.[name] ? [{ name, ...page.run.scalars.odd[name] }] : []));
   return h(
     "section",
     { class: "panel" },
@@ -162,12 +164,12 @@ export async function lossChart(page: Page): Promise<HTMLElement | false> {
       "div",
       { class: "controls" },
       h("h2", {}, names.length > 1 ? "Losses" : "Loss"),
-      select("smoothing", SMOOTHING.map((one) => [one, one === "0" ? "none" : one]), String(weight), (value) => again({ smooth: value === "0" ? "" : value })),
+      select("smoothing", Object.entries(SMOOTHING), String(weight), (value) => again({ smooth: value === "0" ? "" : value })),
       select("scale", ["auto", "linear", "log"].map((one) => [one, one]), wanted, (value) => again({ scale: value })),
       h("span", { class: "quiet" }, "drag to zoom all charts, double click for all steps"),
     ),
     stepChart(page, { title: "loss", ...joined, isLog, height: 280, marks }),
-    odd.length > 0 && h("p", { class: "verdict error" }, `The loss is not finite, or not there, at step ${odd.join(", ")}.`),
+    ...odd.map(({ name, count, steps }) => h("p", { class: "verdict error" }, `${name.replace("loss:", "")} is NaN or infinite, or was not computed, at ${count} of ${page.run.steps} steps: ${steps.join(", ")}${count > steps.length ? " ..." : ""}`)),
     marks.length > 0 && events(page, marks),
   );
 }
@@ -195,7 +197,7 @@ export function eventsOf(run: Run): Mark[] {
     if (!known || one.since < known.since) first.set(one.rule, one);
   }
   const marks = [...first.values()].map(markOf);
-  marks.push(...run.findings.filter((one) => one.is_over).map((one): Mark => ({ x: one.last, label: "over", text: `${one.rule} at ${one.address} is over`, level: "quiet" })));
+  marks.push(...run.findings.filter((one) => one.is_over).map((one): Mark => ({ x: one.last, label: "over", text: `${one.rule.replaceAll("_", " ")} at ${one.address} was seen for the last time`, level: "quiet" })));
   marks.push(...run.changes.map((one): Mark => ({ x: one.step, label: one.what, text: `${one.what}: told at step ${one.step}`, level: "quiet" })));
   return marks.sort((one, other) => one.x - other.x);
 }
@@ -205,7 +207,7 @@ function events(page: Page, marks: Mark[]): HTMLElement {
   return h(
     "details",
     { class: "numbers" },
-    h("summary", {}, marks.length === 1 ? "one event is marked" : `${marks.length} events are marked`),
+    h("summary", {}, marks.length === 1 ? "the event that is marked" : `the ${marks.length} events that are marked`),
     h("ul", { class: "events" }, ...shown.map((one) => h("li", {}, h("button", { type: "button", class: "link", on: { click: () => page.zoom([Math.max(0, one.x - 20), one.x + 20]) } }, `step ${one.x}`), h("span", { class: `state ${one.level}` }, ` ${one.label} `), one.text))),
   );
 }
@@ -228,7 +230,7 @@ async function otherCharts(page: Page): Promise<HTMLElement> {
   return h("div", { class: "panels" }, ...shown);
 }
 
-const TITLES: Record<string, string> = { grad_norm: "norm of all gradients", lr: "learning rate", scale: "scale of the loss (GradScaler)", seconds: "seconds a step" };
+export const TITLES: Record<string, string> = { grad_norm: "norm of all gradients together", lr: "learning rate", scale: "scale of the loss (GradScaler)", seconds: "seconds a step" };
 
 export function isWide(curves: Curve[]): boolean {
   let [low, high] = [Infinity, 0];

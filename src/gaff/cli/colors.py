@@ -9,7 +9,7 @@ from rich.text import Text
 
 _STYLES = (
     (r"(?<![\w-])(failed|wrong)(?=: )|\berror(?=: )", "bold red"),
-    (r"(?<![\w-])suspicious(?=: )|\bwarning(?=: )|\bparted\b|\bthey part first at [^ ]+", "yellow"),
+    (r"(?<![\w-])suspicious(?=: )|\bwarning(?=: )|\bparted\b|\bthey differ first at [^ ]+", "yellow"),
     (r"(?<![\w-])healthy(?=: )|\bthe same in all\b", "green"),
     (r"(?<![\w-])not enough(?=: )|\binfo(?=: )", "cyan"),
     (r"(?m)^  (because|do|to be sure|to find the op|also possible)(?=: | )", "bold"),

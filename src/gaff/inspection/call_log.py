@@ -212,6 +212,8 @@ class CallLog:
         is remembered: asked again later, the call before would be another one.
         """
         if tensor.grad_fn is None:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return []  # numbers of tokens and places, masks: what came before has seldom made them
             known = self._met.get(id(tensor))
             if known is None or known[0]() is not tensor:
                 known = self._met[id(tensor)] = weakref.ref(tensor), self._latest

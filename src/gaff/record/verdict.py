@@ -99,7 +99,7 @@ def _judged(case: RunCase) -> str:
     name, curve = case.loss
     factor = case.factors.get(name, 1.0)
     times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
-    told = f"{seen}; the loss {name!r}{times} went from {curve.first:.4g} to {curve.last:.4g}"
+    told = f"{seen}; the loss {name!r}{times} went from about {curve.first:.4g} to {curve.last:.4g}"
     for function, pairs in list(case.evaluated.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
         told += f"; evaluated, {function} went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"

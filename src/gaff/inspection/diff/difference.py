@@ -47,6 +47,14 @@ class DiffRow:
     how: str = "address"
     step: int | None = None
 
+    def told(self, size: float) -> str:
+        """A difference, or a tolerance, of this row as people read it: ``10x`` for the rms of runs, else percent."""
+        if math.isinf(size) or math.isnan(size):
+            return f"{size}"
+        if self.step is not None and self.number == "rms" and self.phase != "loss":
+            return f"{math.exp(size):.3g}x" if size > 0.005 else f"(1 + {size:.1g})x" if size else "1x"
+        return f"{100 * size:.2g} %"
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -81,7 +89,7 @@ class Difference:
             worst = max(self.rows, key=lambda row: row.delta)
             if not worst.delta:
                 return f"the same in all of {len(self.rows)} places"
-            where = f"{worst.delta:.2g} at {worst.site}{_at(worst)}"
+            where = f"{worst.told(worst.delta)} at {worst.site}{_at(worst)}"
             return f"equal within rounding in {len(self.rows)} places; the largest difference is {where}"
         parted = f"{sum(row.state == 'parted' for row in self.rows)} of {len(self.rows)} places differ"
         if first.phase == "batch":
@@ -90,9 +98,9 @@ class Difference:
         values = f"{first.number} {first.a} against {first.b}"
         if first.a == first.b:
             values = f"the elements differ, though {first.number} is {first.a} in both"
-        size = f"a difference of {first.delta:.2g} where {first.tolerance:.2g} is rounding or noise"
+        size = f"a difference of {first.told(first.delta)} where {first.told(first.tolerance)} is rounding or noise"
         size = "which no rounding explains" if math.isinf(first.delta) else size
-        return f"they part first at {names}{_at(first)}, {first.phase}: {values}, {size}; {parted}"
+        return f"they differ first at {names}{_at(first)}, {first.phase}: {values}, {size}; {parted}"
 
     def __str__(self) -> str:
         parts = [f"A {self.a}", f"B {self.b}", self.verdict]
@@ -124,7 +132,9 @@ class Difference:
             "parted": bool(self),
             "verdict": self.verdict,
             "first": asdict(self.first) if self.first is not None else None,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [
+                {**asdict(row), "size": row.told(row.delta), "allowed": row.told(row.tolerance)} for row in self.rows
+            ],
             "only_a": list(self.only_a),
             "only_b": list(self.only_b),
             "notes": list(self.notes),
@@ -176,7 +186,7 @@ def _cells(rows: Sequence[DiffRow]) -> tuple[tuple[str, ...], list[tuple[str, ..
     head = ("phase", "step", "site of A", "site of B", "state", "difference", "tolerance", "number", "A", "B")
     cells = [
         (row.phase, "" if row.step is None else str(row.step), row.site, "" if row.other == row.site else row.other,
-         row.state, f"{row.delta:.2g}", f"{row.tolerance:.2g}", row.number, row.a, row.b)
+         row.state, row.told(row.delta), row.told(row.tolerance), row.number, row.a, row.b)
         for row in rows
     ]  # fmt: skip
     used = [at for at in range(len(head)) if any(row[at] for row in cells)]

@@ -32,7 +32,7 @@ _MOST_COLUMNS, _LEAST_COLUMNS = 512, 64
 _MOST_MARKS, _LEAST_MARKS = 128, 16  # looks whose magnitudes are shown
 _TOGETHER = 32  # sites whose magnitudes are in one chunk
 _MOST_STEPS = 4000  # of a curve, before it is drawn by its lowest and highest values
-_MOST_ODD = 20  # steps without a finite loss that are named
+_MOST_ODD = 8  # steps without a finite loss that are named
 _TINY = 1e-6  # of the median gradient of all parameters
 _NOTHING = 1e-10  # of a weight: less moves it by no digit, whatever the learning rate
 
@@ -237,7 +237,7 @@ def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
     """Curves of every step: rows of ``chunk`` are the steps and then each name, of ``low`` the lowest values.
 
     More than 4,000 steps are joined: ``chunk`` then holds the highest value of each stretch. ``odd``: of losses that
-    are missing or not finite now and then, the first steps at which they were.
+    are missing or not finite now and then, how often and the first steps at which they were.
     """
     series = record.part(rank).series
     names = [name for name in series if name != "step"]
@@ -245,7 +245,11 @@ def _scalars(record: Record, rank: int, chunks: Chunks) -> dict[str, Any]:
         return {"names": []}
     table = np.array([series["step"], *(series[name] for name in names)], np.float64)
     losses = {name: table[0][~np.isfinite(table[at])] for at, name in enumerate(names, 1) if name.startswith("loss:")}
-    odd = {name: steps[:_MOST_ODD].astype(int).tolist() for name, steps in losses.items() if _is_odd(steps, table[0])}
+    odd = {
+        name: {"count": len(steps), "steps": steps[:_MOST_ODD].astype(int).tolist()}
+        for name, steps in losses.items()
+        if _is_odd(steps, table[0])
+    }
     count = table.shape[1]
     if count <= _MOST_STEPS:
         return {"names": names, "chunk": chunks.numbers(table), "odd": odd}
