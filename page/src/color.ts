@@ -38,3 +38,16 @@ export const LINES = ["#4f8ef7", "#e8743b", "#b65fcf", "#2fb7c4", "#8a7f72", "#e
 export function css(color: Rgb): string {
   return `rgb(${color.join(",")})`;
 }
+
+/** Black or white, whichever is read better on a colour (relative luminance of WCAG 2.2). */
+export function inkOn(color: Rgb): string {
+  const [red, green, blue] = color.map((one) => (one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4)) as Rgb;
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000" : "#fff";
+}
+
+/** Give an element the colour of a place in the ramp, and letters that are read on it. */
+export function shadeWith(element: HTMLElement, share: number): void {
+  const color = ramp(share);
+  element.style.backgroundColor = css(color);
+  element.style.color = inkOn(color);
+}

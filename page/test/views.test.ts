@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { ramp, signed } from "../src/color";
+import { inkOn, ramp, signed } from "../src/color";
 import { matches, number, pathOf, percent, portOf, python } from "../src/format";
 import { rangeOf, shade, spansOf, ticks } from "../src/heat";
 import { drawable, smoothed } from "../src/lines";
@@ -188,4 +188,12 @@ test("pictures are grouped by module, and a large group by a longer path", () =>
 test("a byte of a picture stands for a value, from its lowest to its highest or around zero", () => {
   assert.deepEqual([0, 255].map((byte) => valueOf({ low: 1, high: 3, signed: false }, byte)), [1, 3]);
   assert.deepEqual([0, 255].map((byte) => valueOf({ low: -1, high: 4, signed: true }, byte)), [-4, 4]);
+});
+
+test("letters are read on every colour of the ramp", () => {
+  const light = (color: number[]) => color.map((one) => (one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4)).reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at]!, 0);
+  for (let share = 0; share <= 1; share += 0.01) {
+    const [one, other] = [light(ramp(share)), inkOn(ramp(share)) === "#000" ? 0 : 1];
+    assert.ok((Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05) >= 4.5, String(share));
+  }
 });

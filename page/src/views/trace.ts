@@ -1,6 +1,6 @@
 // One run of a model: its calls in the order of execution, as a table that folds and can be put in another order.
 
-import { css, ramp } from "../color";
+import { shadeWith } from "../color";
 import { filter, h, select, table } from "../dom";
 import { bytes, count, duration, matches, number } from "../format";
 import type { Call, Gradient, Trace } from "../types";
@@ -86,7 +86,7 @@ export const calls: View = {
         filter("filter calls", words, (value) => again({ filter: value })),
         deepest > 0 && select("levels", Array.from({ length: deepest + 1 }, (_, at): [string, string] => [String(at), at === deepest ? "all" : String(at)]), String(levels), (value) => again({ levels: value })),
         sort && h("button", { type: "button", on: { click: () => again({ sort: null }) } }, `sorted by ${sort.replace(/^-/, "")} ×`),
-        h("span", { class: "quiet" }, `${shown.length} of ${trace.rows.length} calls; ▣ has a picture; times are without what looking took; a click on a head sorts`),
+        h("span", { class: "quiet" }, `${shown.length} of ${trace.rows.length} calls; ▣ has a picture; times are without what measuring took${trace.has_backward ? ", but for hooks on gradients (some 0.2 ms a call)" : ""}; a click on a head sorts`),
       ),
       table(used.map((at) => COLUMNS[at]!), cells, used.filter((at) => at >= 4), { by: sort, key, again: (by) => again({ sort: by }) }),
       ...endings(trace),
@@ -105,8 +105,7 @@ function rmsCell(size: number | null, low: number, high: number): HTMLElement | 
   const cell = h("span", { class: "chip" }, number(size));
   if (size > 0 && high > low && Number.isFinite(size)) {
     const share = Math.log(size / low) / Math.log(high / low);
-    cell.style.backgroundColor = css(ramp(share));
-    cell.style.color = share > 0.55 ? "#111" : "#fff";
+    shadeWith(cell, share);
   }
   return cell;
 }

@@ -1,6 +1,6 @@
 // The model as a tree: a line a module, coloured by what its latest look says.
 
-import { css, ramp } from "../color";
+import { shadeWith } from "../color";
 import { filter, h } from "../dom";
 import { count, matches, number, pathOf, percent, portOf } from "../format";
 import { latest, rowsOf } from "../rundata";
@@ -66,8 +66,7 @@ function row(page: Page, line: Line, shown: number[], ranges: (readonly [number,
     if (value === 0 && ["rms", "gradient"].includes(COLUMNS[at]![0])) cell.classList.add("state", "warning");
     else if (value > 0 && Number.isFinite(value) && (isShare || high > WIDE * low)) {
       const share = isShare ? value : Math.log(value / low) / Math.log(high / low);
-      cell.style.backgroundColor = css(ramp(share));
-      cell.style.color = share > 0.55 ? "#111" : "#fff";
+      shadeWith(cell, share);
     }
     if (target) cell.title = target;
     return cell;

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gaff.compat import elements
-from gaff.views.notebook import Shown, picture, sparkline_svg
+from gaff.views.notebook import Shown, picture, sparkline_image
 
 _TILES, _SIDE = 6, 24  # of feature maps: how many, and how large at most
 _HIGH, _WIDE = 24, 160
@@ -29,7 +29,7 @@ def thumbnail(value: Any) -> Shown:
         x = value.detach().float().nan_to_num(0.0, 0.0, 0.0)
         tiles = _tiles(x[0] if x.dim() > 2 else x)
         if tiles is None:
-            return sparkline_svg(x.flatten()[:_WIDE].tolist(), f"{x.numel()} values")
+            return sparkline_image(x.flatten()[:_WIDE].tolist(), f"{x.numel()} values")
         small = tiles.cpu()
         low, high = float(small.min()), float(small.max())
         limit = float(small.abs().quantile(_MOST_SHOWN)) if low < 0 else 0.0

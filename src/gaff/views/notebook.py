@@ -34,7 +34,7 @@ _MOST_POINTS = 120
 _BLUE = "#4f8ef7"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Shown:
     """HTML that is shown where it ends a cell of a notebook; ``str`` is the HTML itself."""
 
@@ -45,6 +45,9 @@ class Shown:
 
     def __str__(self) -> str:
         return self.html
+
+    def __repr__(self) -> str:
+        return f"<HTML for a notebook, {len(self.html) / 1000:.0f} kB>"
 
 
 Cell = str | Shown  # text, which is escaped, or HTML
@@ -97,10 +100,11 @@ def tree_html(
     return "".join(parts)
 
 
-def sparkline_svg(values: Sequence[float], name: str = "") -> Shown:
-    """A small curve; logarithmic where all values are positive and lie more than a factor of 30 apart.
+def sparkline_image(values: Sequence[float], name: str = "") -> Shown:
+    """A small curve as a picture, which notebooks show that are not trusted, too.
 
-    What is not finite is a red dot at the lower edge. More than 120 values are joined, each stretch by its largest.
+    It is logarithmic where all values are positive and lie more than a factor of 30 apart. What is not finite is a red
+    dot at the lower edge. More than 120 values are joined, each stretch by its largest.
     """
     if not values:
         return Shown("")
@@ -125,10 +129,11 @@ def sparkline_svg(values: Sequence[float], name: str = "") -> Shown:
                    for one in pieces if len(one) == 1)  # fmt: skip
     bad = "".join(f'<circle cx="{left:.1f}" cy="{_HIGH - 3}" r="2" fill="#d64545"/>'
                   for left, top in zip(x, y, strict=True) if top is None)  # fmt: skip
-    title = f"<title>{escape(name)}</title>" if name else ""
+    drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDE}" height="{_HIGH}">{lines}{dots}{bad}</svg>'
+    text = escape(name, quote=True)
     return Shown(
-        f'<svg width="{_WIDE}" height="{_HIGH}" role="img" aria-label="{escape(name, quote=True)}">'
-        f"{title}{lines}{dots}{bad}</svg>"
+        f'<img width="{_WIDE}" height="{_HIGH}" alt="{text}" title="{text}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}">'
     )
 
 
@@ -148,7 +153,7 @@ def picture(data: bytes, height: int, width: int, *, is_signed: bool, title: str
 def photo(data: bytes, height: int, width: int, *, title: str) -> Shown:
     """Three bytes a pixel, of [height, width, 3], as a picture inside the HTML."""
     rows = b"".join(b"\0" + data[at * 3 * width : (at + 1) * 3 * width] for at in range(height))
-    return _image(rows, height, width, 1, title)
+    return _image(rows, height, width, max(1, 96 // max(height, width)), title)
 
 
 def framed(page: str, height: int = 640) -> Shown:
@@ -160,6 +165,8 @@ def framed(page: str, height: int = 640) -> Shown:
     return Shown(
         f'<iframe sandbox="allow-scripts" width="100%" height="{height}" style="border: 1px solid #8886" '
         f'srcdoc="{escape(page, quote=True)}"></iframe>'
+        '<p style="opacity:.7;font-size:12px">Nothing above? Frames are shown in notebooks that are trusted; '
+        "<code>.save('page.html')</code> writes the page.</p>"
     )
 
 

@@ -8,7 +8,7 @@ from html import escape
 from gaff.record.finding import Finding
 from gaff.record.run import Record
 from gaff.record.summary import summary_of
-from gaff.views.notebook import Cell, Shown, cell, colored, sparkline_svg, table_html
+from gaff.views.notebook import Cell, Shown, cell, colored, sparkline_image, table_html
 from gaff.views.run_text import gradient_of, next_commands, number, series_of
 
 _SITES = 40  # of the table, before it is cut
@@ -66,7 +66,7 @@ def _curves(record: Record) -> Shown:
             series = record.scalar(name)
             if len(series):
                 title = f"{name.removeprefix('loss:')} over {len(series)} steps"
-                rows.append((name.removeprefix("loss:").replace("_", " "), sparkline_svg(series.values, title),
+                rows.append((name.removeprefix("loss:").replace("_", " "), sparkline_image(series.values, title),
                              number(series.values[0]), number(series.values[-1])))  # fmt: skip
     return Shown(table_html(("", "over time", "first", "last"), rows, right=("first", "last")) if rows else "")
 
@@ -78,9 +78,9 @@ def _sites(record: Record) -> Shown:
     for name in names[:_SITES]:
         forward, backward = record.series(name, "rms"), series_of(record, gradient_of(name, record.sites), "rms")
         if len(forward):
-            rows.append((name, number(forward.values[-1]), sparkline_svg(forward.values, f"rms of {name}"),
+            rows.append((name, number(forward.values[-1]), sparkline_image(forward.values, f"rms of {name}"),
                          number(backward.values[-1]) if len(backward) else "",
-                         sparkline_svg(backward.values, f"rms of the gradient at {name}")))  # fmt: skip
+                         sparkline_image(backward.values, f"rms of the gradient at {name}")))  # fmt: skip
     if not rows:
         return Shown("")
     head = ("site", "rms", "over time", "gradient rms", "over time ")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from gaff.record.finding import Finding
-from gaff.views.notebook import Cell, Shown, cell, sparkline_svg, table_html
+from gaff.views.notebook import Cell, Shown, cell, sparkline_image, table_html
 from gaff.views.run_html import findings_html
 from gaff.views.run_text import number
 
@@ -31,10 +31,10 @@ class LiveCell:
                 values.append(value)
                 if len(values) > _MOST:
                     del values[::2]
-        rows: list[tuple[Cell, ...]] = [
-            (name.removeprefix("loss:").replace("_", " "), sparkline_svg(values, f"{name} so far"), number(values[-1]))
-            for name, values in self._curves.items()
-        ]
+        rows: list[tuple[Cell, ...]] = []
+        for name, values in self._curves.items():
+            title = name.removeprefix("loss:").replace("_", " ")
+            rows.append((title, sparkline_image(values, f"{title} so far"), number(values[-1])))
         parts: list[Cell] = [Shown(f"<p><b>step {step}</b>, watching takes {overhead:.1%} of the time</p>")]
         if rows:
             parts.append(Shown(table_html(("", "so far", "latest"), rows, right=("latest",))))
