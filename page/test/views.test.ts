@@ -16,7 +16,7 @@ import { settingsOf } from "../src/views/runs";
 import { partnerOf } from "../src/views/site";
 import { childrenOf, ownTime } from "../src/views/trace";
 import { linesOf, ownerOf } from "../src/views/tree";
-import { onOneAxis } from "../src/views/verdict";
+import { onOneAxis, rateChanges } from "../src/views/verdict";
 
 test("numbers are short and never hide what is odd", () => {
   assert.deepEqual([0, 1, 1234.5, 1e-9, -2.5e7, Infinity, -Infinity, NaN].map(number), ["0", "1", "1230", "1.00e-9", "-2.50e7", "not finite", "not finite", ""]);
@@ -196,4 +196,11 @@ test("letters are read on every colour of the ramp", () => {
     const [one, other] = [light(ramp(share)), inkOn(ramp(share)) === "#000" ? 0 : 1];
     assert.ok((Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05) >= 4.5, String(share));
   }
+});
+
+test("jumps of the learning rate are marked, a schedule that always changes is not", () => {
+  assert.deepEqual(rateChanges([0, 1, 2, 3], [0.1, 0.1, 0.01, 0.01]).map(({ x, text }) => [x, text]), [[2, "the learning rate goes from 0.1 to 0.01"]]);
+  const x = Array.from({ length: 40 }, (_, at) => at);
+  assert.deepEqual(rateChanges(x, x.map((at) => 2 ** -at)), []);
+  assert.deepEqual(rateChanges([0, 1], [0, 1]), []);
 });

@@ -10,6 +10,7 @@ import type { Finding, Run } from "../types";
 import type { Page, View } from "../view";
 
 export const SIGN: Record<string, string> = { error: "✖", warning: "▲", info: "●", fine: "✔" };
+const MOST_RATES = 12; // changes of the learning rate that are marked
 const SMOOTHING = { "0": "none", "0.6": "light", "0.9": "medium", "0.97": "strong" };
 
 export const verdict: View = {
@@ -154,7 +155,8 @@ export async function lossChart(page: Page): Promise<HTMLElement | false> {
   const joined = onOneAxis(curves);
   const wanted = page.route.options.get("scale") ?? "auto";
   const isLog = wanted === "log" || (wanted === "auto" && isWide(joined.curves));
-  const marks = eventsOf(page.run);
+  const rates = all[page.runs.indexOf(page.run)];
+  const marks = [...eventsOf(page.run), ...(rates?.of.lr ? rateChanges(rates.x, rates.of.lr.values) : [])].sort((one, other) => one.x - other.x);
   const again = (more: Record<string, string>) => page.go(page.route.view || "verdict", { ...Object.fromEntries(page.route.options), ...more }, true);
   const odd = names.flatMap((name) => (page.run.scalars.odd?.[name] ? [{ name, ...page.run.scalars.odd[name] }] : []));
   return h(
@@ -200,6 +202,16 @@ export function eventsOf(run: Run): Mark[] {
   marks.push(...run.findings.filter((one) => one.is_over).map((one): Mark => ({ x: one.last, label: "over", text: `${one.rule.replaceAll("_", " ")} at ${one.address} was seen for the last time`, level: "quiet" })));
   marks.push(...run.changes.map((one): Mark => ({ x: one.step, label: one.what, text: `${one.what}: told at step ${one.step}`, level: "quiet" })));
   return marks.sort((one, other) => one.x - other.x);
+}
+
+/** Where the learning rate jumps, by a fifth or more from one step to the next; a rate that always changes has no marks. */
+export function rateChanges(x: number[], rates: ArrayLike<number>): Mark[] {
+  const found: Mark[] = [];
+  for (let at = 1; at < x.length; at++) {
+    const [before, now] = [rates[at - 1]!, rates[at]!];
+    if (before > 0 && now > 0 && Math.abs(Math.log(now / before)) > 0.2) found.push({ x: x[at]!, label: "lr", text: `the learning rate goes from ${number(before)} to ${number(now)}`, level: "quiet" });
+  }
+  return found.length <= MOST_RATES ? found : [];
 }
 
 function events(page: Page, marks: Mark[]): HTMLElement {
