@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import gaff
 from gaff.cli import main
+from gaff.inspection.diff.difference import DiffRow
 from gaff.inspection.diff.pairs import pair_up
 from gaff.inspection.sketches import digest, sketch
 
@@ -386,3 +388,11 @@ def test_a_difference_in_evaluation_is_found(tmp_path):
         records.append(gaff.load(tmp_path / name))
     found = gaff.diff(*records)
     assert found.first.phase == "evaluation"
+
+
+def test_differences_are_told_as_people_read_them():
+    run = DiffRow("a", "a", "forward", "parted", math.log(10), 0.001, "rms", step=3)
+    assert (run.told(run.delta), run.told(run.tolerance), run.told(720.0)) == ("10x", "(1 + 0.001)x", "1.01e+304x")
+    assert DiffRow("a", "a", "forward", "parted", 1.5, 0.37, "max", step=3).told(1.5) == "150 % of the rms"
+    assert DiffRow("a", "a", "forward", "parted", 0.996, 0.37, "mean").told(0.996) == "99.6 %"
+    assert run.told(math.inf) == "inf"

@@ -118,8 +118,9 @@ def test_attention_is_drawn_head_by_head_with_its_tokens():
     assert np.abs(shown - wanted).max() < 0.01
     assert [one.get_text() for one in figure.axes[0].get_yticklabels()] == ["w1", "w2", "w3", "w4", "w5"]
     assert len(figures.attention(trace, site, heads=[1]).axes) == 1
-    with pytest.raises(PlanError, match="expected numbers from 0 to 1"):
-        figures.attention(trace, site, heads=[2])
+    for heads in ([2], [0.5], ["a"], 5, []):
+        with pytest.raises(PlanError, match="expected numbers from 0 to 1"):
+            figures.attention(trace, site, heads=heads)
     with pytest.raises(RecordError, match="the trace has no picture of attention at 'table'"):
         figures.attention(trace, "table")
     with pytest.raises(RecordError, match="no picture of feature maps at 'table'"):

@@ -1,6 +1,7 @@
 """What ends a cell of a notebook shows itself: plain HTML without script, some kilobytes, everything escaped."""
 
 import html.parser
+import itertools
 import re
 import sys
 import types
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import gaff
+from gaff.sessions.thumbnails import thumbnail
+from gaff.training.watch.live_cell import LiveCell
 from gaff.views.notebook import cell, picture, sparkline_image, table_html
 
 EMPTY = {"br", "img", "circle", "polyline"}
@@ -178,3 +181,66 @@ def test_cells_escape_and_leave_empty_columns_out():
         "<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;x&gt;</td></tr></tbody></table>"
     )
     assert cell("<x>").endswith("<p>&lt;x&gt;</p></div>")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_thumbnails_tell_what_is_not_finite_and_the_range_of_the_first_example():
+    bad = str(thumbnail(torch.full((4, 8), float("nan"))))
+    assert "no finite value" in bad
+    assert "32 of 32 not finite" in bad
+    row = torch.zeros(1, 20)
+    row[0, 3] = float("inf")
+    assert "1 of 20 not finite" in str(thumbnail(row))
+    assert str(thumbnail(row)) != str(thumbnail(torch.zeros(1, 20)))
+    assert "1e+300 to 1e+300" in str(thumbnail(torch.full((3, 4), 1e300, dtype=torch.float64)))
+    assert "3e+38 to 3e+38" in str(thumbnail(torch.full((1, 3, 64, 64), 3e38)))
+    pooled = torch.rand(2, 16, 1, 1)
+    other = pooled.clone()
+    other[1] += 1
+    assert str(thumbnail(pooled)) == str(thumbnail(other))  # of the first example alone
+    spike = torch.zeros(1, 500)
+    spike[0, 400] = 1e6
+    assert str(thumbnail(spike)) != str(thumbnail(torch.zeros(1, 500)))
+    assert str(thumbnail(torch.masked.masked_tensor(torch.rand(2, 3, 4, 4), torch.ones(2, 3, 4, 4) > 0))) == ""
+
+
+def test_a_display_that_raises_costs_no_look(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = gaff.watch(model, optimizer, every=1, out=tmp_path / "run")
+    calls = []
+
+    def gone(*told):
+        calls.append(told)
+        raise Exception("the kernel is gone")
+
+    progress = watch._watcher.reporter.progress
+    progress.viewers.append(gone)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.rand(3, 4)).square().mean().backward()
+        optimizer.step()
+    watch.remove()
+    assert len(calls) == 1
+    assert progress.viewers == []
+    assert watch.failure is None
+
+
+def test_a_long_curve_keeps_its_time_even():
+    live = LiveCell()
+    for at in range(9001):
+        live.update(at, {"loss:loss": float(at)}, (), 0.01)
+    values = live._curves["loss:loss"]
+    assert len(values) <= 2000
+    assert len({b - a for a, b in itertools.pairwise(values)}) == 1
+
+
+def test_a_cell_of_many_calls_holds_the_outer_ones():
+    model = nn.Sequential(*(nn.Sequential(nn.Identity(), nn.Identity()) for _ in range(450)))
+    text = gaff.trace(model, torch.rand(1, 2), flops=False)._repr_html_()
+    assert "900 calls further inside: .page() shows all" in text
+
+
+def test_what_is_not_to_be_seen_is_escaped():
+    assert "\\u202e" in cell("a\u202eb")
+    assert "\x1b" not in cell("\x1b[31m")

@@ -632,6 +632,36 @@ def test_batches_that_were_kept_are_shown_as_images_and_tokens(tmp_path):
     pixels = np.frombuffer(zlib.decompress(chunks.packed[given["images"]], -15), np.uint8).reshape(4, 8, 8, 3)
     assert pixels[2, 3, 5].tolist() == [255, 0, 220]
     assert (pixels[0].min(), pixels[0].max()) == (0, 255)  # each is scaled by itself
+    assert (given["checked"], given["shown"]) == (4, [0, 1, 2, 3])
+    (path,) = (folder / "batches").iterdir()
+    whole = path.read_bytes()
+    for old, new in ((b'"step": 1', b'"step": 1e999'), (b"[4,1,8,8]", b"[4,1,8,99999999999]")):
+        damaged = whole[8:].replace(
+            old.replace(b'"', b'\\"') if b"step" in old else old, new.replace(b'"', b'\\"') if b"step" in new else new
+        )
+        assert damaged != whole[8:]
+        size = int.from_bytes(whole[:8], "little") + len(new) - len(old)
+        path.write_bytes(size.to_bytes(8, "little") + damaged)
+        assert "cannot be read" in run_of(load(folder), Chunks())["batches"][0]["why"]
+    path.write_bytes(whole)
     (folder / "batches" / "00000009-loss.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0{")
     broken = run_of(load(folder), Chunks())["batches"][1]
     assert broken["why"].startswith("00000009-loss.safetensors cannot be read: ")
+
+
+def test_a_bad_sample_is_named_and_shown_wherever_it_is(tmp_path):
+    folder = tmp_path / "run"
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=folder, every=1, keep_batch=True):
+        for step in range(3):
+            x = torch.rand(32, 1, 8, 8)
+            if step == 1:
+                x[20, 0, 3, 5] = float("inf")
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    (kept,) = run_of(load(folder), Chunks())["batches"]
+    (given,) = kept["inputs"]
+    assert (given["bad"], given["checked"]) == ([20], 32)
+    assert given["shown"] == [0, 1, 2, 3, 4, 5, 6, 20]

@@ -32,7 +32,7 @@ def test_a_run_is_told_in_a_few_facts(run):
     assert settings["optimizer"] == "AdamW"
     assert settings["optimizer, lr"] == "0.01"
     assert settings["optimizer, betas"] == "0.8, 0.9"
-    assert settings["model, parameters"] == "58"
+    assert settings["parameters of model"] == "58"
     assert settings["batch"] == "3"
 
 
@@ -48,15 +48,30 @@ def test_how_a_command_ended_is_told(run, code, told, failed):
 
 
 def test_what_watching_cost_is_told_with_the_beginning_apart():
-    assert str(Cost(0.0, 0.0, 0.0, None)) == "watching saw no step"
+    assert str(Cost(0.0, 0.0, 0.0, None)) == "what watching took is not in the record"
+    short = str(Cost(0.4, 1.0, 0.1, None))
     assert (
-        str(Cost(0.4, 1.0, 0.1, None))
-        == "watching took 400 ms of 1 s (40.0%); the first looks of a run may take half a second"
+        short
+        == "watching took 400 ms of processor time in 1 s (40.0%); the first looks of a run may take half a second"
     )
-    assert (
-        str(Cost(1.0, 3700.0, 0.1, 0.009))
-        == "watching took 1 s of 1 h 1 min (0.0%), and 0.9% after the first five seconds"
-    )
+    long = str(Cost(1.0, 3700.0, 0.1, 0.009))
+    assert long == "watching took 1 s of processor time in 1 h 1 min (0.0%), and 0.9% after the first five seconds"
+
+
+def test_settings_of_all_groups_and_of_tensors_are_told(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 10.0}]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(0.5))
+    with gaff.watch({"optimizer": model}, optimizer, out=tmp_path / "run", every=1):
+        model(torch.rand(3, 4)).square().mean().backward()
+        optimizer.step()
+    told = summary_of(gaff.load(tmp_path / "run"))
+    assert told.settings["optimizer"] == "Adam"
+    assert told.settings["class of optimizer"] == "Sequential"
+    assert told.settings["optimizer, lr"] == "0.5"
+    assert told.settings["optimizer, group 1, lr"] == "10"
+    assert told.settings["optimizer, groups"] == "2"
+    assert str(told).startswith("1 step")
 
 
 def test_the_steady_share_is_that_after_the_first_five_seconds():

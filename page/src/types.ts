@@ -97,11 +97,11 @@ export interface Run {
   batches: Batch[];
 }
 
-/** A batch that was kept; of large ones the first samples. */
+/** A batch that was kept; of large ones some samples. */
 export interface Batch {
   step: number; // -1: it cannot be read
   why: string;
-  inputs: { name: string; shape: number[]; type: string; bad: number[]; images: number | null; tokens: number[][] }[];
+  inputs: { name: string; shape: number[]; type: string; bad: number[]; checked: number; shown: number[]; images: number | null; tokens: number[][] }[];
 }
 
 export interface Flight {

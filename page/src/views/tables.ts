@@ -207,8 +207,7 @@ export const coverage: View = {
       ["processes", run.ranks.length > 1 ? `${run.ranks.length}; tables of rank ${run.rank}` : "1"],
       ["ended", run.about?.ended ?? (run.complete ? "yes" : "no: the run goes on, or was killed")],
     ]);
-    const models = new Set(run.models.map((one) => one.name));
-    for (const [name, value] of [...(run.about?.settings ?? []), ...run.facts]) if (!told.has(name) && !models.has(name) && !HIDDEN.includes(name)) told.set(name === "budget" ? "overhead allowed" : name, name === "budget" ? percent(Number(value)) : value);
+    for (const [name, value] of [...(run.about?.settings ?? []), ...run.facts]) if (!told.has(name) && !name.startsWith("class of ") && !HIDDEN.includes(name)) told.set(name === "budget" ? "overhead allowed" : name, name === "budget" ? percent(Number(value)) : value);
     const rows = [...told].filter(([, value]) => value !== "");
     const kinds = run.groups.map((group) => [`${group.group}, ${group.phase}`, String(group.sites.length), String(group.first.length), group.last.some((last, at) => last !== group.first[at]) ? "several looks" : "one look"]);
     return h(

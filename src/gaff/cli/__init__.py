@@ -124,8 +124,11 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
     try:
         columns = [one.strip() for one in (getattr(options, "columns", None) or "").split(",") if one.strip()]
-        with fitting(terminal_width(), columns):
+        with fitting(terminal_width(), columns) as tables:
             code = command.run(options)
+        if tables.complaint:
+            to_stderr(f"gaff: {tables.complaint}")
+            code = code or 1
         if sys.stdout is not None:  # a shell may start a program without any
             sys.stdout.flush()
         return code

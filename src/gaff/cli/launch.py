@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gaff.cli.printing import show
+from gaff.cli.printing import show, terminal_width
 from gaff.cli.processes import Processes
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.record.flight import ENDING as RING
@@ -30,7 +30,7 @@ from gaff.record.run import ENDING, HEAD, VERSION, Record
 from gaff.training.watch.settings import VARIABLE, Settings, to_stderr
 from gaff.version import __version__
 from gaff.views import run_text
-from gaff.views.text import printable
+from gaff.views.text import fitting, printable
 
 _IDLE_S = 600
 _GLANCE_S = 0.02  # torchrun takes notice of an ended process within a tenth of a second
@@ -213,7 +213,8 @@ def _tell(folder: Path, *, quiet: bool, plain: bool) -> None:
         return
     if not quiet:
         with suppress(OSError, ValueError):  # nobody reads it, or not these characters
-            text = run_text.report(record, plain=plain, brief=True)
+            with fitting(terminal_width(sys.stderr)):
+                text = run_text.report(record, plain=plain, brief=True)
             told = printable(f"{text}\ngaff report {folder} tells more of each finding")
             print(told, file=sys.stderr, flush=True) if plain else show(told, stream=sys.stderr)
 

@@ -22,9 +22,10 @@ def print_cells(rows: Iterable[Sequence[str]]) -> None:
         print("\t".join(row))
 
 
-def terminal_width() -> int | None:
-    """Columns to fit into; None where the output is a file or a pipe, or there is none."""
-    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
+def terminal_width(stream: Any = None) -> int | None:
+    """Columns to fit into; None where the output, ``stream`` or standard output, is a file or a pipe, or is none."""
+    stream = sys.stdout if stream is None else stream
+    return shutil.get_terminal_size().columns if stream is not None and stream.isatty() else None
 
 
 def show(text: str, *, stream: Any = None) -> None:

@@ -189,6 +189,7 @@ def _first(tensor: Tensor) -> Tensor | None:
     if (
         not elements.is_plain(tensor)
         or tensor.is_complex()
+        or tensor.is_nested
         or tensor.dtype == torch.bool
         or tensor.dim() < 2
         or not tensor.shape[0]

@@ -70,7 +70,10 @@ class Trace:
         """
         if not self.tokens:
             raise PlanError("this trace has no tokens: its model was given no tensor of whole numbers [texts, tokens]")
-        named = tuple(map(str, names([int(one) for one in self.tokens])))
+        found = names([int(one) for one in self.tokens])
+        if not isinstance(found, Sequence):
+            raise PlanError(f"names returned a {type(found).__name__}: expected a list of {len(self.tokens)} texts")
+        named = tuple(map(str, found))
         if len(named) != len(self.tokens):
             raise PlanError(f"{len(named)} names for {len(self.tokens)} tokens: expected one for each")
         return replace(self, tokens=named)

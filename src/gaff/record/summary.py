@@ -34,8 +34,10 @@ class Cost:
 
     def __str__(self) -> str:
         if not self.total_s:
-            return "watching saw no step"
-        told = f"watching took {_duration(self.spent_s)} of {_duration(self.total_s)} ({self.share:.1%})"
+            return "what watching took is not in the record"
+        told = (
+            f"watching took {_duration(self.spent_s)} of processor time in {_duration(self.total_s)} ({self.share:.1%})"
+        )
         if self.steady is not None:
             return f"{told}, and {self.steady:.1%} after the first five seconds"
         return f"{told}; the first looks of a run may take half a second" if self.share > 0.015 else told
@@ -62,7 +64,7 @@ class Summary:
         each = f" ({_duration(self.step_s)} each)" if self.step_s else ""
         lasted = f" in {_duration(self.seconds)}{each}" if self.seconds else ""
         where = f" on {self.device}" if self.device else ""
-        return f"{self.steps} steps{lasted}{where}; {self.ended}"
+        return f"{self.steps} {'step' if self.steps == 1 else 'steps'}{lasted}{where}; {self.ended}"
 
 
 def summary_of(record: Record, rank: int = 0) -> Summary:
@@ -112,12 +114,17 @@ def _settings(record: Record, rank: int) -> dict[str, str]:
     for at, one in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {at}"
         found[name] = one.get("class")
-        known = one.get("settings")
-        found.update({f"{name}, {key}": value for key, value in known.items()} if isinstance(known, dict) else {})
+        groups = [group for group in _list(one.get("settings")) if isinstance(group, dict)]
+        for number, group in enumerate(groups):
+            first = groups[0] if number else {}
+            where = f"{name}, group {number}" if number else name
+            found.update({f"{where}, {key}": value for key, value in group.items() if first.get(key) != value})
+        if len(groups) > 1:
+            found[f"{name}, groups"] = len(groups)
     for _, model in record.events("model", rank):
-        found[f"{model.get('name')}"] = model.get("class")
+        found[f"class of {model.get('name')}"] = model.get("class")
         shapes = [one[1] for one in _list(model.get("weights")) if isinstance(one, list) and len(one) == 4]
-        found[f"{model.get('name')}, parameters"] = sum(_elements(shape) for shape in shapes)
+        found[f"parameters of {model.get('name')}"] = sum(_elements(shape) for shape in shapes)
     command = " ".join(map(str, _list(record.head.get("command"))))
     found |= {"batch": look.get("batch"), "precision": look.get("precision"), "device": _device(record, rank),
               "torch": begin.get("torch"), "command": command}  # fmt: skip

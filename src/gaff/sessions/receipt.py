@@ -75,7 +75,7 @@ class Receipt:
             what = f"{counted(self.armed, 'module')} armed for recomputation"
             lines.append(f"{what}, until the graph is freed (del the loss) or .release()")
         head, rows = self._edit_cells() if self.is_edit else self._cells()
-        return "\n".join([*lines, table(head, rows, right=_RIGHT if self.is_edit else ())])
+        return "\n".join([*lines, table(head, rows, right=_RIGHT if self.is_edit else (), whole=("site",))])
 
     def _cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Heads and rows of a capture."""

@@ -28,7 +28,7 @@ def render_table(anatomy: Explained) -> str:
         for row in anatomy.nodes
     ]
     parts = [f"backward of {anatomy.module}, from a gradient of ones at {_names(anatomy.grad_output)}", ""]
-    parts += [table(_HEAD, rows), ""]
+    parts += [table(_HEAD, rows, whole=("node", "op")), ""]
     leaves = [*anatomy.grad_input, *anatomy.parameters]
     parts.append(
         table(("gradient of", "shape", "norm"), [(one.whose, one.shape or "None", _norm(one)) for one in leaves])

@@ -60,7 +60,7 @@ def heat_map(record: Record, *, stat: str = "rms", port: str = "output", rank: i
     table = np.where(np.isinf(cube.latest[stat][rows]), np.nan, cube.latest[stat][rows])
     figure, axes = _axes((7.0, max(2.4, 0.16 * len(names))))
     colors = need("matplotlib.colors", "figures")
-    is_log = bool(np.nanmin(table) >= 0) and bool((table > 0).any())
+    is_log = not (table < 0).any() and bool((table > 0).any())
     shown = np.where(table > 0, table, np.nan) if is_log else table
     axes.set_facecolor("0.6")
     edges, shown = _with_gaps(cube.first.tolist(), cube.last.tolist(), shown)
@@ -118,9 +118,9 @@ def loss(records: Sequence[Record] | Record, *, smoothing: float = 0.0, events: 
             axes.plot(steps, values, marker="o", markersize=3, linestyle="--", linewidth=1, color=color,
                       label=f"{title}evaluated ({name})")  # fmt: skip
             drawn += [one for one in values if np.isfinite(one)]
-    if not drawn:
+    if not axes.get_lines():
         raise RecordError(f"{several[0].path if several else 'no run'}: no loss was seen: expected a run that has some")
-    if min(drawn) > 0 and max(drawn) > 30 * min(drawn):
+    if drawn and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
         axes.set_yscale("log")
     if events:
         _mark(axes, several[0])
@@ -156,9 +156,8 @@ def attention(trace: Traced, site: str, *, heads: Sequence[int] | None = None) -
     """
     one = _picture_of(trace, site, "attention")
     table = np.frombuffer(one.data, np.uint8).reshape(one.size)
-    chosen = list(range(len(table))) if heads is None else list(heads)
-    wrong = next((at for at in chosen if not 0 <= at < len(table)), None)
-    if wrong is not None or not chosen:
+    chosen = list(range(len(table))) if heads is None else list(heads) if isinstance(heads, Sequence) else []
+    if not chosen or not all(isinstance(at, int) and 0 <= at < len(table) for at in chosen):
         raise PlanError(f"heads={heads!r}: expected numbers from 0 to {len(table) - 1}")
     across = min(4, len(chosen))
     down = -(-len(chosen) // across)

@@ -17,7 +17,7 @@ from html import escape
 from typing import TypeVar
 
 from gaff.views.colors import RAMP, SIGNED
-from gaff.views.text import blocks
+from gaff.views.text import blocks, printable
 
 _Row = TypeVar("_Row")
 _STYLE = (
@@ -55,13 +55,13 @@ Cell = str | Shown  # text, which is escaped, or HTML
 
 def cell(*parts: Cell) -> str:
     """The HTML of a whole cell: its parts below each other, in colours that suit the notebook; texts are paragraphs."""
-    inside = "".join(one.html if isinstance(one, Shown) else f"<p>{escape(one)}</p>" for one in parts if one)
+    inside = "".join(one.html if isinstance(one, Shown) else f"<p>{safe(one)}</p>" for one in parts if one)
     return f'<div class="gaff-cell">{_STYLE}{inside}</div>'
 
 
 def colored(text: str, level: str) -> Shown:
     """A text in the colour of ``error``, ``warning``, ``info`` or ``fine``, or quiet (``q``)."""
-    return Shown(f'<span class="{escape(level)}">{escape(text)}</span>')
+    return Shown(f'<span class="{safe(level)}">{safe(text)}</span>')
 
 
 def table_html(head: Sequence[str], rows: Sequence[Sequence[Cell]], right: Sequence[str] = ()) -> str:
@@ -71,7 +71,7 @@ def table_html(head: Sequence[str], rows: Sequence[Sequence[Cell]], right: Seque
     """
     used = [at for at in range(len(head)) if not rows or any(_html(row[at]) for row in rows)]
     side = [' class="r"' if head[at] in right else "" for at in used]
-    heading = "".join(f"<th{kind}>{escape(head[at])}</th>" for at, kind in zip(used, side, strict=True))
+    heading = "".join(f"<th{kind}>{safe(head[at])}</th>" for at, kind in zip(used, side, strict=True))
     cells = "".join(
         "<tr>" + "".join(f"<td{kind}>{_html(row[at])}</td>" for at, kind in zip(used, side, strict=True)) + "</tr>"
         for row in rows
@@ -90,7 +90,7 @@ def tree_html(
     """A tree that folds, open down to ``depth`` levels; the functions are those of ``gaff.views.text.fold``."""
     parts = []
     for head, last, count, inside in blocks(rows, is_inside, likeness):
-        text = escape(line(head, last, count).strip())
+        text = safe(line(head, last, count).strip())
         if inside:
             is_open = " open" if depth > 0 else ""
             below = tree_html(inside, is_inside, likeness, line, depth=depth - 1)
@@ -130,7 +130,7 @@ def sparkline_image(values: Sequence[float], name: str = "") -> Shown:
     bad = "".join(f'<circle cx="{left:.1f}" cy="{_HIGH - 3}" r="2" fill="#d64545"/>'
                   for left, top in zip(x, y, strict=True) if top is None)  # fmt: skip
     drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDE}" height="{_HIGH}">{lines}{dots}{bad}</svg>'
-    text = escape(name, quote=True)
+    text = safe(name, quote=True)
     return Shown(
         f'<img width="{_WIDE}" height="{_HIGH}" alt="{text}" title="{text}" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}">'
@@ -177,15 +177,20 @@ def _image(rows: bytes, height: int, width: int, scale: int, title: str) -> Show
     png = b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
     )
-    text = escape(title, quote=True)
+    text = safe(title, quote=True)
     return Shown(
         f'<img width="{width * scale}" height="{height * scale}" alt="{text}" title="{text}" '
         f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     )
 
 
+def safe(text: str, quote: bool = True) -> str:
+    """A text as HTML takes it; what is not to be seen (a change of direction, ESC) is written as Python escapes it."""
+    return escape(printable(text), quote=quote)
+
+
 def _html(value: Cell) -> str:
-    return value.html if isinstance(value, Shown) else escape(value)
+    return value.html if isinstance(value, Shown) else safe(value)
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from gaff.record.finding import Finding
 from gaff.record.run import Record
 from gaff.record.summary import summary_of
-from gaff.views.notebook import Cell, Shown, cell, colored, sparkline_image, table_html
+from gaff.views.notebook import Cell, Shown, cell, colored, safe, sparkline_image, table_html
 from gaff.views.run_text import gradient_of, next_commands, number, series_of
 
 _SITES = 40  # of the table, before it is cut
@@ -22,11 +21,11 @@ def run_cell(record: Record) -> str:
     level = _LEVELS[verdict.state]
     since = f" since step {verdict.since}" if verdict.since is not None else ""
     parts: list[Cell] = [
-        Shown(f"<p><b>{colored(verdict.state, level)}</b>: {escape(verdict.cause + since)}</p>"),
-        *(Shown(f'<p class="q">because {escape(one)}</p>') for one in verdict.evidence),
-        Shown(f"<p>What to do: {escape(verdict.remedy)}</p>") if verdict.remedy else "",
-        *(Shown(f"<p>{escape(why)}: <code>{escape(what)}</code></p>") for why, what in next_commands(record)),
-        Shown(f'<p class="q">{escape(str(told))}<br>{escape(str(told.cost))}</p>'),
+        Shown(f"<p><b>{colored(verdict.state, level)}</b>: {safe(verdict.cause + since)}</p>"),
+        *(Shown(f'<p class="q">because {safe(one)}</p>') for one in verdict.evidence),
+        Shown(f"<p>What to do: {safe(verdict.remedy)}</p>") if verdict.remedy else "",
+        *(Shown(f"<p>{safe(why)}: <code>{safe(what)}</code></p>") for why, what in next_commands(record)),
+        Shown(f'<p class="q">{safe(str(told))}<br>{safe(str(told.cost))}</p>'),
         _curves(record),
     ]
     if record.findings:
@@ -63,7 +62,7 @@ def _curves(record: Record) -> Shown:
     rows: list[tuple[Cell, ...]] = []
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = record.scalar(name)
+            series = record.scalar(name, record.ranks[0])
             if len(series):
                 title = f"{name.removeprefix('loss:')} over {len(series)} steps"
                 rows.append((name.removeprefix("loss:").replace("_", " "), sparkline_image(series.values, title),
@@ -76,7 +75,10 @@ def _sites(record: Record) -> Shown:
     names = [name for name in record.sites if ":" not in name.replace(":output", "")]
     rows: list[tuple[Cell, ...]] = []
     for name in names[:_SITES]:
-        forward, backward = record.series(name, "rms"), series_of(record, gradient_of(name, record.sites), "rms")
+        forward, backward = (
+            record.series(name, "rms", rank=record.ranks[0]),
+            series_of(record, gradient_of(name, record.sites), "rms"),
+        )
         if len(forward):
             rows.append((name, number(forward.values[-1]), sparkline_image(forward.values, f"rms of {name}"),
                          number(backward.values[-1]) if len(backward) else "",

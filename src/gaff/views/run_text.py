@@ -115,7 +115,7 @@ def report(
     parts = [f"{record.path}: {verdict(record)}", *reasons(record)]
     for name in record.scalars:
         if name.startswith("loss:") or name in ("grad_norm", "lr", "scale"):
-            series = record.scalar(name)
+            series = record.scalar(name, record.ranks[0])
             if len(series):
                 ends = f"{number(series.values[0])} to {number(series.values[-1])}"
                 parts.append(f"{name.removeprefix('loss:'):<12} {sparkline(series.values, plain=plain)} {ends}")
@@ -138,7 +138,7 @@ def report(
     looks = record.looks
     if looks:
         parts.append(f"looked at {len(looks)} of {record.steps} steps, the last of them step {looks[-1]}")
-    skipped = record.scalar("skipped").values[-1:] if "skipped" in record.scalars else []
+    skipped = record.scalar("skipped", record.ranks[0]).values[-1:] if "skipped" in record.scalars else []
     if skipped and skipped[0]:
         parts.append(f"a GradScaler skipped {int(skipped[0])} steps")
     parts.append(str(known_of.cost))
@@ -186,7 +186,7 @@ def site_table(
     rows = []
     names = [name for name in record.sites if ":" not in name.replace(":output", "")]
     for name in names:
-        forward = record.series(name, "rms")
+        forward = record.series(name, "rms", rank=record.ranks[0])
         if not len(forward):
             continue
         backward = series_of(record, gradient_of(name, record.sites), "rms")
@@ -276,8 +276,8 @@ def _last(series: Series) -> str:
 
 
 def series_of(record: Record, site: str | None, stat: str) -> Series:
-    """The numbers of a site of rank 0, or an empty series where there is no such site."""
-    return record.series(site, stat) if site is not None else Series([], [])
+    """The numbers of a site of the first process, or an empty series where there is no such site."""
+    return record.series(site, stat, rank=record.ranks[0]) if site is not None else Series([], [])
 
 
 def gradient_of(name: str, sites: Iterable[str]) -> str | None:

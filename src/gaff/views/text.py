@@ -11,8 +11,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gaff.errors import PlanError
-
 _Row = TypeVar("_Row")
 _NARROWEST = 16  # characters to which a text is cut at most
 _FOLD_FROM = 3  # this many equal blocks in a row are told once
@@ -26,26 +24,28 @@ class Fitting:
     columns: tuple[str, ...] = ()
     heads: dict[str, None] = field(default_factory=dict)
 
+    @property
+    def complaint(self) -> str:
+        """What is to be said of a column that was asked for, and that no table had; empty where all were there."""
+        missing = [one for one in self.columns if one not in self.heads]
+        if not missing:
+            return ""
+        there = f"expected some of {', '.join(self.heads)}" if self.heads else "no table was printed"
+        return f"there is no column {missing[0]!r}: {there}"
+
 
 _FITTING: ContextVar[Fitting | None] = ContextVar("gaff_fitting", default=None)
 
 
 @contextmanager
-def fitting(width: int | None, columns: Sequence[str] = ()) -> Iterator[None]:
-    """Every table that is made inside fits into ``width`` characters, and shows ``columns`` only, by their heads.
-
-    Raises PlanError at the end for a column that no table had.
-    """
+def fitting(width: int | None, columns: Sequence[str] = ()) -> Iterator[Fitting]:
+    """Every table that is made inside fits into ``width`` characters, and shows ``columns`` only, by their heads."""
     told = Fitting(width, tuple(columns))
     token = _FITTING.set(told)
     try:
-        yield
+        yield told
     finally:
         _FITTING.reset(token)
-    missing = [one for one in told.columns if one not in told.heads]
-    if missing:
-        there = f"expected some of {', '.join(told.heads)}" if told.heads else "this command prints no table"
-        raise PlanError(f"there is no column {missing[0]!r}: {there}")
 
 
 def table(
@@ -68,11 +68,11 @@ def table(
     chosen = [number for number in range(len(head)) if any(row[number] for row in rows)] or [0]
     kept = [head.index(one) for one in whole if one in head] or [0]
     if told is not None:
-        told.heads.update(dict.fromkeys(head[number].strip() for number in chosen))
+        told.heads.update(dict.fromkeys(one.strip() for one in head if one.strip()))
         width = told.width if width is None else width
         wanted = [number for number in chosen if head[number].strip() in told.columns]
         chosen = sorted({*wanted, *(one for one in kept if one in chosen)}) if wanted else chosen
-    cells = [[row[number] for number in range(len(head))] for row in (head, *rows)]
+    cells = [[row[number].replace("\n", " ") for number in range(len(head))] for row in (head, *rows)]
     widths = {number: max(len(row[number]) for row in cells) for number in chosen}
     soft = {number for number in chosen if number not in kept and head[number] not in right}
     order = [head.index(one) for one in first_to_go if one in head]

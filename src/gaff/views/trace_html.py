@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
-from gaff.views.notebook import Cell, Shown, cell, photo, picture, table_html, tree_html
+from gaff.views.notebook import Cell, Shown, cell, photo, picture, safe, table_html, tree_html
 from gaff.views.run_text import number
 from gaff.views.trace_text import endings, is_inside, likeness, summary, tree_line
 
 if TYPE_CHECKING:
     from gaff.record.picture import Picture
-    from gaff.record.trace_rows import Traced
+    from gaff.record.trace_rows import CallRow, Traced
 
 _PICTURES = 8  # of a cell; the page has all
+_CALLS = 1000  # calls of a cell; the page has all
 _TILES = 8  # of one picture
 _PHOTO, _TILE, _ROW = 80, 32, 192  # cells a side at most
 
 
 def trace_cell(trace: Traced, depth: int = 2) -> str:
     """The HTML of a trace, open down to ``depth`` levels; at most eight pictures, the earliest of each kind first."""
+    rows = _some(trace)
     parts: list[Cell] = [
-        Shown(f"<p><b>{escape(summary(trace))}</b></p>"),
-        Shown(f'<p class="q">input: {escape(" ".join(trace.tokens))}</p>') if trace.tokens else "",
-        Shown(tree_html(trace.rows, is_inside, likeness, tree_line, depth=depth)),
+        Shown(f"<p><b>{safe(summary(trace))}</b></p>"),
+        Shown(f'<p class="q">input: {safe(" ".join(trace.tokens))}</p>') if trace.tokens else "",
+        Shown(tree_html(rows, is_inside, likeness, tree_line, depth=depth)),
     ]
+    if len(rows) < len(trace.rows):
+        parts.append(Shown(f'<p class="q">{len(trace.rows) - len(rows)} calls further inside: .page() shows all</p>'))
     shown = _chosen(trace)
     if shown:
-        rows: list[tuple[Cell, ...]] = [
+        lines: list[tuple[Cell, ...]] = [
             (one.site or "the model", _drawn(one), one.title, f"{number(one.low)} to {number(one.high)}")
             for one in shown
         ]
         more = len(trace.pictures) - len(shown)
-        parts.append(Shown(table_html(("site", "", "what", "range"), rows)))
+        parts.append(Shown(table_html(("site", "", "what", "range"), lines)))
         parts.append(Shown(f'<p class="q">{more} more pictures: .page() shows all</p>') if more else "")
-    parts += [Shown(f'<p class="q">{escape(line)}</p>') for line in endings(trace) if line]
+    parts += [Shown(f'<p class="q">{safe(line)}</p>') for line in endings(trace) if line]
     return cell(*parts)
+
+
+def _some(trace: Traced) -> list[CallRow]:
+    """The calls down to the level that leaves no more than a cell can hold."""
+    kept = list(trace.rows)
+    for level in range(max((row.depth for row in kept), default=0), 0, -1):
+        if len(kept) <= _CALLS:
+            break
+        kept = [row for row in kept if row.depth < level]
+    return kept
 
 
 def _chosen(trace: Traced) -> list[Picture]:

@@ -11,12 +11,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from gaff.compat import extras
-from gaff.views.notebook import Shown, cell, colored, framed, table_html
+from gaff.views.notebook import Shown, cell, colored, framed, safe, table_html
 from gaff.views.run_text import number
 from gaff.views.text import table
 
@@ -48,12 +47,18 @@ class DiffRow:
     step: int | None = None
 
     def told(self, size: float) -> str:
-        """A difference, or a tolerance, of this row as people read it: ``10x`` for the rms of runs, else percent."""
+        """A difference, or a tolerance, of this row as people read it.
+
+        ``10x`` for the rms of runs; for other numbers of runs percent of the larger rms, for losses and traces percent
+        of the larger of both.
+        """
         if math.isinf(size) or math.isnan(size):
             return f"{size}"
-        if self.step is not None and self.number == "rms" and self.phase != "loss":
-            return f"{math.exp(size):.3g}x" if size > 0.005 else f"(1 + {size:.1g})x" if size else "1x"
-        return f"{100 * size:.2g} %"
+        if self.step is None or self.phase in ("loss", "batch"):
+            return f"{100 * size:.3g} %"
+        if self.number == "rms":
+            return f"{math.exp(min(size, 700)):.3g}x" if size > 0.005 else f"(1 + {size:.1g})x" if size else "1x"
+        return f"{100 * size:.3g} % of the rms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,7 @@ class Difference:
         more = len(self.rows) - len(rows)
         return cell(
             Shown(f"<p>{colored(self.verdict, level)}</p>"),
-            Shown(f'<p class="q">A is {escape(self.a)}, B is {escape(self.b)}</p>'),
+            Shown(f'<p class="q">A is {safe(self.a)}, B is {safe(self.b)}</p>'),
             Shown(table_html(head, rows, right=_RIGHT)) if rows else "",
             Shown(f'<p class="q">{more} more places were compared: .page() shows all</p>') if more else "",
             *self.notes,

@@ -84,8 +84,9 @@ class Watch:
         from IPython.display import HTML, display  # type: ignore[import-not-found]  # IPython is what calls
 
         handle = display(HTML(self._repr_html_()), display_id=True)
-        live = LiveCell(lambda html: handle.update(HTML(html)))
-        self._watcher.reporter.progress.viewers.append(live.update)
+        if handle is not None:  # nothing is displayed where there is no kernel
+            live = LiveCell(lambda html: handle.update(HTML(html)))
+            self._watcher.reporter.progress.viewers.append(live.update)
 
     def __repr__(self) -> str:
         return f"<gaff watch: {self.step} steps, {len(self.findings)} findings, overhead {self.overhead:.1%}>"

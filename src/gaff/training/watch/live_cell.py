@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from gaff.record.finding import Finding
 from gaff.views.notebook import Cell, Shown, cell, sparkline_image, table_html
@@ -22,25 +21,28 @@ class LiveCell:
     def __init__(self, show: Callable[[str], None] | None = None) -> None:
         self._show = show
         self._curves: dict[str, list[float]] = {}
+        self._updates = 0
+        self._every = 1  # updates from one point of a curve to the next
 
     def update(self, step: int, known: Mapping[str, float], findings: Sequence[Finding], overhead: float) -> str:
         """The HTML of the run at ``step``. ``known``: the latest numbers by name, as ``run_text.line`` takes them."""
-        for name, value in known.items():
-            if name.startswith("loss:") or name in ("grad_norm", "lr"):
-                values = self._curves.setdefault(name, [])
-                values.append(value)
-                if len(values) > _MOST:
-                    del values[::2]
+        if self._updates % self._every == 0:
+            for name, value in known.items():
+                if name.startswith("loss:") or name in ("grad_norm", "lr"):
+                    self._curves.setdefault(name, []).append(value)
+        self._updates += 1
+        if any(len(values) > _MOST for values in self._curves.values()):
+            self._every *= 2  # from here on every second one, as of those before
+            self._curves = {name: values[::2] for name, values in self._curves.items()}
         rows: list[tuple[Cell, ...]] = []
         for name, values in self._curves.items():
             title = name.removeprefix("loss:").replace("_", " ")
-            rows.append((title, sparkline_image(values, f"{title} so far"), number(values[-1])))
+            rows.append((title, sparkline_image(values, f"{title} so far"), number(known.get(name, values[-1]))))
         parts: list[Cell] = [Shown(f"<p><b>step {step}</b>, watching takes {overhead:.1%} of the time</p>")]
         if rows:
             parts.append(Shown(table_html(("", "so far", "latest"), rows, right=("latest",))))
         parts.append(findings_html(findings) if findings else "nothing wrong was found so far" if step >= 20 else "")
         html = cell(*parts)
         if self._show is not None:
-            with suppress(OSError, RuntimeError, ValueError):  # the notebook was closed, its training goes on
-                self._show(html)
+            self._show(html)
         return html

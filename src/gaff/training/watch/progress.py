@@ -35,6 +35,7 @@ class Progress:
         self._recorder = recorder
         self._worker = worker
         self._series = StepSeries()
+        self._is_showing = False  # a job that tells viewers waits
         self._flushed = self._lined = perf_counter()
 
     @property
@@ -75,10 +76,22 @@ class Progress:
             if pulses:
                 self._recorder.series(self._series.columns(pulses))
             self._recorder.event("progress", step, **told, memory=record_place.memory())
-            for viewer in self.viewers:
-                viewer(step, self.latest, self._judge.findings, pace.overhead)
 
         self._worker.put(job)
+        if self.viewers and not self._is_showing:  # a slow one is told less often
+            self._is_showing = True
+            self._worker.put(lambda: self._show(step, pace))
+
+    def _show(self, step: int, pace: Pace) -> None:
+        """Tell the viewers; one that raises is told nothing any more, and that is said: no look is lost by it."""
+        self._is_showing = False
+        for viewer in list(self.viewers):
+            try:
+                viewer(step, self.latest, self._judge.findings, pace.overhead)
+            except Exception as error:  # noqa: BLE001  # whatever shows it, it is somebody else's
+                self.viewers.remove(viewer)
+                tell = self._settings.tell or self._settings.complain
+                tell(f"gaff: a cell is not updated any more: {type(error).__name__}: {error}")
 
     def _line(self, step: int, pace: Pace) -> None:
         """Tell a line of progress on the terminal."""

@@ -143,15 +143,25 @@ def inventory(model: nn.Module) -> dict[str, Any]:
 def optimizer(optimizer: Any) -> dict[str, Any]:
     """Class, parameters and settings of an optimizer, as they were when this was asked, for the record.
 
-    ``settings``: of the first parameter group whatever is a number, a text, or a pair of numbers (``betas``), by name;
-    ``groups``: how many there are.
+    ``settings``: for each parameter group whatever is a number, a text, or a pair of numbers (``betas``), by name; a
+    number that is a tensor is read, which waits for its device.
     """
     groups = optimizer.param_groups
-    kept = {str(name): list(value) if isinstance(value, tuple) else value for name, value in groups[0].items()
-            if isinstance(value, (int, float, str))
-            or (isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value))}  # fmt: skip
-    return {"class": type(optimizer).__name__, "settings": kept, "groups": len(groups),
+    return {"class": type(optimizer).__name__, "settings": [_settings(group) for group in groups],
             "parameters": sum(len(group["params"]) for group in groups)}  # fmt: skip
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a parameter group can be told as JSON."""
+    kept: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            kept[str(name)] = value.item()
+        elif isinstance(value, (int, float, str)):
+            kept[str(name)] = value
+        elif isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
+            kept[str(name)] = list(value)
+    return kept
 
 
 def parameters(

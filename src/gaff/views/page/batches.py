@@ -1,12 +1,13 @@
 """Batches that a run has kept (``--keep-batch``), as its page shows them: images as they are seen, texts as tokens.
 
-The files are those of ``gaff.training.watch.saved_batches``. Of each tensor only the bytes of the first samples are
-read, with numpy alone; nothing in a file is executed, and one that is damaged is told in a note.
+The files are those of ``gaff.training.watch.saved_batches``. They are read
+with numpy alone; nothing in a file is executed, and one that is damaged is told in a note.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,23 @@ _FOLDER = "batches"
 _MOST = 8  # samples of a batch
 _SIDE = 64  # pixels of an image
 _TOKENS = 64
-_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1"}
+_MOST_BAD = 50  # samples that are named
+_MOST_BYTES = 2**28  # of a tensor, that are looked through for what is not finite
+_DAMAGES = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, RecursionError)
+_TYPES = {"BF16": "<u2", "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1"}
 
 
 def kept_batches(run: Path, chunks: Chunks) -> list[dict[str, Any]]:
     """The batches of a run, in the order of their steps; pictures go into ``chunks``.
 
-    Each has ``step``, ``why``, and ``inputs``: name, shape, type, the samples that hold a NaN or inf, and either images
-    ``[samples, height, width, 3]`` as a chunk of bytes, or the tokens of the first samples.
+    Each has ``step``, ``why``, and ``inputs``: name, shape, type, the samples that hold a NaN or inf, and of eight of
+    them, bad ones among them, either images ``[samples, height, width, 3]`` as a chunk of bytes, or tokens.
     """
     found = []
     for path in sorted((run / _FOLDER).glob("*.safetensors")):
         try:
             found.append(_batch(path, chunks))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except _DAMAGES as error:
             found.append({"step": -1, "why": f"{path.name} cannot be read: {type(error).__name__}", "inputs": []})
     return found
 
@@ -45,27 +49,43 @@ def _batch(path: Path, chunks: Chunks) -> dict[str, Any]:
         for name in sorted((one for one in header if one.startswith("input.")), key=lambda one: int(one[6:])):
             entry = header[name]
             shape = [int(one) for one in entry["shape"]]
-            file.seek(8 + size + int(entry["data_offsets"][0]))
-            inputs.append(_input(name, shape, str(entry["dtype"]), file, chunks))
+            begin, end = (int(one) for one in entry["data_offsets"])
+            file.seek(8 + size + begin)
+            inputs.append(_input(name, shape, str(entry["dtype"]), file, end - begin, chunks))
     return {"step": int(told["step"]), "why": str(told["why"]), "inputs": inputs}
 
 
-def _input(name: str, shape: list[int], dtype: str, file: Any, chunks: Chunks) -> dict[str, Any]:
-    """One tensor that the model was given. Samples are along dimension 0."""
-    told: dict[str, Any] = {"name": name, "shape": shape, "type": dtype, "bad": [], "images": None, "tokens": []}
+def _input(name: str, shape: list[int], dtype: str, file: Any, size: int, chunks: Chunks) -> dict[str, Any]:
+    """One tensor that the model was given, of ``size`` bytes from where ``file`` is. Samples are along dimension 0.
+
+    ``checked``: how many samples were looked through for NaN and inf; ``shown``: the numbers of those that are drawn,
+    bad ones among them.
+    """
+    told: dict[str, Any] = {
+        "name": name, "shape": shape, "type": dtype, "bad": [], "checked": 0, "shown": [], "images": None, "tokens": []
+    }  # fmt: skip
     kind = _TYPES.get(dtype)
-    if kind is None or not shape or not all(shape):
+    if kind is None or not shape or min(shape) < 1:
         return told
-    each = int(np.prod(shape[1:], dtype=np.int64))
-    count = min(shape[0], _MOST)
     width = np.dtype(kind).itemsize
-    values = np.frombuffer(file.read(count * each * width), kind).reshape(count, *shape[1:])
+    each = math.prod(shape[1:]) * width
+    if each * shape[0] != size:
+        raise ValueError(f"{name} has {size} bytes")
+    count = min(shape[0], max(_MOST, _MOST_BYTES // each))
+    values = np.frombuffer(file.read(count * each), kind).reshape(count, *shape[1:])
+    if dtype == "BF16":  # the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    bad: list[int] = []
     if values.dtype.kind == "f":
-        told["bad"] = np.flatnonzero(~np.isfinite(values.reshape(count, -1)).all(1)).tolist()
-        if len(shape) == 4 and shape[1] in (1, 3) and min(shape[2:]) >= 4:
-            told["images"] = chunks.shares(_pixels(values.astype(np.float64)))
+        bad = np.flatnonzero(~np.isfinite(values.reshape(count, -1)).all(1)).tolist()
+        told["bad"], told["checked"] = bad[:_MOST_BAD], count
+    calm = [at for at in range(count) if at not in set(bad)]
+    shown = sorted([*bad[: _MOST // 2], *calm[: _MOST - min(len(bad), _MOST // 2)]])
+    told["shown"] = shown
+    if values.dtype.kind == "f" and len(shape) == 4 and shape[1] in (1, 3) and min(shape[2:]) >= 4:
+        told["images"] = chunks.shares(_pixels(values[shown].astype(np.float64)))
     elif len(shape) == 2 and values.dtype.kind == "i":
-        told["tokens"] = [[int(one) for one in row[:_TOKENS]] for row in values]
+        told["tokens"] = [[int(one) for one in row[:_TOKENS]] for row in values[shown]]
     return told
 
 
