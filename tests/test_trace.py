@@ -219,3 +219,36 @@ def test_the_tokens_of_a_text_are_kept_and_get_names():
         trace.with_tokens(lambda ids: ["a", "b"])
     with pytest.raises(PlanError, match="this trace has no tokens: its model was given no tensor of whole numbers"):
         gaff.trace(nn.Linear(3, 2), torch.rand(1, 3)).with_tokens(str)
+
+
+class Nested(nn.Module):
+    """Calls itself twice; what the innermost call raises is caught."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x, left=2):
+        if left == 0:
+            raise ValueError("too deep")
+        try:
+            x = self(x, left - 1)
+        except ValueError:
+            x = x + 1
+        return self.fc(x)
+
+
+def test_a_call_that_raised_inside_another_of_the_same_module_is_told_apart():
+    torch.manual_seed(0)
+    model, x = Nested(), torch.ones(1, 3)
+    inner = model.fc(x + 1)
+    outer = model.fc(inner)
+    trace = gaff.trace(model, x, backward=lambda y: (y * torch.arange(3.0)).sum(), ops=True)
+    rows = {row.site: row for row in trace.rows}
+    assert [rows[site].output for site in ("@0", "@1", "@2")] == ["1x3", "1x3", "did not return"]
+    assert rows["@0"].statistics.mean == pytest.approx(outer.mean().item())
+    assert rows["@1"].statistics.mean == pytest.approx(inner.mean().item())
+    (share,) = torch.autograd.grad(outer, inner, torch.arange(3.0)[None])
+    assert rows["@0"].grad_output.norm == pytest.approx(5**0.5)
+    assert rows["@1"].grad_output.norm == pytest.approx(share.norm().item())
+    assert rows["@2"].grad_output is None

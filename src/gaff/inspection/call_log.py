@@ -54,7 +54,8 @@ NOT_YET = Returned()
 class CallNotes:
     """One call while it is traced, and after it.
 
-    Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed when it was done, and
+    ``call`` counts entries, ``output_call`` returns, as call numbers of inputs and outputs do: they differ where a
+    module calls itself. Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed when it was done, and
     ``aside_s`` what looking had taken until then. ``makers`` are
     the calls whose values it is given, and whether that is known: else they came before, and who made it is not known.
     ``returned`` is ``NOT_YET`` until ``CallLog.leave``, and stays so where an exception ended the call.
@@ -69,6 +70,7 @@ class CallNotes:
     input: str
     started: float = 0.0
     aside_s: float = 0.0
+    output_call: int | None = None  # None: it has not returned
     makers: list[tuple[CallNotes, bool]] = field(default_factory=list)  # those that are known first
     returned: Returned = NOT_YET
     gradients: dict[str, Gradient] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class CallLog:
         self._flops = flops
         self._device = device
 
-    def enter(self, site: Site, cls: str, given: Arguments, run: Any, call: int) -> None:
+    def enter(self, site: Site, cls: str, given: Arguments, run: Any, call: int) -> CallNotes:
         """A module, or an op (``cls``: its place in the code), is called with these arguments.
 
         On a GPU it waits for the device first, so that the time of the call is its own. The first call of all tells
@@ -123,6 +125,7 @@ class CallLog:
         notes.started = time.perf_counter()
         self._aside_s += notes.started - entered
         notes.aside_s = self._aside_s
+        return notes
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -135,8 +138,14 @@ class CallLog:
             self._settle()
             self._aside_s += time.perf_counter() - began
 
-    def leave(self, site: Site, output: Any) -> None:
-        """The call at ``site`` has returned ``output``: note its time, shape, statistics and marks.
+    def notes_of(self, site: Site, run: Any, call: int) -> CallNotes:
+        """The notes of a call that was entered and is open."""
+        return next(
+            notes for notes in reversed(self._open) if (notes.site, notes.call, notes.run) == (site, call, run)
+        )
+
+    def leave(self, notes: CallNotes, output: Any, call: int) -> None:
+        """That call has returned ``output``, as number ``call`` of its site: note time, shape, statistics and marks.
 
         The time ends before any of these are computed, and what was noted of the calls inside is taken off. Calls above
         it on the stack were left by an exception that somebody has caught: they stay incomplete. On a GPU it waits for
@@ -145,13 +154,13 @@ class CallLog:
         self._settle()
         ended = time.perf_counter()
         with self.aside():
-            self._left(site, output, ended)
+            while self._open.pop() is not notes:
+                pass  # left by an exception
+            notes.output_call = call
+            self._left(notes, output, ended)
 
-    def _left(self, site: Site, output: Any, ended: float) -> None:
-        """The call at ``site`` has returned ``output``, at the time ``ended``."""
-        while self._open and self._open[-1].site != site:
-            self._open.pop()  # left by an exception
-        notes = self._open.pop()
+    def _left(self, notes: CallNotes, output: Any, ended: float) -> None:
+        """That call has returned ``output``, at the time ``ended``."""
         tensors = [tensor for _, tensor in iter_tensors(output)]
         notes.returned = Returned(
             shapes_text(output),
@@ -166,7 +175,7 @@ class CallLog:
             self._latest = notes
         for tensor in tensors:
             self._note_maker(notes, tensor)
-        if self.album is not None and site.op is None:
+        if self.album is not None and notes.site.op is None:
             self._draw(notes, output, tensors)
 
     def _find_makers(self, notes: CallNotes, given: Any) -> None:
@@ -263,9 +272,10 @@ class GradientLog(Stream):
 
     def add(self, value: Any, run: Any, call: int) -> None:
         """A gradient came: note its shape, norm and marks, and draw it. Waits for the device."""
-        self._note(run, call, gradient_of(value))
+        noted = self._note(run, call, gradient_of(value))
         album = self._log.album
         if album is not None and self._port == "grad_output" and self._site.op is None:
+            call = noted.call if noted is not None else call  # pictures are named by entries, as rows are
             if not self._site.path:
                 album.note_class(value, self._log.class_name)
             album.add_class_activation(str(replace(self._site, call=call)), value)
@@ -286,13 +296,16 @@ class GradientLog(Stream):
         """The stream of one op, where this one's site names all ops of a module; it writes into the same log."""
         return GradientLog(self._log, Site(site.path, site.op, site.op_index), self._port)
 
-    def _note(self, run: Any, call: int, gradient: Gradient) -> None:
+    def _note(self, run: Any, call: int, gradient: Gradient) -> CallNotes | None:
         """Write a gradient into the notes of its call; where one with a norm is there already, that one stays."""
         for notes in self._log.calls:
-            if notes.site == self._site and notes.call == call and notes.run is run:
+            number = notes.output_call if self._port == "grad_output" else notes.call
+            if notes.site == self._site and number == call and notes.run is run:
                 known = notes.gradients.get(self._port)
                 if known is None or known.norm is None:  # of several tensors the first that has one is shown
                     notes.gradients[self._port] = gradient
+                return notes
+        return None
 
 
 class ParameterLog(Stream):

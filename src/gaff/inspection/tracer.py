@@ -145,7 +145,7 @@ def _taps(
     taps: list[Tap | CallTap | OpTap] = []
     for found in called_modules(model):
         path, module, chain = found.site.path, found.module, found.chain
-        taps.append(CallTap(found, partial(log.enter, found.site, type(module).__name__), _leave(log, found.site)))
+        taps.append(CallTap(found, _enter(log, found.site, type(module).__name__), _leave(log)))
         for port in ("grad_output", "grad_input") if parameters else ():
             log_gradient = GradientLog(log, found.site, port)
             taps.append(Tap(Found(Site(path, port=port), module, chain), log_gradient, is_exact=False))
@@ -162,9 +162,18 @@ def _taps(
     return taps
 
 
-def _leave(log: CallLog, site: Site) -> Callable[[Any, Any, int], None]:
-    """The tap for when the module at ``site`` returns: the call is told apart by what is open in the log."""
-    return lambda output, run, call: log.leave(site, output)
+def _enter(log: CallLog, site: Site, cls: str) -> Callable[[Any, Any, int], None]:
+    """The tap for when the module at ``site`` is called: its notes go along with the call in progress."""
+
+    def enter(given: Arguments, run: Any, call: int) -> None:
+        run.frames[-1].notes[log] = log.enter(site, cls, given, run, call)
+
+    return enter
+
+
+def _leave(log: CallLog) -> Callable[[Any, Any, int], None]:
+    """The tap for when a module returns: of calls inside that raised nothing is in progress any more."""
+    return lambda output, run, call: log.leave(run.frames[-1].notes.pop(log), output, call)
 
 
 def _enter_op(log: CallLog, call: OpCall) -> None:
@@ -176,7 +185,8 @@ def _enter_op(log: CallLog, call: OpCall) -> None:
 
 def _leave_op(log: CallLog, call: OpCall, output: Any) -> None:
     """Note what an op returned. Its site is told without the call, as ``CallNotes`` have it."""
-    log.leave(replace(call.site, call=None), output)
+    number = call.site.call or 0
+    log.leave(log.notes_of(replace(call.site, call=None), call.run, number), output, number)
 
 
 def _named(picture: Picture, counts: dict[Site, int]) -> Picture:
