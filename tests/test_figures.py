@@ -78,6 +78,8 @@ def test_the_loss_is_drawn_with_its_evaluations_and_what_was_found(tmp_path):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if step % 20 == 19:
+                torch.save(model.state_dict(), tmp_path / f"{step}.pt")
             if step % 15 == 14:
                 model.eval()
                 with torch.no_grad():
@@ -87,10 +89,11 @@ def test_the_loss_is_drawn_with_its_evaluations_and_what_was_found(tmp_path):
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert list(lines["loss"].get_ydata())[:40] == record.scalar("loss").values[:40]
     assert list(lines["evaluated (mse_loss)"].get_xdata()) == [step for step, _ in record.evaluated()["mse_loss"]]
+    assert list(lines["saved"].get_xdata()) == [19, 39]
     assert "nonfinite" in {text.get_text() for text in axes.texts}
     plain = figures.loss([record], events=False, smoothing=0.5).axes[0]
     assert not plain.texts
-    assert len(plain.get_lines()) == len(lines) + 1 - sum(label.startswith("_") for label in lines)
+    assert len(plain.get_lines()) == 3  # as it was, smoothed, evaluated
     with pytest.raises(PlanError, match="smoothing=1: expected a weight from 0 to below 1"):
         figures.loss(record, smoothing=1)
     assert figures.smoothed([0.0, 1.0, float("nan")], 0.5)[1] == pytest.approx(2 / 3)

@@ -649,6 +649,19 @@ def test_batches_that_were_kept_are_shown_as_images_and_tokens(tmp_path):
     assert broken["why"].startswith("00000009-loss.safetensors cannot be read: ")
 
 
+def test_tokens_of_a_kept_batch_are_words_where_a_tokenizer_is_given(tmp_path):
+    folder = tmp_path / "run"
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(model, optimizer, out=folder, every=1, keep_batch=True):
+        for step in range(3):
+            optimizer.zero_grad()
+            (model(torch.tensor([[1, 2, 4]])).mean() * (float("nan") if step == 1 else 1)).backward()
+            optimizer.step()
+    page = document([load(folder)], words=lambda row: [{1: "one", 2: "two"}.get(token) for token in row])
+    assert page.head["runs"][0]["batches"][0]["inputs"][0]["tokens"] == [["one", "two", 4]]
+
+
 def test_a_bad_sample_is_named_and_shown_wherever_it_is(tmp_path):
     folder = tmp_path / "run"
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))

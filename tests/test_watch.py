@@ -22,6 +22,7 @@ from gaff.address.nested import iter_tensors
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.training.watch.pace import Pace
 from gaff.training.watch.sampled_step import SampledStep
+from gaff.views import run_text
 from zoo import ZOO, loss_of
 
 
@@ -85,10 +86,50 @@ def test_watched_steps_have_the_bits_of_bare_ones(build, is_training):
     assert all(torch.equal(one, other) for one, other in zip(bare, seen, strict=True))
 
 
+def test_files_of_torch_save_are_in_the_record_with_their_steps(tmp_path):
+    model = Small()
+    optimizer = sgd(model)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        torch.save(model.state_dict(), tmp_path / "start.pt")
+        train(model, optimizer, 2)
+        torch.save(model.state_dict(), str(tmp_path / "two.pt"))
+        torch.save(model.state_dict(), io.BytesIO())  # a copy in memory is no file
+        with (tmp_path / "open.pt").open("wb") as file:
+            torch.save(obj={}, f=file)
+        with pytest.raises(RuntimeError, match="Parent directory"):
+            torch.save({}, tmp_path / "nowhere" / "lost.pt")
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+        train(model, optimizer, 1)
+    assert watch.failure is None
+    record = gaff.load(tmp_path / "run")
+    assert record.saved() == tuple((step, str(tmp_path / name)) for step, name in
+                                   ((0, "start.pt"), (2, "two.pt"), (2, "open.pt")))  # fmt: skip
+    assert torch.load(tmp_path / "two.pt").keys() == model.state_dict().keys()
+    assert f"torch.save wrote 3 files, the last one {tmp_path / 'open.pt'} after 2 steps" in run_text.report(record)
+
+
+def test_the_last_file_before_anything_was_wrong_is_told(tmp_path):
+    model = Small()
+    optimizer = sgd(model)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(6):
+            if step == 4:
+                with torch.no_grad():
+                    model.fc1.weight.fill_(float("nan"))
+            train(model, optimizer, 1)
+            torch.save(model.state_dict(), tmp_path / f"{step}.pt")
+    told = run_text.report(gaff.load(tmp_path / "run"))
+    assert f"the last one before step 4, which shows the first of what is wrong, is {tmp_path / '3.pt'} after 4" in told
+
+
 def test_nothing_is_left_when_it_closes():
     def surroundings():
         scaler = torch.amp.GradScaler
         return (
+            torch.save,
+            torch.serialization.save,
+            torch.nn.utils.clip_grad_norm_,
+            torch.nn.utils.clip_grad.clip_grad_norm_,
             torch.autograd.backward,
             scaler.scale,
             scaler.step,

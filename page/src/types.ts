@@ -66,6 +66,7 @@ export interface About {
   steady: number | null;
   settings: [string, string][];
   evaluated: [string, number, number][]; // name, step, loss
+  saved: [number, string][]; // steps that were made before, and the file
 }
 
 export interface Run {
@@ -101,7 +102,7 @@ export interface Run {
 export interface Batch {
   step: number; // -1: it cannot be read
   why: string;
-  inputs: { name: string; shape: number[]; type: string; bad: number[]; checked: number; shown: number[]; images: number | null; tokens: number[][] }[];
+  inputs: { name: string; shape: number[]; type: string; bad: number[]; checked: number; shown: number[]; images: number | null; tokens: (number | string)[][] }[];
 }
 
 export interface Flight {

@@ -16,7 +16,7 @@ import { settingsOf } from "../src/views/runs";
 import { partnerOf } from "../src/views/site";
 import { childrenOf, ownTime } from "../src/views/trace";
 import { linesOf, ownerOf } from "../src/views/tree";
-import { onOneAxis, rateChanges } from "../src/views/verdict";
+import { onOneAxis, rateChanges, savedFiles } from "../src/views/verdict";
 
 test("numbers are short and never hide what is odd", () => {
   assert.deepEqual([0, 1, 1234.5, 1e-9, -2.5e7, Infinity, -Infinity, NaN].map(number), ["0", "1", "1230", "1.00e-9", "-2.50e7", "not finite", "not finite", ""]);
@@ -203,4 +203,6 @@ test("jumps of the learning rate are marked, a schedule that always changes is n
   const x = Array.from({ length: 40 }, (_, at) => at);
   assert.deepEqual(rateChanges(x, x.map((at) => 2 ** -at)), []);
   assert.deepEqual(rateChanges([0, 1], [0, 1]), []);
+  const saved = savedFiles([[0, "start.pt"], [10, "model.pt"], [10, "optimizer.pt"]]);
+  assert.deepEqual(saved.map(({ x, text }) => [x, text]), [[0, "after 0 steps: start.pt"], [9, "after 10 steps: model.pt, optimizer.pt"]]);
 });

@@ -11,6 +11,7 @@ import type { Page, View } from "../view";
 
 export const SIGN: Record<string, string> = { error: "✖", warning: "▲", info: "●", fine: "✔" };
 const MOST_RATES = 12; // changes of the learning rate that are marked
+const MOST_SAVED = 40; // steps at which files were saved
 const SMOOTHING = { "0": "none", "0.6": "light", "0.9": "medium", "0.97": "strong" };
 
 export const verdict: View = {
@@ -156,7 +157,7 @@ export async function lossChart(page: Page): Promise<HTMLElement | false> {
   const wanted = page.route.options.get("scale") ?? "auto";
   const isLog = wanted === "log" || (wanted === "auto" && isWide(joined.curves));
   const rates = all[page.runs.indexOf(page.run)];
-  const marks = [...eventsOf(page.run), ...(rates?.of.lr ? rateChanges(rates.x, rates.of.lr.values) : [])].sort((one, other) => one.x - other.x);
+  const marks = [...eventsOf(page.run), ...savedFiles(page.run.about?.saved ?? []), ...(rates?.of.lr ? rateChanges(rates.x, rates.of.lr.values) : [])].sort((one, other) => one.x - other.x);
   const again = (more: Record<string, string>) => page.go(page.route.view || "verdict", { ...Object.fromEntries(page.route.options), ...more }, true);
   const odd = names.flatMap((name) => (page.run.scalars.odd?.[name] ? [{ name, ...page.run.scalars.odd[name] }] : []));
   return h(
@@ -212,6 +213,14 @@ export function rateChanges(x: number[], rates: ArrayLike<number>): Mark[] {
     if (before > 0 && now > 0 && Math.abs(Math.log(now / before)) > 0.2) found.push({ x: x[at]!, label: "lr", text: `the learning rate goes from ${number(before)} to ${number(now)}`, level: "quiet" });
   }
   return found.length <= MOST_RATES ? found : [];
+}
+
+/** Where files were saved, a mark a step; of more than forty steps the last ones. */
+export function savedFiles(saved: [number, string][]): Mark[] {
+  const bySteps = new Map<number, string[]>();
+  for (const [made, file] of saved) bySteps.set(made, [...(bySteps.get(made) ?? []), file]);
+  const told = [...bySteps].slice(-MOST_SAVED);
+  return told.map(([made, files]) => ({ x: Math.max(0, made - 1), label: "saved", text: `after ${made} ${made === 1 ? "step" : "steps"}: ${[...new Set(files)].join(", ")}`, level: "quiet" }));
 }
 
 function events(page: Page, marks: Mark[]): HTMLElement {

@@ -26,7 +26,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every site in the table, however many there are")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures instead; several runs in one")
     parser.add_argument("--data", metavar="DATA", help="of a harvest: its .txt file or folder of images, to be shown")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="of a harvest of tokens: where its tokenizer is")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="names tokens: of a harvest, of kept batches on a page")
     parser.add_argument("--live", action="store_true", help="serve the page on this machine, and follow the run")
     parser.add_argument("--port", type=whole, default=0, metavar="N", help="of --live (default: any that is free)")
     parser.add_argument("--rank", type=whole, default=0, metavar="N", help="the process whose tables a page shows")
@@ -55,8 +55,10 @@ def run(options: argparse.Namespace) -> int:
         from gaff.cli.store_page import report_harvest
 
         return report_harvest(loaded[0], options)
-    if options.data or options.tokenizer:
-        raise PlanError("--data and --tokenizer are for one harvest: expected its folder, and nothing else")
+    if options.data:
+        raise PlanError("--data is for one harvest: expected its folder, and nothing else")
+    if options.tokenizer and not options.html:
+        raise PlanError("--tokenizer is for a harvest, or for the page of a run: expected --html FILE beside it")
     records = [load(one, "run") for one in options.run]
     if options.html:
         return _html(records, options)
@@ -83,7 +85,12 @@ def _html(records: Sequence[Record], options: argparse.Namespace) -> int:
     for record in records:
         if options.rank not in record.ranks:
             raise RecordError(f"no rank {options.rank} in {record.path}: expected one of {record.ranks}")
-    size = document(records, rank=options.rank).save(options.html)
+    words = None
+    if options.tokenizer:
+        from gaff.cli.inputs import tokenizer_of
+
+        words = tokenizer_of(options.tokenizer, "--tokenizer").convert_ids_to_tokens
+    size = document(records, rank=options.rank, words=words).save(options.html)
     print(f"{options.html}: {size / 1e6:.1f} MB, open it in a browser; it needs no network")
     return 0
 

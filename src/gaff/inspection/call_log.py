@@ -55,10 +55,10 @@ class CallNotes:
     """One call while it is traced, and after it.
 
     ``call`` counts entries, ``output_call`` returns, as call numbers of inputs and outputs do: they differ where a
-    module calls itself. Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed when it was done, and
-    ``aside_s`` what looking had taken until then. ``makers`` are
-    the calls whose values it is given, and whether that is known: else they came before, and who made it is not known.
-    ``returned`` is ``NOT_YET`` until ``CallLog.leave``, and stays so where an exception ended the call.
+    module calls itself. Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed
+    when it was done, and ``aside_s`` what looking had taken until then. ``makers`` are the calls whose values it is
+    given, and whether that is known: else they came before, and who made it is not known. ``returned`` is ``NOT_YET``
+    until ``CallLog.leave``, and stays so where an exception ended the call.
     """
 
     site: Site  # of the module or op, without call
@@ -140,9 +140,7 @@ class CallLog:
 
     def notes_of(self, site: Site, run: Any, call: int) -> CallNotes:
         """The notes of a call that was entered and is open."""
-        return next(
-            notes for notes in reversed(self._open) if (notes.site, notes.call, notes.run) == (site, call, run)
-        )
+        return next(notes for notes in reversed(self._open) if (notes.site, notes.call, notes.run) == (site, call, run))
 
     def leave(self, notes: CallNotes, output: Any, call: int) -> None:
         """That call has returned ``output``, as number ``call`` of its site: note time, shape, statistics and marks.

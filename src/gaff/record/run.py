@@ -120,7 +120,7 @@ class Record:
 
         Computed anew each time, from the findings of all processes and the losses of the first one at every step.
         """
-        return judge(_case(self), self._failure())
+        return judge(_case(self), _failure(self.head, self._parts))
 
     @property
     def experiments(self) -> Experiments | None:
@@ -134,17 +134,6 @@ class Record:
             return None
         runs = [(run, *_tried(self.path, known, name)) for run, known in tried["runs"].items()]
         return compare(tried["steps"], name.removeprefix("loss:"), self.scalar(name).values, runs)
-
-    def _failure(self) -> str | None:
-        """How the command ended, where it did not end well; None where it did, or goes on."""
-        told = [one.get("error") for part in self._parts if (one := part.latest("end"))]
-        error = next((one for one in told if isinstance(one, str) and one), None)
-        if error is not None:
-            return f"the run ended with {error.splitlines()[0]}"
-        code = self.head.get("code")
-        if not isinstance(code, int) or not code:
-            return None
-        return f"the command was ended by signal {-code}" if code < 0 else f"the command ended with exit code {code}"
 
     @property
     def steps(self) -> int:
@@ -204,6 +193,10 @@ class Record:
     def evaluated(self, rank: int = 0) -> dict[str, tuple[tuple[int, float], ...]]:
         """The mean losses of evaluations, by the names of torch's functions, each with the steps made before it."""
         return _evaluated(self.part(rank))
+
+    def saved(self, rank: int = 0) -> tuple[tuple[int, str], ...]:
+        """The files that ``torch.save`` has written: how many steps were made before, and the file as it was named."""
+        return tuple((step, str(one.get("file", ""))) for step, one in self.events("saved", rank))
 
     def flight(self, rank: int = 0) -> list[Flight]:
         """The last 64 steps, looked at or not, as they were when the process ended, however it ended; oldest first."""
@@ -391,6 +384,18 @@ def _case(record: Record) -> RunCase:
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),
     )  # fmt: skip
+
+
+def _failure(head: dict[str, Any], parts: list[RankPart]) -> str | None:
+    """How the command ended, where it did not end well; None where it did, or goes on."""
+    told = [one.get("error") for part in parts if (one := part.latest("end"))]
+    error = next((one for one in told if isinstance(one, str) and one), None)
+    if error is not None:
+        return f"the run ended with {error.splitlines()[0]}"
+    code = head.get("code")
+    if not isinstance(code, int) or not code:
+        return None
+    return f"the command was ended by signal {-code}" if code < 0 else f"the command ended with exit code {code}"
 
 
 def _evaluated(part: RankPart) -> dict[str, tuple[tuple[int, float], ...]]:

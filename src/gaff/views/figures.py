@@ -94,9 +94,10 @@ def loss(records: Sequence[Record] | Record, *, smoothing: float = 0.0, events: 
     """The losses of one run or several, trained and evaluated, with what was found marked at its first step.
 
     ``smoothing``: the weight of an exponential mean without the pull of its beginning, from 0 to below 1; what it was
-    made of stays, faintly. ``events``: findings of the first run, a line for each rule, red for errors. The axis is
-    logarithmic where all losses are positive and lie more than a factor of 30 apart. Of runs of several processes the
-    numbers of rank 0 are drawn. Raises RecordError where no run has a loss, PlanError for another ``smoothing``.
+    made of stays, faintly. ``events``: findings of the first run, a line for each rule, red for errors, and triangles
+    where ``torch.save`` wrote a file. The axis is logarithmic where all losses are positive and lie more than a factor
+    of 30 apart. Of runs of several processes the numbers of rank 0 are drawn. Raises RecordError where no run has a
+    loss, PlanError for another ``smoothing``.
     """
     if not 0 <= smoothing < 1:
         raise PlanError(f"smoothing={smoothing}: expected a weight from 0 to below 1")
@@ -245,7 +246,11 @@ def _with_gaps(first: list[int], last: list[int], table: Any) -> tuple[list[int]
 
 
 def _mark(axes: Any, record: Record) -> None:
-    """Lines where rules came to hold, the first of each, with their names at the top."""
+    """Lines where rules came to hold, the first of each, with their names; triangles where files were saved."""
+    saved = sorted({max(0, step - 1) for step, _ in record.saved()})
+    if saved:
+        axes.plot(saved, [0.02] * len(saved), "^", markersize=4, color="0.4", label="saved",
+                  transform=axes.get_xaxis_transform())  # fmt: skip
     colors = {"error": "#c22c2c", "warning": "#a86400", "info": "#1d5fd1"}
     first: dict[str, Any] = {}
     for one in sorted(record.findings, key=lambda one: one.since):

@@ -141,8 +141,28 @@ def report(
     skipped = record.scalar("skipped", record.ranks[0]).values[-1:] if "skipped" in record.scalars else []
     if skipped and skipped[0]:
         parts.append(f"a GradScaler skipped {int(skipped[0])} steps")
+    parts += _saved_files(record, [one.since for one in findings if one.severity != "info" and not one.is_over])
     parts.append(str(known_of.cost))
     return "\n".join(parts)
+
+
+def _saved_files(record: Record, begun: Sequence[int]) -> list[str]:
+    """The last file that was saved, and the last one before anything was wrong; ``begun``: steps that show that."""
+    saved = record.saved(record.ranks[0])
+    if not saved:
+        return []
+    count = f"{len(saved)} {'file' if len(saved) == 1 else 'files'}"
+    told = [f"torch.save wrote {count}, the last one {saved[-1][1]} after {_steps(saved[-1][0])}"]
+    first = min(begun, default=None)
+    sound = [one for one in saved if first is not None and one[0] <= first]
+    if sound and sound[-1] != saved[-1]:
+        told.append(f"the last one before step {first}, which shows the first of what is wrong, is {sound[-1][1]} "
+                    f"after {_steps(sound[-1][0])}")  # fmt: skip
+    return told
+
+
+def _steps(count: int) -> str:
+    return f"{count} {'step' if count == 1 else 'steps'}"
 
 
 def reasons(record: Record) -> list[str]:

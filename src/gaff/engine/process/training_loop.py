@@ -1,4 +1,4 @@
-"""What a training loop does besides calling models: backward passes, optimizer steps, scaling, clipping, loading.
+"""What a training loop does besides calling models: backward passes, steps, scaling, clipping, loading, saving.
 
 Each place of torch's is wrapped once in a process, whoever asks, and is as it was when the last one has gone; code that
 is being compiled or exported sees nothing. Where somebody else has wrapped the same place meanwhile, theirs stays, with
@@ -37,6 +37,7 @@ class Told:
     compiled: Callable[[Any], None]  # with a function that was, or with what a module has become
     clipped: Callable[[Any, Any], None] = lambda norm, most: None  # by clip_grad_norm_: the norm before, and the limit
     iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
+    saved: Callable[[Any], None] = lambda file: None  # by torch.save, which has written it: what it was given as file
 
 
 _OPEN: list[Told] = []
@@ -61,12 +62,13 @@ class Outer:
         if not _OPEN:
             _UNDO.append(register_optimizer_step_pre_hook(_step_begins).remove)
             _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
-            _replace(torch.autograd, "backward", _backward)
-            _replace(torch.amp.GradScaler, "scale", _scale)
-            _replace(torch.amp.GradScaler, "step", _scaler_step)
-            _replace(torch, "compile", _compile)
-            _replace(torch.nn.utils, "clip_grad_norm_", _clip)
-            _replace(DataLoader, "__iter__", _iterate)
+            _replace("backward", _backward, torch.autograd)
+            _replace("scale", _scale, torch.amp.GradScaler)
+            _replace("step", _scaler_step, torch.amp.GradScaler)
+            _replace("compile", _compile, torch)
+            _replace("clip_grad_norm_", _clip, torch.nn.utils, torch.nn.utils.clip_grad)
+            _replace("__iter__", _iterate, DataLoader)
+            _replace("save", _save, torch, torch.serialization)
         _OPEN.append(self._told)
 
     def close(self) -> None:
@@ -80,21 +82,24 @@ class Outer:
                 _UNDO.pop()()
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _replace(name: str, make: Callable[[Any], Any], *owners: Any) -> None:
     """Put ``make(original)`` in place of an attribute, with the original's name and text, until ``_UNDO`` is emptied.
 
-    Where somebody else has wrapped ours since, undoing leaves theirs, which goes on to call ours: ours then tells
-    nobody.
+    ``owners``: all places of torch's that hold it, among them the one that a pickle names. Where somebody else has
+    wrapped ours since, undoing leaves theirs, which goes on to call ours: ours then tells nobody.
     """
-    original = owner.__dict__[name]
+    original = owners[0].__dict__[name]
     ours = make(original)
     ours.__doc__, ours.__name__, ours.__qualname__ = original.__doc__, name, original.__qualname__
     ours.__module__, ours.__wrapped__ = original.__module__, original
-    setattr(owner, name, ours)
+    same = [owner for owner in owners if owner.__dict__.get(name) is original]
+    for owner in same:
+        setattr(owner, name, ours)
 
     def undo() -> None:
-        if owner.__dict__.get(name) is ours:  # else somebody has wrapped it since, and calls ours
-            setattr(owner, name, original)
+        for owner in same:
+            if owner.__dict__.get(name) is ours:  # else somebody has wrapped it since, and calls ours
+                setattr(owner, name, original)
 
     _UNDO.append(undo)
 
@@ -182,6 +187,19 @@ def _iterate(original: Any) -> Any:
         return original(loader)
 
     return iterate
+
+
+def _save(original: Any) -> Any:
+    """``torch.save``, which tells what it was given as file, once that is written."""
+
+    @passed_over
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(obj, f, *args, **kwargs)
+        for told in list(_OPEN):
+            told.saved(f)
+        return result
+
+    return save
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -9,9 +9,10 @@ findings (``Recorder``), tell alarms on the terminal. What is known of every ste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from os import PathLike
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +38,8 @@ from gaff.training.watch.step_series import Pulse
 from gaff.training.watch.worker import Worker
 from gaff.views import run_text
 
+_MOST_SAVED = 1000  # files of torch.save that are told
+
 
 class Reporter:
     """Takes care of everything that happens to a look after it was taken.
@@ -46,13 +49,15 @@ class Reporter:
     ``failure``: why watching ended, or a look was lost, as a text; ``progress``: how the run stands.
     """
 
-    def __init__(self, settings: Settings, flight: FlightRecorder) -> None:
+    def __init__(self, settings: Settings, flight: FlightRecorder, steps_made: Callable[[], int]) -> None:
         """Prepare the record, and make it unless ``settings`` are lazy; ``flight`` has the last steps.
 
-        Raises RecordError where the folder holds a run already; PlanError for a rule that is none.
+        ``steps_made``: asked for how many optimizer steps were made, on the thread that trains. Raises RecordError
+        where the folder holds a run already; PlanError for a rule that is none.
         """
         self._settings = settings
         self._flight = flight
+        self._steps_made = steps_made
         self._due: list[str] = []  # why the last steps are to be written
         self._judge = Judge(known(settings.rules_off), self._alarm, _ask)
         self._recorder = Recorder(lambda: flight.open(record_place.log_path(settings)))
@@ -62,6 +67,7 @@ class Reporter:
         self._spent = 0.0, 0.0  # of the worker's time, as far as it was taken
         self._noted: set[str] = set()
         self._has_complained = False
+        self._saves = 0  # files that torch.save has written
         self._written: list[dict[str, Any]] = []  # findings, as they are in the record
         self.failure: str | None = None  # why watching ended, or a look was lost
         if not settings.is_lazy:
@@ -124,6 +130,13 @@ class Reporter:
     def tell(self, kind: str, step: int, **told: Any) -> None:
         """Hand over an event that is to stand in the record, with what is told of it as JSON takes it, or tensors."""
         self._worker.put(lambda: self._recorder.event(kind, step, **plain(told)))
+
+    def saved(self, file: Any) -> None:
+        """``torch.save`` has written a file: hand over its name, of the first 1,000; a buffer in memory has none."""
+        name = file if isinstance(file, (str, PathLike)) else getattr(file, "name", None)
+        if isinstance(name, (str, PathLike)) and self._saves < _MOST_SAVED:
+            self._saves += 1
+            self.tell("saved", self._steps_made(), file=str(name))
 
     def pulse(
         self, step: int, seconds: float, numbers: StepNumbers, skipped: int, samples: int, alone: tuple[float, float]

@@ -73,11 +73,11 @@ class Watcher:
         for name, model in (models or {}).items():
             self._models.select(model)
             self._calls.know(self._models.add(name, model), model)
-        self.reporter = Reporter(settings, self._flight)
+        self.reporter = Reporter(settings, self._flight, lambda: self.steps_made)
         self._losses = losses = Losses(self.pace.want)
-        told_of: list[Any] = [self._backward_begins, self._step_begins, self._step_ended, self._step_skipped,
-                              losses.note_scale, self._looks.compiled, losses.clipped, setup.iterated]  # fmt: skip
-        self._outer = Outer(Told(*map(self.shield.around, told_of)))
+        loop: Any = (self._backward_begins, self._step_begins, self._step_ended, self._step_skipped, losses.note_scale,
+                     self._looks.compiled, losses.clipped, setup.iterated, self.reporter.saved)  # fmt: skip
+        self._outer = Outer(Told(*map(self.shield.around, loop)))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ _SIDE = 64  # pixels of an image
 _TOKENS = 64
 _MOST_BAD = 50  # samples that are named
 _MOST_BYTES = 2**28  # of a tensor, that are looked through for what is not finite
+Words = Callable[[list[int]], Sequence[str | None]]  # the texts of tokens
 _DAMAGES = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, RecursionError)
 _TYPES = {"BF16": "<u2", "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1"}
 
 
-def kept_batches(run: Path, chunks: Chunks) -> list[dict[str, Any]]:
+def kept_batches(run: Path, chunks: Chunks, words: Words | None = None) -> list[dict[str, Any]]:
     """The batches of a run, in the order of their steps; pictures go into ``chunks``.
+
+    ``words``: what tokens are, such as ``tokenizer.convert_ids_to_tokens``; one that it does not know stays a number.
 
     Each has ``step``, ``why``, and ``inputs``: name, shape, type, the samples that hold a NaN or inf, and of eight of
     them, bad ones among them, either images ``[samples, height, width, 3]`` as a chunk of bytes, or tokens.
@@ -37,6 +41,11 @@ def kept_batches(run: Path, chunks: Chunks) -> list[dict[str, Any]]:
             found.append(_batch(path, chunks))
         except _DAMAGES as error:
             found.append({"step": -1, "why": f"{path.name} cannot be read: {type(error).__name__}", "inputs": []})
+    if words is not None:
+        for one in (given for batch in found for given in batch["inputs"]):
+            one["tokens"] = [
+                [word or token for word, token in zip(words(row), row, strict=True)] for row in one["tokens"]
+            ]
     return found
 
 

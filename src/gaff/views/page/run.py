@@ -23,7 +23,7 @@ from gaff.record.statistics import STATISTICS
 from gaff.record.summary import summary_of
 from gaff.version import __version__
 from gaff.views import run_text
-from gaff.views.page.batches import kept_batches
+from gaff.views.page.batches import Words, kept_batches
 from gaff.views.page.chunks import Chunks
 from gaff.views.page.document import Document
 
@@ -39,14 +39,15 @@ _NOTHING = 1e-10  # of a weight: less moves it by no digit, whatever the learnin
 _KEPT = {one.name: one.ends for one in STATISTICS if one.ends}
 
 
-def document(records: Sequence[Record], *, rank: int = 0) -> Document:
+def document(records: Sequence[Record], *, rank: int = 0, words: Words | None = None) -> Document:
     """The page of one or several runs; tables are of one process, ``rank``, of each.
 
-    The room that a page has is divided evenly among the runs. Raises RecordError for tables that are damaged.
+    ``words``: what the tokens of kept batches are, such as ``tokenizer.convert_ids_to_tokens``. The room that a page
+    has is divided evenly among the runs. Raises RecordError for tables that are damaged.
     """
     chunks = Chunks()
     many = max(1, len(records))
-    runs = [run_of(record, chunks, rank=rank, share=1 / many) for record in records]
+    runs = [run_of(record, chunks, rank=rank, share=1 / many, words=words) for record in records]
     title = ", ".join(run["name"] for run in runs)
     return Document({"kind": "training", "title": title, "gaff": __version__, "runs": runs}, chunks)
 
@@ -60,12 +61,13 @@ def run_of(  # the range of steps and the width are what a zoom asks for
     begin: int = 0,
     end: int | None = None,
     cache: Cache | None = None,
+    words: Words | None = None,
 ) -> dict[str, Any]:
     """Everything of one run, as JSON holds it; its arrays are added to ``chunks``.
 
     ``rank``: whose tables are shown, the first process's where there is none of this rank; ``share``: of the room that
     a page has; ``begin``, ``end``: a range of steps, whose columns are then finer; ``cache``: columns of an earlier
-    call for the same record, which is read on instead of anew.
+    call for the same record, which is read on instead of anew; ``words``: as of ``document``.
     """
     rank = rank if rank in record.ranks else record.ranks[0]
     part = record.part(rank)
@@ -85,7 +87,7 @@ def run_of(  # the range of steps and the width are what a zoom asks for
         "models": [_model(one) for _, one in record.events("model", rank)],
         "gradients": _gradients(record, rank, cubes),
         "flight": [_flight(one) for one in _last_steps(record, rank)],
-        "batches": kept_batches(record.path, chunks),
+        "batches": kept_batches(record.path, chunks, words),
         "changes": [
             {"step": step, "what": _text(one.get("what")), "lines": [_text(line) for line in _list(one.get("lines"))]}
             for step, one in record.events("changes", rank)
@@ -187,6 +189,7 @@ def _about(record: Record, rank: int) -> dict[str, Any]:
         "spent": told.cost.share,
         "steady": told.cost.steady,
         "settings": list(map(list, told.settings.items())),
+        "saved": [[step, file] for step, file in record.saved(rank)],
         "evaluated": [
             [str(name), step, value]
             for step, one in record.events("evaluated", rank)
