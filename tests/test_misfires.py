@@ -140,8 +140,8 @@ def test_a_sparse_gradient_blames_no_rectifier_where_there_is_none(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
     found = rules(gaff.load(tmp_path / "run"))["sparse_gradient"]
-    assert found.message == "88% of the gradient of first.weight:grad are zeros"
-    assert "a loss that asks for few of them" in found.cause
+    assert found.message == "88% of first.weight:grad is exactly zero"
+    assert "a loss that depends on few of its outputs" in found.cause
 
 
 def trained(tmp_path, steps=120):
@@ -176,7 +176,7 @@ def test_losses_of_evaluations_are_kept_also_of_the_last(tmp_path):
 def test_what_is_learned_by_heart_is_suspicious(tmp_path):
     verdict = trained(tmp_path)[0].verdict
     assert (verdict.state, verdict.name) == ("suspicious", "labels_do_not_belong")
-    assert "what is learned holds for the training examples alone" in verdict.cause
+    assert "the model memorises the training examples and does not generalise" in verdict.cause
 
 
 def test_nothing_stands_in_torchs_functions_once_something_is_compiled(tmp_path):

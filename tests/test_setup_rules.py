@@ -40,7 +40,7 @@ def regression(loss_of, tmp_path, optimizer=None, model=None, steps=STEPS, data=
 def test_a_minus_too_many(tmp_path):
     told = regression(lambda model, x, y: -F.mse_loss(model(x), y), tmp_path)
     assert (told.state, told.name) == ("wrong", "loss_sign")
-    assert "minus a mean squared error" in told.cause
+    assert "the negative of a mean squared error" in told.cause
 
 
 def test_a_negative_loss_that_is_meant(tmp_path):

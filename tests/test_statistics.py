@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gaff.errors import GaffError
 from gaff.record.statistics import (
     COUNT,
     EMPTY,
@@ -252,27 +253,33 @@ def test_buckets_tell_where_they_begin():
 
 
 def test_without_a_build_there_is_no_kernel(monkeypatch):
-    kernel.load.cache_clear()
-    monkeypatch.setenv("GAFF_NO_KERNEL", "1")
+    kernel.forget()
+    monkeypatch.setenv("GAFF_KERNEL", "plain")
     assert kernel.load() is None
-    kernel.load.cache_clear()
+    assert kernel.level() == "plain"
+    kernel.forget()
 
 
 def test_a_build_that_others_may_write_is_not_loaded(tmp_path, monkeypatch, compiled):
-    built = kernel.path_of_build().read_bytes()
+    own = (kernel.path_of_build(), *map(kernel.packed, kernel.LEVELS))
+    built = next(one for one in own if one.is_file()).read_bytes()
+    monkeypatch.setattr(kernel, "packed", lambda level: tmp_path / "no.so")
     monkeypatch.setenv("GAFF_CACHE", str(tmp_path))
-    kernel.load.cache_clear()
+    kernel.forget()
     target = kernel.path_of_build()
     target.parent.mkdir(parents=True)
     target.write_bytes(built)
     target.chmod(0o666)
     assert kernel.load() is None
-    kernel.load.cache_clear()
+    kernel.forget()
 
 
 def test_a_failing_compiler_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("GAFF_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(Exception, match="false failed with exit code 1"):
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(GaffError, match="false failed with exit code 1"):
+        kernel.build()
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.raises(GaffError, match="/no/such/compiler cannot be run: No such file"):
         kernel.build()
     assert not list(tmp_path.rglob("*.so"))

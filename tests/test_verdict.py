@@ -59,7 +59,7 @@ def test_a_rise_is_told_from_the_step_at_which_the_loss_was_lowest():
         (RunCase((), 500, 50), "healthy", "no loss was seen"),
         (RunCase((), 200, 50, {"loss": curve(falling())}), "healthy", "the loss 'loss' went from"),
         (RunCase((finding("not_cleared", severity="error"),), 200, 50), "wrong", "not_cleared is"),
-        (RunCase((finding("dead_units"),), 200, 50), "suspicious", "Often the cause is: a cause"),
+        (RunCase((finding("dead_units"),), 200, 50), "suspicious", "often caused by a cause"),
     ],
 )
 def test_states(case, state, words):

@@ -119,7 +119,7 @@ def test_the_last_file_before_anything_was_wrong_is_told(tmp_path):
             train(model, optimizer, 1)
             torch.save(model.state_dict(), tmp_path / f"{step}.pt")
     told = run_text.report(gaff.load(tmp_path / "run"))
-    assert f"the last one before step 4, which shows the first of what is wrong, is {tmp_path / '3.pt'} after 4" in told
+    assert f"the last one before the first problem, at step 4, is {tmp_path / '3.pt'} after 4" in told
 
 
 def test_nothing_is_left_when_it_closes():
@@ -522,8 +522,8 @@ def test_a_spike_names_the_batch_and_the_sample():
         train(model, optimizer, 1, data)
     [finding] = [one for one in watch.findings if one.rule == "loss_spike"]
     assert finding.since == 40
-    assert finding.evidence["samples"] == [3]
-    assert len(finding.evidence["batch"]) == 8
+    assert finding.evidence["batch_indices"] == [3]
+    assert len(finding.evidence["batch_checksum"]) == 8
 
 
 def test_a_rule_of_ones_own():

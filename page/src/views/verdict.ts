@@ -103,8 +103,8 @@ async function card(page: Page, finding: Finding): Promise<HTMLElement> {
       "h3",
       {},
       h("span", { class: "sign" }, SIGN[finding.severity] ?? ""),
-      ` ${finding.rule.replaceAll("_", " ")} at `,
-      site < 0 ? h("span", {}, finding.address) : h("a", { href: page.link("site", { site: known }) }, finding.address),
+      ` ${finding.rule.replaceAll("_", " ")}${finding.model || finding.site ? " at " : ""}`,
+      !finding.model && !finding.site ? "" : site < 0 ? h("span", {}, finding.address) : h("a", { href: page.link("site", { site: known }) }, finding.address),
     ),
     h("p", {}, finding.message, h("span", { class: "quiet" }, ` (${extent}${share}${page.run.ranks.length > 1 ? `, rank ${finding.rank}` : ""})`)),
     finding.cause && h("p", {}, h("b", {}, "Cause: "), finding.cause),
@@ -122,7 +122,7 @@ async function card(page: Page, finding: Finding): Promise<HTMLElement> {
 }
 
 function markOf(finding: Finding): Mark {
-  return { x: finding.since, label: finding.rule.replaceAll("_", " "), text: `${finding.rule.replaceAll("_", " ")} at ${finding.address}: ${finding.message}`, level: finding.severity };
+  return { x: finding.since, label: finding.rule.replaceAll("_", " "), text: `${finding.rule.replaceAll("_", " ")}${finding.model || finding.site ? ` at ${finding.address}` : ""}: ${finding.message}`, level: finding.severity };
 }
 
 /** The loss, trained and evaluated, with all that happened. */

@@ -129,7 +129,8 @@ def _build_kernel(*, is_told: bool) -> None:
     """Once a machine: a few seconds that make every look cheaper. Without a compiler plain torch counts."""
     from gaff.training.statistics import kernel
 
-    if os.environ.get("GAFF_NO_KERNEL") or kernel.path_of_build().is_file() or kernel.PACKED.is_file():
+    is_packed = any(kernel.packed(level).is_file() for level in kernel.LEVELS)
+    if os.environ.get("GAFF_KERNEL") or is_packed or kernel.path_of_build().is_file():
         return
     if is_told:
         to_stderr("gaff: building the statistics kernel, once for this machine")

@@ -138,7 +138,7 @@ def _is_refuted(claim: Claim, case: RunCase) -> bool:
 
 def _symptom(finding: Finding) -> Claim:
     """A finding that no cause explains: what it usually comes from is no more than possible."""
-    text = f"{_told(finding)}. Often the cause is: {finding.cause}"
+    text = f"{_told(finding)} (often caused by {finding.cause})"
     return Claim(finding.rule, "possible", text, (_evidence(finding),), finding.since, finding.remedy,
                  experiments=_EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
@@ -232,7 +232,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     early = rise is not None and rise[1] < _EARLY and not warmed and rate is not None
     told += [f"the learning rate was {rate:.3g} from the first step on"] if early else []
     text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"
-    remedy = "lower the learning rate by ten" if rate is None else f"begin with {rate / 10:.2g}"
+    remedy = "divide the learning rate by 10" if rate is None else f"use a learning rate of {rate / 10:.2g} or less"
     remedy += ", or warm it up over the first hundred steps" if early else ", or clip gradients"
     is_likely = jump is not None or (rise is not None and large is not None)
     return Claim("learning_rate_too_high", "likely" if is_likely else "possible",
@@ -313,7 +313,7 @@ def input_is_lost(case: RunCase) -> Claim | None:
 
 def _called(finding: Finding) -> float:
     """The place of a finding in the order in which tensors were seen in a step; the last where it is not known."""
-    return float(finding.evidence.get("called", math.inf))
+    return float(finding.evidence.get("call_order", math.inf))
 
 
 def _lost_at_once(case: RunCase) -> Finding | None:
@@ -356,11 +356,11 @@ def nothing_learned(case: RunCase) -> Claim | None:
         return None
     told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
            f"gives {guess:.4g}; activations, gradients and updates are as they should be"  # fmt: skip
-    text = "the model has learned nothing beyond guessing, though by all that is seen it could: inputs and labels " \
-           "may not belong together"  # fmt: skip
+    text = "the loss stays at the level of guessing, while activations, gradients and updates look normal: labels " \
+           "may not belong to their inputs"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (told,), 0,
-                 "compare a few inputs with their labels, after all that loads and shuffles them; or the input does "
-                 "not arrive: gaff try tells these apart", (),
+                 "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "
+                 "tells whether the input is used at all", (),
                  ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
 
 
@@ -381,10 +381,11 @@ def learned_by_heart(case: RunCase) -> Claim | None:
         return None
     numbers = f"the loss {name!r} went down to {trained:.4g}, that of evaluations was {min(values):.4g} at best, and " \
               f"guessing gives {guess:.4g}"  # fmt: skip
-    text = "what is learned holds for the training examples alone: inputs and labels may not belong together"
+    text = "the model memorises the training examples and does not generalise: labels may not belong to their " \
+           "inputs, or it overfits"  # fmt: skip
     return Claim("labels_do_not_belong", "possible", text, (numbers,), 0,
-                 "compare a few inputs with their labels, after all that loads and shuffles them; if they do, the task "
-                 "is learned by heart: more data, or a smaller model", (), ("scramble", "one-batch"))  # fmt: skip
+                 "compare a few inputs with their labels, after loading and shuffling; if they match, it overfits: "
+                 "more data, regularisation, or a smaller model", (), ("scramble", "one-batch"))  # fmt: skip
 
 
 def _jump(case: RunCase) -> tuple[int, float, float] | None:
@@ -449,7 +450,7 @@ def _evidence(finding: Finding) -> str:
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in finding.evidence.items()
     )
-    return f"{finding.rule} at {finding.address} since step {finding.since}{': ' if numbers else ''}{numbers}"
+    return f"{finding.rule}{finding.place} since step {finding.since}{': ' if numbers else ''}{numbers}"
 
 
 def _origin(finding: Finding) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ _SPECIFIC = ("zero-grad", "train-mode", "unfreeze", "fp32", "decay")
 _NAMES = {
     "zero-grad": ("not_cleared", "gradients are not cleared between steps"),
     "train-mode": ("eval_mode_in_training", "the model is trained in evaluation mode"),
-    "unfreeze": ("frozen_by_accident", "parameters are frozen, or are missing in the optimizer, that the model needs"),
+    "unfreeze": ("frozen_by_accident", "parameters that the model needs are frozen or missing in the optimizer"),
     "fp32": ("half_range", "half precision spoils the training"),
     "decay": ("weight_decay_too_high", "the optimizer's weight decay is too high"),
 }
@@ -31,7 +31,7 @@ _REMEDIES = {
     "train-mode": "call model.train() before training, and again after every evaluation",
     "unfreeze": "let what is to be trained require grad before the optimizer is made, and give it all parameters",
     "fp32": "keep what overflows or rounds away in float32, or use bfloat16",
-    "decay": "lower weight_decay, to 0.01 or less",
+    "decay": "lower weight_decay: usual are about 1e-4 with SGD or Adam, and 0.01 to 0.1 with AdamW",
 }
 _AFTER_LARGE_STEPS = ("update_large", "diverging", "exploding", "loss_spike", "dead_units", "sparse_gradient",
                       "saturated", "attention_collapse", "nonfinite", "vanishing", "zero_gradient", "half_range",
@@ -84,7 +84,7 @@ def _too_large(case: RunCase, known: Experiments, helping: list[Outcome], told: 
     elif "lr" in kinds:
         text, remedy = f"a learning rate{at} is too high", f"lower it, as was tried ({kinds['lr'].name})"
     else:
-        text, remedy = "single gradients are too large", f"clip gradients, as was tried ({kinds['clip'].name})"
+        text, remedy = "some gradients are far too large", f"clip gradients, as was tried ({kinds['clip'].name})"
     if "clip" in kinds and "lr" in kinds:
         remedy += "; clipping gradients does as well"
     first = max(helping, key=known.gain)
@@ -128,7 +128,7 @@ def told_by_what_changes_nothing(case: RunCase) -> Claim | None:
     if is_exact:
         text = "what the model returns does not depend on its input"
         return Claim("input_not_used", "certain", text, tuple(told), 0,
-                     "look where the input is lost: gaff trace shows the way of a batch",
+                     "look where the input is lost: gaff trace follows a batch through the model",
                      ("labels_do_not_belong",))  # fmt: skip
     if one_batch is None or one_batch.loss is None:
         text = "the loss is the same with rows of the input permuted against the labels"

@@ -63,6 +63,11 @@ class Finding:
         return finding
 
     @property
+    def place(self) -> str:
+        """``address`` as the end of a title: `` at fc1``; empty for a finding about the run as a whole."""
+        return f" at {self.address}" if self.model or self.site else ""
+
+    @property
     def address(self) -> str:
         """The model and the site in one, as messages show it."""
         if not self.model:

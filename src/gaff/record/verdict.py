@@ -33,7 +33,8 @@ class Verdict:
     *failed*: the command ended with an exception, a signal or an exit code; *wrong*: the cause is known; *suspicious*:
     something is not as it should be, and what was seen fits several causes; *not enough*: too little was seen to judge;
     *healthy*: what was judged is as it should be. ``cause`` is a sentence, ``name`` the cause's name as docs/verdict.md
-    lists it. ``since`` is the first step that the evidence reaches back to, None where there is none.
+    lists it. ``since`` is the first step that the evidence reaches back to, None where there is none. ``certainty`` is
+    that of the cause: certain, likely or possible; empty where there is none.
     """
 
     state: str
@@ -44,6 +45,7 @@ class Verdict:
     remedy: str = ""
     alternatives: tuple[Alternative, ...] = ()
     experiments: tuple[str, ...] = ()
+    certainty: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -51,7 +53,7 @@ class Verdict:
 
     def __str__(self) -> str:
         since = f", since step {self.since}" if self.since is not None else ""
-        return f"{self.state}: {self.cause}{since}"
+        return f"{self.state}{', probably' if self.certainty == 'likely' else ''}: {self.cause}{since}"
 
 
 def judge(case: RunCase, failure: str | None = None) -> Verdict:
@@ -65,7 +67,7 @@ def judge(case: RunCase, failure: str | None = None) -> Verdict:
         first = found[0]
         state = "suspicious" if first.certainty == "possible" else "wrong"
         return Verdict(state, first.text, first.name, first.evidence, first.since, first.remedy, _others(found[1:]),
-                       first.experiments)  # fmt: skip
+                       first.experiments, first.certainty)  # fmt: skip
     missing = _missing(case)
     name = "no_steps" if case.backwards > 1 or not case.steps else ""
     return Verdict("not enough", missing, name) if missing else Verdict("healthy", _judged(case))
@@ -102,9 +104,9 @@ def _judged(case: RunCase) -> str:
     told = f"{seen}; the loss {name!r}{times} went from about {curve.first:.4g} to {curve.last:.4g}"
     for function, pairs in list(case.evaluated.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
-        told += f"; evaluated, {function} went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
+        told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
         if at != pairs[-1][0] and pairs[-1][1] > 1.1 * least > 0:
-            told += f", and was lowest at step {at} ({least:.4g}): since then it learns the training examples by heart"
+            told += f", and was lowest at step {at} ({least:.4g}): since then it overfits"
     known = case.experiments
     if known is None:
         return told

@@ -42,7 +42,7 @@ def line(
     if "grad_norm" in known:
         parts.append(f"grad norm {number(known['grad_norm'])}")
     if findings and not findings[0].is_over:
-        parts.append(f"{findings[0].rule} at {findings[0].address} since step {findings[0].since}")
+        parts.append(f"{findings[0].rule}{findings[0].place} since step {findings[0].since}")
     elif looks >= LEAST_LOOKS:
         parts.append(f"nothing wrong in the {looks} steps that were looked at")
     else:
@@ -54,7 +54,7 @@ def line(
 
 def alarm(finding: Finding) -> str:
     """A finding in a box, with its evidence, cause and remedy, as it is told when its rule comes to hold."""
-    return box(f"{finding.severity}: {finding.rule} at {finding.address}", body_of(finding))
+    return box(f"{finding.severity}: {finding.rule}{finding.place}", body_of(finding))
 
 
 def body_of(finding: Finding) -> list[str]:
@@ -72,7 +72,7 @@ def body_of(finding: Finding) -> list[str]:
         lines.append(f"also at: {', '.join(finding.also[:5])}{more}")
     lines += [f"cause: {finding.cause}", f"remedy: {finding.remedy}"]
     if finding.look:
-        lines.append(f"look: {finding.look}")
+        lines.append(f"inspect: {finding.look}")
     return lines
 
 
@@ -124,7 +124,7 @@ def report(
         parts.append(trials_table(known))
     findings = record.findings
     for finding in findings:
-        title = f"{finding.severity}: {finding.rule} at {finding.address}" + (" (over)" if finding.is_over else "")
+        title = f"{finding.severity}: {finding.rule}{finding.place}" + (" (over)" if finding.is_over else "")
         if brief:
             parts.append(f"  {title}, since step {finding.since}{_extent(finding)}: {finding.message}")
         else:
@@ -156,7 +156,7 @@ def _saved_files(record: Record, begun: Sequence[int]) -> list[str]:
     first = min(begun, default=None)
     sound = [one for one in saved if first is not None and one[0] <= first]
     if sound and sound[-1] != saved[-1]:
-        told.append(f"the last one before step {first}, which shows the first of what is wrong, is {sound[-1][1]} "
+        told.append(f"the last one before the first problem, at step {first}, is {sound[-1][1]} "
                     f"after {_steps(sound[-1][0])}")  # fmt: skip
     return told
 
@@ -280,10 +280,10 @@ def _extent(finding: Finding) -> str:
     It is empty for a finding that only one step has shown so far and that is not over. The share of looks is told where
     it is below 99.5 %.
     """
-    share = "" if finding.share >= 0.995 else f", in {finding.share:.0%} of the looks"
+    share = "" if finding.share >= 0.995 else f", in {finding.share:.0%} of the steps that were looked at"
     if finding.is_over:
         return f" until step {finding.last}{share}"
-    return f"; at the latest look, step {finding.last}, still{share}" if finding.last > finding.since else ""
+    return f", last seen at step {finding.last}{share}" if finding.last > finding.since else ""
 
 
 def _shown(value: Any) -> str:

@@ -20,7 +20,7 @@ _LEAST_TOKENS = 64  # that each expert would have had in a balanced router, befo
 @rule(
     "attention_collapse",
     severity="warning",
-    means="attention looks at one place only: its entropy has collapsed",
+    means="nearly all attention is on one position: its entropy has collapsed",
     cause="logits that grow without bound, often by a learning rate that is too high",
     remedy="normalise queries and keys, lower the learning rate, or warm it up for longer",
     least=8,
@@ -30,15 +30,15 @@ def attention_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
     """Mean entropy of all heads below 5 % of a uniform one's, and half of what it has been (Zhai et al., 2023)."""
     for (name, key), value in sample.shares.items():
         if name == "entropy" and value < 0.05 and value < 0.5 * past.entropy.get(key, 0.0):
-            yield Hit(key, entropy=value, highest=past.entropy[key])
+            yield Hit(key, entropy_of_uniform=value, highest_entropy_of_uniform=past.entropy[key])
 
 
 @rule(
     "half_range",
     severity="warning",
-    means="values come close to the largest number of float16, or most gradients are too small for it",
-    cause="float16 reaches from 6e-8 to 65504",
-    remedy="use bfloat16, or a GradScaler for gradients; normalise before large sums",
+    means="activations come close to the largest number of float16, or most gradients are too small for it",
+    cause="activations that are too large, or gradients that are too small, for float16 (6e-8 to 65504)",
+    remedy="bfloat16; for large activations normalise before sums, for small gradients use a GradScaler",
     share=0.2,
 )
 def half_range(sample: Sample, past: Past) -> Iterator[Hit]:
@@ -48,9 +48,12 @@ def half_range(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, row in sample.rows.items():
         is_gradient = key[1].endswith(":grad_output")
         if not is_gradient and key[1].partition(":")[2] in ("", "output") and row.largest > 16376:
-            yield Hit(key, largest=row.largest)
+            told = f"activations of {key[1]} reach {row.largest:.4g}; float16 overflows above 65504"
+            yield Hit(key, told, largest=row.largest)
         elif is_gradient and row.underflow("float16") > 0.5:
-            yield Hit(key, underflow=row.underflow("float16"), scale=sample.facts.get("scale"))
+            lost = row.underflow("float16")
+            told = f"{lost:.0%} of the elements of {key[1]} are too small for float16, and become 0"
+            yield Hit(key, told, underflow=lost, scale=sample.facts.get("scale"))
 
 
 @rule(
@@ -69,15 +72,15 @@ def attention_logits(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     for (name, key), value in sample.shares.items():
         if name == "logit" and value > 1000:
-            yield Hit(key, largest_score=value, entropy=sample.shares.get(("entropy", key)))
+            yield Hit(key, largest_score=value, entropy_of_uniform=sample.shares.get(("entropy", key)))
 
 
 @rule(
     "massive_activation",
     severity="info",
-    means="a few activations are thousands of times larger than all others: harmless, but quantisation suffers",
+    means="a few activations are over 1,000 times the median: usual in trained transformers, but hard to quantise",
     cause="transformers learn such constants by themselves, mostly at the first token, where attention rests",
-    remedy="keep them in float16 or better, or outside of what is quantised; look at attention's first key",
+    remedy="keep them out of low-bit quantisation; see how much attention goes to the first token",
     least=5,
     share=0.5,
 )
@@ -132,7 +135,7 @@ def router_collapse(sample: Sample, past: Past) -> Iterator[Hit]:
         counts = [sum(several) for several in zip(*(one.counts for one in recent), strict=True)]
         per_token = max(1.0, sum(counts) / tokens)  # experts of each token
         if per_token < 1.5 and max(counts) > 0.95 * sum(counts):
-            yield Hit(key, expert=counts.index(max(counts)), share=max(counts) / sum(counts), tokens=tokens)
+            yield Hit(key, expert=counts.index(max(counts)), token_fraction=max(counts) / sum(counts), tokens=tokens)
 
 
 def _idle(recent: Sequence[Load]) -> list[int]:

@@ -23,7 +23,7 @@ _HALF = ("bfloat16", "float16")
     "loss_sign",
     severity="error",
     means="the loss is the negative of one that cannot be negative: training makes it worse",
-    cause="a minus too many",
+    cause="an extra minus sign",
     remedy="remove the minus before the loss",
     least=3,
     share=0.5,
@@ -38,7 +38,11 @@ def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
     found = sample.facts.get("negated")
     is_own = any(one.optimizer is not None for one in sample.parameters.values())
     if found and is_own and _is_alone(sample) and sample.losses.get(found["loss"], 0.0) < 0:
-        yield Hit(("", ""), f"the loss {found['loss']!r} is minus {found['of']}", loss=sample.losses[found["loss"]])
+        yield Hit(
+            ("", ""),
+            f"the loss {found['loss']!r} is the negative of {found['of']}: training makes the model worse",
+            loss=sample.losses[found["loss"]],
+        )
 
 
 @rule(
@@ -55,8 +59,11 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     for one in sample.facts.get("targets", ()):
         shapes = one["output"], one["shape"]
         if one["function"] in _PAIRWISE and shapes[0] != shapes[1] and _joined_size(*shapes) > max(map(_size, shapes)):
-            yield Hit(("", ""), f"{one['function']} is given outputs of shape {list(shapes[0])} and targets of shape "
-                      f"{list(shapes[1])}", output=list(shapes[0]), target=list(shapes[1]))  # fmt: skip
+            told = (
+                f"{one['function']} is given outputs of shape {list(shapes[0])} and targets of shape {list(shapes[1])}"
+            )
+            yield Hit(("", ""), f"{told}: they broadcast, so that each output is compared with every target",
+                      output=list(shapes[0]), target=list(shapes[1]))  # fmt: skip
             return
 
 
@@ -64,7 +71,7 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
     "labels_constant",
     severity="error",
     means="all targets of a batch are the same: there is nothing to tell apart",
-    cause="labels that were lost on their way, examples sorted by label and not shuffled, or a class that hardly comes",
+    cause="labels that were overwritten or lost, data sorted by label and not shuffled, or a rare second class",
     remedy="print a batch's labels where the loss gets them; shuffle the training data",
     least=10,
     share=1.0,
@@ -97,14 +104,14 @@ def same_batch(sample: Sample, past: Past) -> Iterator[Hit]:
     begun anew in nearly every step."""
     batches = sample.facts.get("batches")
     if batches and sample.facts.get("is_repeated") and sample.step >= 3 and batches["begun"] > 0.9 * sample.step:
-        yield Hit(("", ""), f"the model is given the same batch in every step; the DataLoader has {batches['count']}",
+        yield Hit(("", ""), f"every step is made on the same batch; the DataLoader has {batches['count']} batches",
                   batches=batches["count"], begun=batches["begun"])  # fmt: skip
 
 
 @rule(
     "eval_mode_in_training",
     severity="warning",
-    means="the model is trained in evaluation mode: no dropout, and running statistics that stay as they are",
+    means="the model is trained in eval mode: dropout is off, or BatchNorm's statistics are not updated",
     cause="model.train() is missing after an evaluation, or was never called on what from_pretrained returns",
     remedy="model.train() before training, and after each evaluation",
     least=5,
@@ -140,13 +147,13 @@ def frozen_by_accident(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     for model, told in by_model.items():
         if len(told) >= 2 and not any(told):
-            yield Hit((model, ""), weights=len(told))
+            yield Hit((model, ""), weight_tensors=len(told))
 
 
 @rule(
     "symmetric_units",
     severity="error",
-    means="weights begin all alike: units that begin alike stay alike, or nothing gets through at all",
+    means="most weights begin as one constant: their units stay identical, or output and gradient are zero",
     cause="an initialisation with zeros or another constant",
     remedy="nn.init.kaiming_normal_ or another random one for weights; constants are for biases and norms",
     least=1,
@@ -168,15 +175,15 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
                 alike.setdefault(key[0], []).append(key)
     for model, keys in alike.items():
         if len(keys) >= 2 and len(keys) > count[model] / 2:
-            yield Hit((model, keys[0][1]), weights=f"{len(keys)} of {count[model]}")
+            yield Hit((model, keys[0][1]), weight_tensors=f"{len(keys)} of {count[model]}")
 
 
 @rule(
     "weight_decay_too_high",
     severity="warning",
-    means="weight decay does more to the weights than what is learned, and the loss does not fall",
-    cause="a weight decay that is too high for this optimizer: Adam adds it to the gradient, AdamW times the lr",
-    remedy="lower weight_decay, to 0.01 or less; use AdamW with Adam's learning rates",
+    means="weight decay changes the weights more than the gradients do, and the loss does not fall",
+    cause="weight_decay is too high: Adam and SGD add it, times the weight, to the gradient; AdamW shrinks by lr * it",
+    remedy="lower weight_decay: usual are about 1e-4 with SGD or Adam, and 0.01 to 0.1 with AdamW",
     least=8,
     share=0.5,
     hides=("no_signal", "output_constant", "dead_units", "vanishing", "update_small"),
@@ -208,7 +215,7 @@ def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
         middle = statistics.median(told)
         if middle > 0.5:
             decay = max(one.decay for key, one in sample.parameters.items() if key[0] == model)
-            yield Hit((model, ""), share_of_update=middle, weight_decay=decay)
+            yield Hit((model, ""), decay_of_update=middle, weight_decay=decay)
 
 
 @rule(
@@ -230,15 +237,15 @@ def updates_round_away(sample: Sample, past: Past) -> Iterator[Hit]:
             lost.setdefault(key[0], []).append(bool(update.count) and update.zeros - gradient.zeros > 0.5)
     for model, told in lost.items():
         if sum(told) > len(told) / 2:
-            yield Hit((model, ""), weights=f"{sum(told)} of {len(told)}")
+            yield Hit((model, ""), weight_tensors=f"{sum(told)} of {len(told)}")
 
 
 @rule(
     "clipped_to_nothing",
     severity="warning",
     means="gradients are clipped to a small part of what they are, and the loss does not fall",
-    cause="a limit of the norm that is far below what gradients have: each step becomes as small as the limit",
-    remedy="choose the limit near the norms that clip_grad_norm_ returns, such as 1",
+    cause="a max_norm that is far below the usual norm of the gradients",
+    remedy="set max_norm near the usual norm of the gradients, which clip_grad_norm_ returns before it clips",
     least=8,
     share=0.8,
     hides=("update_small", "never_updated"),
@@ -247,16 +254,16 @@ def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     """clip_grad_norm_ leaves less than a hundredth of the norm, and no loss has fallen by a tenth."""
     found = sample.facts.get("clipped")
     if found and found["most"] < 0.01 * found["norm"] and not any(has_fallen(past, name) for name in past.losses):
-        yield Hit(("", ""), f"the norm of the gradients is {found['norm']:.4g}, and clipped to {found['most']:.4g}",
+        yield Hit(("", ""), f"gradients with a norm of {found['norm']:.4g} are clipped to {found['most']:.4g}",
                   norm=found["norm"], limit=found["most"])  # fmt: skip
 
 
 @rule(
     "batch_norm_of_few",
     severity="warning",
-    means="batch normalisation over batches of one or two examples: each example is changed by the other",
-    cause="a batch size that is too small for BatchNorm, or batches that are split over many processes",
-    remedy="larger batches, GroupNorm or LayerNorm; or keep BatchNorm in eval mode when fine-tuning",
+    means="BatchNorm over batches of one or two examples: its statistics are too noisy",
+    cause="a batch size for each process that is too small for BatchNorm",
+    remedy="larger batches, SyncBatchNorm over processes, GroupNorm or LayerNorm",
     least=8,
     share=0.9,
 )
@@ -264,7 +271,7 @@ def batch_norm_of_few(sample: Sample, past: Past) -> Iterator[Hit]:
     """The model is given one or two examples at a time, and has a BatchNorm in training mode."""
     for model in sample.facts.get("batch_norm", ()):
         if sample.facts.get("batch", 0) in (1, 2):
-            yield Hit((model, ""), batch=sample.facts["batch"])
+            yield Hit((model, ""), batch_size=sample.facts["batch"])
 
 
 def _is_alone(sample: Sample) -> bool:

@@ -27,7 +27,7 @@ _SPIKE = 10.0
     severity="error",
     means="a NaN or inf has come into being",
     cause="a division by zero, a logarithm or root of what is not positive, an overflow, a step that was too large",
-    remedy="gaff nan SCRIPT finds the op and its line; guard that op, lower the learning rate, or clip gradients",
+    remedy="gaff nan SCRIPT finds the op and its line: make that op safe for its input (clamp it, add an eps)",
     least=1,
     share=0.0,
     hides=("exploding", "update_large", "loss_spike", "output_constant", "never_updated", "scaler_stuck"),
@@ -53,7 +53,7 @@ def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
     severity="error",
     means="gradients are not cleared between steps: each step uses the sum of all gradients so far",
     cause="optimizer.zero_grad() is missing, or called on another optimizer",
-    remedy="call optimizer.zero_grad() once before each accumulation of gradients",
+    remedy="call optimizer.zero_grad() once for each step, and not between backward passes that belong together",
     least=3,
     share=0.5,
     hides=("exploding", "update_large", "diverging", "loss_spike"),
@@ -62,15 +62,15 @@ def not_cleared(sample: Sample, past: Past) -> Iterator[Hit]:
     """A gradient that was not zero after the last step has been neither None nor zero since. Certain."""
     for key, parameter in sample.parameters.items():
         if not parameter.was_cleared:
-            yield Hit((key[0], key[1].replace(":param", ":grad")), optimizer=parameter.optimizer)
+            yield Hit((key[0], key[1].replace(":param", ":grad")))
 
 
 @rule(
     "not_owned",
     severity="warning",
-    means="a parameter gets gradients, but no optimizer owns it: it never changes",
-    cause="it was not handed to the optimizer, or was replaced after the optimizer was made",
-    remedy="give it to the optimizer, or set requires_grad=False if it is meant to stay as it is",
+    means="a parameter gets gradients, but is in no optimizer: it never changes",
+    cause="it was not passed to the optimizer, or its module was replaced after the optimizer was created",
+    remedy="pass it to the optimizer, or set requires_grad=False if it is meant to stay as it is",
     least=3,
     share=0.5,
 )
@@ -88,7 +88,7 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     "no_gradient",
     severity="warning",
     means="a parameter never gets a gradient: it never changes",
-    cause="what it computes is not used for the loss, or the graph is cut by detach, no_grad or an integer op",
+    cause="its module is not called, or its output does not reach the loss (detach, no_grad, an integer op)",
     remedy="gaff.trace(model, x, backward=...) tells where the graph ends; or set requires_grad=False if it is meant",
     least=3,
     share=0.95,
@@ -103,7 +103,7 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
         if not one.was_called and key[0] in routed:
             continue
         if one.requires_grad and one.optimizer is not None and not one.has_grad:
-            why = "its module was called" if one.was_called else "its module was not called"
+            why = "its module is called" if one.was_called else "its module is never called in forward"
             yield Hit(key, f"{key[1]} gets no gradient; {why}", was_called=one.was_called, elements=one.elements)
 
 
@@ -111,7 +111,7 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     "zero_gradient",
     severity="warning",
     means="every element of a gradient is exactly zero",
-    cause="dead units or a saturated function behind it, a multiplication by zero, or gradients that underflow",
+    cause="dead or saturated units after it, a multiplication by zero, or gradients that underflow",
     remedy="look at the activations that follow it; under float16, use a GradScaler or bfloat16",
     least=5,
     share=0.5,
@@ -155,8 +155,8 @@ def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
     "never_updated",
     severity="error",
     means="a parameter has a gradient and a learning rate, and the step does not change it",
-    cause="a learning rate so low that the update is below the weights' precision, or an optimizer of other tensors",
-    remedy="look at the lr; keep weights in float32; make the optimizer after the model is where it stays",
+    cause="a learning rate so low that updates are lost to rounding, or code that restores the weights in the step",
+    remedy="check the learning rate; keep weights in float32; try torch.optim.SGD, or another device",
     least=5,
     share=0.5,
     hides=("update_small",),
@@ -186,7 +186,7 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "update_small",
     severity="warning",
-    means="steps are tiny beside the weights: it hardly learns",
+    means="updates are tiny compared with the weights: the model hardly learns",
     cause="a learning rate that is too low, gradients that vanish, or weights that are too large",
     remedy="raise the learning rate; look at the gradients by depth",
     least=8,
@@ -209,7 +209,7 @@ def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "update_large",
     severity="warning",
-    means="steps are as large as the weights themselves: what was learned is overwritten",
+    means="each step changes most weights by more than a tenth of their size: what was learned is overwritten",
     cause="a learning rate that is too high",
     remedy="lower the learning rate, warm it up, or clip gradients",
     least=8,
@@ -228,15 +228,18 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
         if len(large) > len(ratios) / 2 and sample.step >= 3:
             key = max(large, key=lambda one: large[one])
             yield Hit(
-                key, update_ratio=large[key], lr=sample.parameters[key].lr, weights=f"{len(large)} of {len(ratios)}"
+                key,
+                update_ratio=large[key],
+                lr=sample.parameters[key].lr,
+                weight_tensors=f"{len(large)} of {len(ratios)}",
             )
 
 
 @rule(
     "gradient_spike",
     severity="info",
-    means="gradients were far larger than usual at one step",
-    cause="an example that is wrong or rare, or weights that have come to where the loss is steep",
+    means="gradients were far larger than usual at some step",
+    cause="an example that is wrong or rare, or a steep region of the loss",
     remedy="clip gradients; look at the batch of that step",
     least=1,
     share=0.0,
@@ -253,7 +256,7 @@ def gradient_spike(sample: Sample, past: Past) -> Iterator[Hit]:
     "update_spike",
     severity="info",
     means="a step was far larger than usual",
-    cause="a gradient that was, a learning rate that jumped, or moments of Adam that lag behind",
+    cause="a gradient far larger than usual, a jump of the learning rate, or moments of Adam that lag behind",
     remedy="clip gradients, or limit updates; look at the learning rate's schedule",
     least=1,
     share=0.0,
@@ -274,14 +277,15 @@ def _spikes(sample: Sample, past: Past, port: str) -> Iterator[Hit]:
         norm, expected = math.hypot(*(one for _, one in pairs)), math.hypot(*usual.values())
         if norm > _SPIKE * expected > 0:
             key, value = max(pairs, key=lambda pair: pair[1] / usual[pair[0]] if usual[pair[0]] else 0.0)
-            yield Hit(key, f"{key[1]} has a norm of {value:.4g}, usually {usual[key]:.3g}; all together {norm:.4g}, "
-                      f"usually {expected:.3g}", norm=norm, usual=expected)  # fmt: skip
+            what = "gradients" if port == "grad" else "updates"
+            yield Hit(key, f"the norm of all {what} is {norm:.4g}, usually {expected:.3g}; {key[1]} grew most: "
+                      f"{value:.4g}, usually {usual[key]:.3g}", norm=norm, usual=expected)  # fmt: skip
 
 
 @rule(
     "adam_stale",
     severity="info",
-    means="gradients have become larger than Adam's second moment knows: a spike of the loss may follow",
+    means="gradients have grown faster than Adam's second-moment estimate follows: a spike of the loss may come",
     cause="a change in the data, or beta2 so close to 1 that the moment lags behind",
     remedy="lower beta2, or limit the update by its RMS as StableAdamW does",
     least=5,
@@ -298,7 +302,7 @@ def adam_stale(sample: Sample, past: Past) -> Iterator[Hit]:
     "scaler_stuck",
     severity="error",
     means="the GradScaler keeps skipping steps",
-    cause="a gradient is not finite whatever the scale: it overflows or is NaN before it is scaled",
+    cause="gradients are NaN or inf whatever the scale of the loss: the forward pass overflows, or an op gives NaN",
     remedy="look for the op with gaff nan SCRIPT; use bfloat16; check the loss itself",
     least=2,
     share=0.0,

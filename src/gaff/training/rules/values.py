@@ -43,7 +43,7 @@ def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
         count = sample.units[key].count
         dead = count - known.active.bit_count()
         if dead > count / 2:
-            yield Hit(key, dead=dead, units=count, inputs=known.seen, called=order[key])
+            yield Hit(key, dead=dead, units=count, values_per_unit=known.seen, call_order=order[key])
 
 
 @rule(
@@ -66,7 +66,7 @@ def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
         if name == "saturated" and row is not None:
             is_sigmoid = row.min >= 0
             if share > (0.8 if is_sigmoid else 0.5):
-                yield Hit(key, saturated=share)
+                yield Hit(key, saturated_fraction=share)
 
 
 @rule(
@@ -97,9 +97,9 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "exploding",
     severity="warning",
-    means="gradients grow from the output towards the input, or from step to step",
+    means="gradients are very large, or grow from the output towards the input",
     cause="weights that are too large for the depth, a recurrent net without clipping, or too high a learning rate",
-    remedy="gaff.clip_gradients(optimizer, norm=1.0), smaller initial weights, or normalisation",
+    remedy="torch.nn.utils.clip_grad_norm_(parameters, 1.0), smaller initial weights, or normalisation",
     least=5,
     share=0.1,
 )
@@ -111,11 +111,13 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
     for gradients in _weights_by_depth(sample).values():
         if len(gradients) >= 3 and gradients[0][1].norm > max(70 * gradients[-1][1].norm, 10):
             first, row = gradients[0]
-            yield Hit(first, first_norm=row.norm, last_norm=gradients[-1][1].norm)
+            last = gradients[-1][1].norm
+            told = f"the norm of the gradient grows from {last:.4g} at the last weight to {row.norm:.4g} at the first"
+            yield Hit(first, told, first_norm=row.norm, last_norm=last)
             continue
         for key, row in gradients:
             if row.rms > 1e6:
-                yield Hit(key, gradient_rms=row.rms)
+                yield Hit(key, f"{key[1]} has an rms of {row.rms:.4g}", gradient_rms=row.rms)
                 break
 
 
@@ -123,7 +125,7 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
     "sparse_gradient",
     severity="warning",
     means="most elements of a weight's gradient are exactly zero: most of its units do not learn",
-    cause="units behind it that are off for almost every input, or a loss that asks for few of them",
+    cause="ReLU units after it that are zero for almost every input, or a loss that depends on few of its outputs",
     remedy="look at what follows it: where a ReLU is off, lower the learning rate, reset the bias, or use LeakyReLU",
     share=0.5,
 )
@@ -144,14 +146,14 @@ def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         if _zeros_of_input(sample, key) < 0.5:
             behind = _zeros_behind(sample, key)
-            why = "" if behind is None else f"; {behind[0]} behind it returns {behind[1]:.0%} zeros"
-            yield Hit(key, f"{row.zeros:.0%} of the gradient of {key[1]} are zeros{why}", zeros=row.zeros)
+            why = "" if behind is None else f"; the module after it, {behind[0]!r}, returns {behind[1]:.0%} zeros"
+            yield Hit(key, f"{row.zeros:.0%} of {key[1]} is exactly zero{why}", zero_fraction=row.zeros)
 
 
 @rule(
     "no_signal",
     severity="warning",
-    means="what a layer returns is the same number everywhere: the input is lost there",
+    means="what a layer returns does not depend on its input: the signal is lost there",
     cause="weights that are all alike or zero, or a signal that shrinks from layer to layer",
     remedy="look at how the layer before it is initialised",
     share=0.5,
@@ -171,7 +173,7 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
         is_one = row.std <= 1e-6 * row.rms
         if port == "input" and not has_begun and is_one:
             told = f"the first layer is given the same number everywhere ({key[1]})"
-            yield Hit(key, told, mean=row.mean, std=row.std, called=at)
+            yield Hit(key, told, mean=row.mean, std=row.std, call_order=at)
             return
         if units is not None and row.zeros == 1.0:
             return
@@ -181,7 +183,9 @@ def no_signal(sample: Sample, past: Past) -> Iterator[Hit]:
         is_alike = units is not None and units.is_constant and sample.facts.get("batch", 0) >= 2
         weight = sample.rows.get((key[0], f"{key[1]}.weight:param"))
         if (is_one or is_alike) and (row.rms > 0 or (weight is not None and weight.rms > 0)):
-            yield Hit(key, mean=row.mean, std=row.std, called=at)
+            what = "all elements of its output are one number" if is_one else "it returns the same for every example"
+            yield Hit(key, f"what {key[1]} returns does not depend on its input: {what}", mean=row.mean, std=row.std,
+                      call_order=at)  # fmt: skip
             return
 
 
@@ -205,7 +209,7 @@ def output_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     "input_constant",
     severity="warning",
     means="every element of the model's input is the same number",
-    cause="an input that was never filled, was multiplied by zero, or normalised by itself",
+    cause="an input that was never filled, was multiplied by zero, or normalised element by element",
     remedy="print a batch where the model gets it",
     share=0.9,
 )
@@ -219,8 +223,8 @@ def input_constant(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "input_scale",
     severity="warning",
-    means="the input is far from zero mean and unit spread",
-    cause="raw pixels from 0 to 255, or features in their own units",
+    means="the input is far from zero mean and unit standard deviation",
+    cause="raw pixels from 0 to 255, or features that were not standardised",
     remedy="subtract the mean and divide by the standard deviation of the training set",
     share=0.9,
 )
@@ -291,8 +295,8 @@ def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
     "double_softmax",
     severity="error",
     means="the loss applies a softmax or sigmoid to what has been through one already: gradients are squashed",
-    cause="cross_entropy and bce_with_logits expect raw scores",
-    remedy="remove the softmax or sigmoid from the model, or use nll_loss on log-probabilities",
+    cause="cross_entropy and binary_cross_entropy_with_logits expect logits",
+    remedy="remove it from the model, or keep it with nll_loss(torch.log(p)) or binary_cross_entropy",
     least=2,
     share=0.5,
 )
@@ -300,8 +304,8 @@ def double_softmax(sample: Sample, past: Past) -> Iterator[Hit]:
     """Read from the loss's autograd graph. Certain."""
     found = sample.facts.get("doubled")
     if found:
-        yield Hit(("", ""), f"the loss {found['loss']!r} applies {found['outer']} to the result of {found['inner']}",
-                  **found)  # fmt: skip
+        twice = f"{found['outer']} to what has been through a {found['inner']} already"
+        yield Hit(("", ""), f"the loss {found['loss']!r} applies {twice}", outer=found["outer"], inner=found["inner"])
 
 
 @rule(
@@ -317,7 +321,7 @@ def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
     """log_softmax over dimension 0 of a two-dimensional input of nll_loss; read from the autograd graph. Certain."""
     found = sample.facts.get("axis")
     if found:
-        yield Hit(("", ""), f"the loss {found!r} normalises over the batch: its softmax has dim=0", loss=found)
+        yield Hit(("", ""), f"the loss {found!r} normalises over the batch: its softmax has dim=0")
 
 
 @rule(
@@ -333,7 +337,8 @@ def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
     """No log_softmax before nll_loss in the autograd graph, and a negative loss. Certain."""
     found = sample.facts.get("nll")
     if found and sample.losses.get(found, 0.0) < 0:
-        yield Hit(("", ""), f"the loss {found!r} is negative", loss=sample.losses[found])
+        told = f"the loss {found!r} is negative: nll_loss is given values that are no log-probabilities"
+        yield Hit(("", ""), told, loss=sample.losses[found])
 
 
 @rule(
@@ -341,7 +346,7 @@ def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
     severity="error",
     means="the loss grows instead of falling",
     cause="a learning rate that is too high, a flipped sign, or gradients that are not cleared",
-    remedy="lower the learning rate by ten; check the sign of the loss; clip gradients",
+    remedy="divide the learning rate by 10; check the sign of the loss; clip gradients",
     least=8,
     share=0.2,
     hides=("update_large",),
@@ -368,9 +373,9 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "eval_drift",
     severity="warning",
-    means="the model behaves differently in eval mode than in training",
-    cause="running statistics of BatchNorm that have not settled (small batches, momentum), or dropout that scales",
-    remedy="larger batches or GroupNorm; look at running_mean and running_var",
+    means="what a layer returns is of another size in evaluation than in training",
+    cause="evaluation data prepared in another way, BatchNorm statistics that have not settled, or a dropout by hand",
+    remedy="compare a batch of training with one of evaluation; look at running_mean and momentum of BatchNorm",
     phase="eval",
     least=2,
     share=0.5,
@@ -390,7 +395,8 @@ def eval_drift(sample: Sample, past: Past) -> Iterator[Hit]:
         step, rms = known[-1]
         far = abs(math.log(row.rms / rms)) if row.rms else math.inf
         if far > math.log(5) + _change(known) * (sample.step - step):
-            yield Hit(key, eval_rms=row.rms, train_rms=rms, trained_at=step)
+            told = f"the rms of {key[1]} is {row.rms:.4g} in evaluation, and was {rms:.4g} in training at step {step}"
+            yield Hit(key, told, eval_rms=row.rms, train_rms=rms, train_step=step)
             return
 
 
@@ -423,7 +429,7 @@ def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "train_mode_in_eval",
     severity="warning",
-    means="the model is evaluated in training mode: dropout is active, running statistics are written",
+    means="the model is evaluated in training mode: dropout is active, or BatchNorm updates its running statistics",
     cause="model.eval() is missing before the evaluation",
     remedy="model.eval() before it, model.train() after it",
     phase="eval",

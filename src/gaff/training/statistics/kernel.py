@@ -1,8 +1,9 @@
 """Where the compiled kernel is and how it is built: ``python -m gaff.training.statistics.kernel``, for this machine.
 
-``kernel.cpp`` is built against torch's stable ABI, so one build serves every torch from 2.10 on. A build of this
-machine (in the user's cache) comes before the one in the wheel. ``GAFF_NO_KERNEL=1`` switches both off. torch is
-imported only when a library is loaded or built.
+``kernel.cpp`` is built against torch's stable ABI and uses no Python, so one build serves every Python and every torch
+from 2.10 on. A wheel carries a build for each level of processors (``LEVELS``), of which the best that torch sees here
+is loaded. A build for this very processor (``native``, in the user's cache) comes first. ``GAFF_KERNEL`` names another:
+a level, ``native``, or ``plain`` for torch without any. torch is imported only when a library is loaded or built.
 """
 
 from __future__ import annotations
@@ -22,32 +23,76 @@ from typing import Any
 from gaff.errors import GaffError
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
-PACKED = Path(__file__).with_name("libobserve.so")  # in wheels; for processors with AVX2
+NATIVE, PLAIN, BASELINE = "native", "plain", "baseline"
+# by level, best first: the compiler's flags, and what torch.backends.cpu.get_cpu_capability() says of such processors
+_X86 = {
+    "avx512": (("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"), "AVX512"),
+    "avx2": (("-mavx2", "-mfma"), "AVX2"),
+}
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+LEVELS: dict[str, tuple[tuple[str, ...], str]] = {**(_X86 if IS_X86 else {}), BASELINE: ((), "")}
 _FLAGS = ("-O3", "-fno-trapping-math", "-std=c++17", "-fPIC", "-shared", "-DTORCH_TARGET_VERSION=0x020a000000000000")
-_OFF = "GAFF_NO_KERNEL"
+_CHOICE = "GAFF_KERNEL"
 
 
-@lru_cache
+def packed(level: str) -> Path:
+    """Where a wheel carries the build for a level, if it does."""
+    return SOURCE.with_name(f"libobserve-{level}.so")
+
+
 def load() -> Any:
     """The kernel's ops for CPU tensors, ``observe_``, ``observe_many_``, ``observe_units_``; None without a build.
 
     Loads the library into this process and registers its ops with torch's dispatcher, once: the answer is kept. A build
     in the cache that another user could have written is not loaded, and a library that does not fit this torch or
-    platform is passed over. The ops take the arguments of the functions of ``plain``.
+    platform is passed over. The ops take the arguments of the functions of ``plain``. Raises GaffError where
+    ``GAFF_KERNEL`` names none that can run here.
     """
-    if os.environ.get(_OFF):
-        return None
-    built = path_of_build()
-    found = built if built.is_file() else PACKED if PACKED.is_file() and _has_wide_registers() else None
-    if found is None or (found is built and not _is_ours(built)):
-        return None
+    return _chosen()[1]
+
+
+def level() -> str:
+    """Which build is loaded: ``native``, one of ``LEVELS``, or ``plain``; loads it. Raises as ``load`` does."""
+    return _chosen()[0]
+
+
+@lru_cache
+def _chosen() -> tuple[str, Any]:
+    """The name of the build that is loaded, and its ops."""
     import torch
 
-    try:
-        torch.ops.load_library(str(found))
-    except OSError:  # of another platform or torch: plain torch counts the same
-        return None
-    return SimpleNamespace(**{name: _op(name) for name in ("observe_", "observe_many_", "observe_units_")})
+    for name in _wanted():
+        for library in (path_of_build(name), packed(name)):
+            if not library.is_file() or (library != packed(name) and not _is_ours(library)):
+                continue
+            try:
+                torch.ops.load_library(str(library))
+            except OSError:  # of another platform or torch: plain torch counts the same
+                continue
+            return name, SimpleNamespace(**{one: _op(one) for one in ("observe_", "observe_many_", "observe_units_")})
+    return PLAIN, None
+
+
+def _wanted() -> tuple[str, ...]:
+    """The builds that may be loaded, best first. Raises GaffError for a choice that is none, or cannot run here."""
+    choice, runnable = os.environ.get(_CHOICE, ""), levels_here()
+    if not choice:
+        return (NATIVE, *runnable)
+    if choice not in (NATIVE, PLAIN, *LEVELS):
+        raise GaffError(f"{_CHOICE}={choice!r}: expected one of {', '.join((NATIVE, PLAIN, *LEVELS))}")
+    if choice in LEVELS and choice not in runnable:
+        raise GaffError(f"{_CHOICE}={choice!r}: this processor cannot run it: expected one of {', '.join(runnable)}")
+    return () if choice == PLAIN else (choice,)
+
+
+def levels_here() -> tuple[str, ...]:
+    """The levels that this processor can run, as torch sees it, best first."""
+    import torch
+
+    names = list(LEVELS)
+    seen = torch.backends.cpu.get_cpu_capability()
+    best = next((name for name, (_, capability) in LEVELS.items() if capability == seen), BASELINE)
+    return tuple(names[names.index(best) :])
 
 
 @lru_cache
@@ -59,56 +104,66 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.gaff, name).default
 
 
-def build() -> Path:
-    """Compile the kernel for this machine's processor, into the user's cache; takes about five seconds.
+def build(level: str = NATIVE) -> Path:
+    """Compile the kernel into the user's cache, for this machine's processor or a level; takes about five seconds.
 
     Returns the library's path; a later ``load`` finds it. ``CXX`` names another compiler than the first that is found.
     Raises GaffError where there is no compiler or it fails.
     """
-    target = path_of_build()
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise GaffError("no C++ compiler found: expected c++, g++ or clang++, or its path in CXX")
+    target = path_of_build(level)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    compile_to(target, compiler, _native())
-    load.cache_clear()
+    compile_to(target, level)
+    forget()
     return target
 
 
-def compile_to(target: Path, compiler: str, machine: str) -> None:
-    """Compile the kernel to ``target`` with ``compiler``; ``machine``: its flag for the processor, or an empty text.
+def forget() -> None:
+    """Look for a build anew at the next ``load``; a library that is loaded stays in the process."""
+    _chosen.cache_clear()
+
+
+def compile_to(target: Path, level: str = NATIVE) -> None:
+    """Compile the kernel to ``target``, for this machine's processor or for a level.
 
     The library is written beside ``target`` and renamed, so that a second process which does the same, or loads it just
-    now, meets a whole file. Raises GaffError with the compiler's first error.
+    now, meets a whole file. Raises GaffError without a compiler, or with its first error.
     """
     import torch
 
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise GaffError("no C++ compiler found: expected c++, g++ or clang++, or its path in CXX")
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         libraries = ["-L" + str(root / "lib"), "-ltorch_cpu", "-ltorch"]
-        command = [compiler, *_FLAGS, machine, f"-I{root / 'include'}", str(SOURCE), "-o", str(made), *libraries]
-        done = subprocess.run([one for one in command if one], capture_output=True, text=True, check=False)
+        machine = _native() if level == NATIVE else LEVELS[level][0]
+        command = [compiler, *_FLAGS, *machine, f"-I{root / 'include'}", str(SOURCE), "-o", str(made), *libraries]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise GaffError(f"{compiler} cannot be run: {error.strerror}; CXX names another compiler") from None
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
             raise GaffError(f"{compiler} failed with exit code {done.returncode}: {lines[0][:300]}")
         os.replace(made, target)
 
 
-def path_of_build() -> Path:
-    """Where the build of this source, for this processor, lies or would lie.
+def path_of_build(level: str = NATIVE) -> Path:
+    """Where the build of this source, for this processor or a level, lies or would lie.
 
     The name holds a checksum of source, flags and processor: a cache that several machines share has a build for each,
     and a changed source is built anew. The folder is ``GAFF_CACHE``, else ``XDG_CACHE_HOME``, else ``~/.cache``.
     """
     cache = os.environ.get("GAFF_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    key = "\n".join((SOURCE.read_text(), *_FLAGS, platform.machine(), _processor(), sys.platform))
+    machine = (_processor(),) if level == NATIVE else (level, *LEVELS[level][0])
+    key = "\n".join((SOURCE.read_text(), *_FLAGS, platform.machine(), *machine, sys.platform))
     return Path(cache) / "gaff" / f"kernel-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
-def _native() -> str:
+def _native() -> tuple[str, ...]:
     """The compiler's flag for all that this processor can do; it differs between x86 and others."""
-    return "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+    return ("-march=native",) if IS_X86 else ("-mcpu=native",)
 
 
 def _is_ours(path: Path) -> bool:
@@ -126,11 +181,6 @@ def _processor() -> str:
         return platform.processor()
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-
-
-def _has_wide_registers() -> bool:
-    """Whether the library of the wheel can run here: its build for x86 needs AVX2."""
-    return platform.machine().lower() not in ("x86_64", "amd64") or " avx2 " in _processor()
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ _ODD = 5.0  # times the median over the batch: a sample that stands out
 _MOST_SAMPLES = 8
 _MOST_TOLD = 200  # characters of an error in a finding
 _GIVEN = (
-    "look at what made it: the batch, its first bad element is in the evidence; or the weights that a step has left"
+    "look at the batch, whose first NaN or inf is in the evidence, or, where a parameter held it, at the step before"
 )
-_MADE = "guard that op, lower the learning rate, or clip gradients"
+_MADE = "make that op safe for its input (clamp it, add an eps); where values had grown before, lower the learning rate"
 Batches = Sequence[tuple[Model, Batch]]
 
 
@@ -54,7 +54,6 @@ def of_nonfinite(
     for.
     """
     known = RULES["nonfinite"]
-    told = "NaN or inf"
     failed = ""
     given: tuple[Finding, Batches] | None = None
     for model, batch in reversed(batches):
@@ -85,15 +84,18 @@ def of_nonfinite(
         return given
     if failed or seen is not None:
         return _of_unknown(what, step, failed, seen), []
-    where = "outside the model: in the loss itself, or in a batch from before" if batches else told
+    sound = "the outputs of all ops of the model are finite"
+    unknown = "no call of the model in training mode was seen in this step, so its ops could not be looked at"
     outside = Finding(
         rule="nonfinite",
         site="",
         model="",
         since=step,
         severity=known.severity,
-        message=f"{what} is not finite, and every op of the model is fine",
-        cause=f"it began {where}",
+        message=f"{what} is not finite, {f'but {sound}' if batches else f'and {unknown}'}",
+        cause="it began outside the model: in the loss, in how targets are prepared, or in a batch from before"
+        if batches
+        else "not known",
         remedy="gaff.find_nonfinite(step) on a step like this one looks at the ops outside the model, too",
         last=step,
     )
@@ -107,7 +109,7 @@ def _of_unknown(what: str, step: int, failed: str, seen: Key | None) -> Finding:
     """
     known = RULES["nonfinite"]
     model, site = seen or ("", "")
-    again = f"the batch could not be run again ({failed})" if failed else "run again, every op of the model is fine"
+    again = f"the batch could not be run again ({failed})" if failed else "run again, all ops of the model are finite"
     place = f"; the first NaN of the step is at {site}" if seen is not None else ""
     return Finding(
         rule="nonfinite",
@@ -131,7 +133,7 @@ def of_stuck_scaler(step: int, scale: float | None, skipped: int) -> Finding:
         model="",
         since=step,
         severity=known.severity,
-        message=f"{known.means}: {skipped} in a row, down to a scale of {scale}",
+        message=f"{known.means}: {skipped} in a row" + (f", its scale is {scale:.4g}" if scale is not None else ""),
         cause=known.cause,
         remedy=known.remedy,
         evidence={"scale": scale, "skipped": skipped},
@@ -144,17 +146,16 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
 
     Of ``batches`` the last one counts. Waits for the device of its inputs.
     """
-    evidence: dict[str, Any] = {"loss": spike.value, "mean_before": spike.mean, "deviation_before": spike.deviation}
+    evidence: dict[str, Any] = {"loss": spike.value, "mean_before": spike.mean, "std_before": spike.deviation}
     samples: list[int] = []
     for model, batch in batches[-1:]:
         evidence["model"] = model.name
-        evidence["batch"] = step_facts.fingerprint(batch.args, batch.kwargs)
+        evidence["batch_checksum"] = step_facts.fingerprint(batch.args, batch.kwargs)
         samples = odd_samples(batch.args, batch.kwargs)
         if samples:
-            evidence["samples"] = samples
-    who = (
-        f"samples {samples} of the batch are far larger than the others" if samples else "no sample stands out by size"
-    )
+            evidence["batch_indices"] = samples
+    rows = f"the inputs at {samples} of the batch are far larger (rms) than the others"
+    who = rows if samples else "no input of the batch is far larger (rms) than the others"
     return Finding(
         rule="loss_spike",
         site="",
@@ -163,7 +164,7 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
         severity="warning",
         message=f"the loss {spike.name!r} jumped to {spike.value:.4g} from about {spike.mean:.4g}; {who}",
         cause="an example that is wrong or rare, or a learning rate at the edge of what is stable",
-        remedy="look at that batch; clip gradients with gaff.clip_gradients(optimizer, norm=1.0)",
+        remedy="look at that batch; clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         evidence=evidence,
         last=step,
     )

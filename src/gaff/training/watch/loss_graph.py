@@ -47,7 +47,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
             _note_classes(chain, names, at, name, found)
         inner = next((other for other in names[at + 1 :] if not _is_passed(other)), "")
         if (one, inner) in _TWICE:
-            outer = "log_softmax" if one == "LogSoftmaxBackward" else "sigmoid (with logits)"
+            outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
             found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
     return found
 
