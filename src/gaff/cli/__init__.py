@@ -19,6 +19,7 @@ from gaff.cli import (
     apply,
     check,
     diff,
+    doctor,
     export,
     harvest,
     nan,
@@ -70,6 +71,7 @@ COMMANDS: Mapping[str, Command] = {
     "runs": runs,
     "diff": diff,
     "export": export,
+    "doctor": doctor,
     "replay": replay,
 }
 

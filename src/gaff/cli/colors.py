@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 _STYLES = (
-    (r"(?<![\w-])(failed|wrong)(?=: )|\berror(?=: )", "bold red"),
+    (r"(?<![\w-])(failed|wrong)(?=: |, probably)|\berror(?=: )", "bold red"),
     (r"(?<![\w-])suspicious(?=: )|\bwarning(?=: )|\bparted\b|\bthey differ first at [^ ]+", "yellow"),
     (r"(?<![\w-])healthy(?=: )|\bthe same in all\b", "green"),
     (r"(?<![\w-])not enough(?=: )|\binfo(?=: )", "cyan"),
