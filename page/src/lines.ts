@@ -22,6 +22,7 @@ export interface Mark {
   label: string; // a word or two
   text: string; // a sentence
   level: "error" | "warning" | "info" | "quiet";
+  isSmall?: boolean; // a sign at the lower edge, without a line
 }
 
 export interface Chart {
@@ -332,6 +333,16 @@ function drawMark(plot: uPlot, mark: Mark, style: CSSStyleDeclaration, row: numb
   ctx.save();
   ctx.strokeStyle = ctx.fillStyle = style.getPropertyValue(`--${mark.level === "info" ? "accent" : mark.level}`).trim();
   ctx.lineWidth = devicePixelRatio;
+  const size = 4 * devicePixelRatio;
+  if (mark.isSmall) {
+    ctx.beginPath();
+    ctx.moveTo(x - size, top + height);
+    ctx.lineTo(x + size, top + height);
+    ctx.lineTo(x, top + height - 1.5 * size);
+    ctx.fill();
+    ctx.restore();
+    return;
+  }
   ctx.globalAlpha = mark.level === "quiet" ? 0.5 : 0.85;
   ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
   ctx.beginPath();
@@ -340,7 +351,6 @@ function drawMark(plot: uPlot, mark: Mark, style: CSSStyleDeclaration, row: numb
   ctx.stroke();
   ctx.globalAlpha = 1;
   ctx.beginPath();
-  const size = 4 * devicePixelRatio;
   ctx.moveTo(x - size, top);
   ctx.lineTo(x + size, top);
   ctx.lineTo(x, top + 1.5 * size);

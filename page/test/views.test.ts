@@ -203,6 +203,7 @@ test("jumps of the learning rate are marked, a schedule that always changes is n
   const x = Array.from({ length: 40 }, (_, at) => at);
   assert.deepEqual(rateChanges(x, x.map((at) => 2 ** -at)), []);
   assert.deepEqual(rateChanges([0, 1], [0, 1]), []);
+  assert.deepEqual(rateChanges([0, 1, 2, 3, 4], [1, 1, 0.5, 0.2, 0.1]), []); // the end of a schedule
   const saved = savedFiles([[0, "start.pt"], [10, "model.pt"], [10, "optimizer.pt"]]);
   assert.deepEqual(saved.map(({ x, text }) => [x, text]), [[0, "after 0 steps: start.pt"], [9, "after 10 steps: model.pt, optimizer.pt"]]);
 });

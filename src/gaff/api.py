@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # tools are loaded when they are called
     from gaff.harvesting.rows import Rows
     from gaff.harvesting.store import Store
     from gaff.inspection.anatomy import Anatomy
+    from gaff.inspection.names import Names
     from gaff.inspection.nonfinite.report import Report
     from gaff.inspection.sites import Sites
     from gaff.inspection.trace import Trace
@@ -393,7 +394,13 @@ def trace(
     return trace_run(model, args, kwargs, backward, has_flops=flops, has_ops=ops, has_pictures=pictures)
 
 
-def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> Sites:
+@overload
+def sites(
+    model: nn.Module, /, *what: Any, ops: bool = False, names: Literal[False] = False, **inputs: Any
+) -> Sites: ...
+@overload
+def sites(model: nn.Module, /, *what: Any, names: Literal[True], **inputs: Any) -> Names: ...
+def sites(model: nn.Module, /, *what: Any, ops: bool = False, names: bool = False, **inputs: Any) -> Sites | Names:
     """What can be addressed in ``model``: a tree to print, rows to use.
 
     Args:
@@ -401,10 +408,21 @@ def sites(model: nn.Module, /, *what: Any, ops: bool = False, **inputs: Any) -> 
         what: patterns (texts, predicates, modules) limit the list; every other value is an example input, with
             which the model is run once, and left as it was, to tell shapes, types and calls.
         ops: also the ops in every module's own forward, with line, shapes, and what made each input; needs an input.
+        names: instead of all that, the standard names of a transformer or ResNet (``resid_pre.3``, ``attn.pattern.0``)
+            with their addresses; any of them is an address itself, ``names:resid_pre.3``. With an example input the
+            model runs once in eval mode and names are held to identities (``resid_mid = resid_pre + attn.out``); one
+            that fails is refused for this model from then on.
         inputs: keyword inputs of that run.
 
-    Raises SiteError for a pattern that matches nothing, PlanError for ``ops`` without an input.
+    Raises SiteError for a pattern that matches nothing, PlanError for ``ops`` without an input, and for ``names`` of a
+    model in which no stack of blocks is recognised.
     """
+    if names:
+        from gaff.inspection.names import list_names
+
+        if ops or any(isinstance(one, str) for one in what):
+            raise PlanError("names=True lists standard names alone: expected no patterns and no ops beside it")
+        return list_names(model, what, inputs)
     from gaff.inspection.sites import list_sites
 
     return list_sites(model, what, inputs, ops=ops)

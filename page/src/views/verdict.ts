@@ -11,7 +11,7 @@ import type { Page, View } from "../view";
 
 export const SIGN: Record<string, string> = { error: "✖", warning: "▲", info: "●", fine: "✔" };
 const MOST_RATES = 12; // changes of the learning rate that are marked
-const MOST_SAVED = 40; // steps at which files were saved
+const MOST_SAVED = 120; // steps at which files were saved, of more every second, third ...
 const SMOOTHING = { "0": "none", "0.6": "light", "0.9": "medium", "0.97": "strong" };
 
 export const verdict: View = {
@@ -205,22 +205,24 @@ export function eventsOf(run: Run): Mark[] {
   return marks.sort((one, other) => one.x - other.x);
 }
 
-/** Where the learning rate jumps, by a fifth or more from one step to the next; a rate that always changes has no marks. */
+/** Where the learning rate jumps, by a fifth or more from one step to the next; no stretch in which it always changes. */
 export function rateChanges(x: number[], rates: ArrayLike<number>): Mark[] {
   const found: Mark[] = [];
+  const jumps = (at: number) => at >= 1 && at < x.length && rates[at - 1]! > 0 && rates[at]! > 0 && Math.abs(Math.log(rates[at]! / rates[at - 1]!)) > 0.2;
   for (let at = 1; at < x.length; at++) {
-    const [before, now] = [rates[at - 1]!, rates[at]!];
-    if (before > 0 && now > 0 && Math.abs(Math.log(now / before)) > 0.2) found.push({ x: x[at]!, label: "lr", text: `the learning rate goes from ${number(before)} to ${number(now)}`, level: "quiet" });
+    if (!jumps(at) || jumps(at - 1) || jumps(at + 1)) continue;
+    found.push({ x: x[at]!, label: "lr", text: `the learning rate goes from ${number(rates[at - 1]!)} to ${number(rates[at]!)}`, level: "quiet" });
   }
   return found.length <= MOST_RATES ? found : [];
 }
 
-/** Where files were saved, a mark a step; of more than forty steps the last ones. */
+/** Where files were saved, a small mark a step; of very many only some, among them the last. */
 export function savedFiles(saved: [number, string][]): Mark[] {
   const bySteps = new Map<number, string[]>();
   for (const [made, file] of saved) bySteps.set(made, [...(bySteps.get(made) ?? []), file]);
-  const told = [...bySteps].slice(-MOST_SAVED);
-  return told.map(([made, files]) => ({ x: Math.max(0, made - 1), label: "saved", text: `after ${made} ${made === 1 ? "step" : "steps"}: ${[...new Set(files)].join(", ")}`, level: "quiet" }));
+  const each = Math.ceil(bySteps.size / MOST_SAVED);
+  const told = [...bySteps].filter((_, at) => (bySteps.size - 1 - at) % each === 0);
+  return told.map(([made, files]) => ({ x: Math.max(0, made - 1), label: "saved", text: `after ${made} ${made === 1 ? "step" : "steps"}: ${[...new Set(files)].join(", ")}`, level: "quiet", isSmall: true }));
 }
 
 function events(page: Page, marks: Mark[]): HTMLElement {

@@ -24,6 +24,7 @@ GRADIENT_PORTS = ("grad_output", "grad_input", "input_grad", "outer_grad")
 STATE_PORTS = ("param", "grad", "buffer")  # of a parameter or a buffer; the others belong to a module
 WEIGHTS = "weights"  # of an op of attention only: its probabilities, which it does not return
 ATTENTIONS = ("scaled_dot_product_attention", "flex_attention")
+NAMED = "names:"  # what an address begins with that is a standard name
 OP_PORTS = VALUE_PORTS + GRADIENT_PORTS[:3]  # what comes from outside is told of modules alone
 PORTS = (*VALUE_PORTS, *GRADIENT_PORTS, WEIGHTS, *STATE_PORTS)
 
@@ -91,7 +92,8 @@ class Pattern:
 
     ``names`` are matched against the names of a path one by one, where ``**`` stands for any number of them, none
     included. ``cls`` leaves only modules that have a class of this name among their bases. ``op`` may be a glob of its
-    own; the other fields mean what they mean in a ``Site``, and go into each site that the pattern finds.
+    own; the other fields mean what they mean in a ``Site``, and go into each site that the pattern finds. ``is_named``:
+    the names are standard names (``names:resid_post.3``), which ``gaff.address.names`` looks up in a model.
     """
 
     names: tuple[Name, ...] = ()
@@ -101,10 +103,16 @@ class Pattern:
     call: int | None = None
     port: str = OUTPUT
     key: Key = ()
+    is_named: bool = False
 
     def __str__(self) -> str:
         head = ".".join(str(name) for name in self.names) + (f"<{self.cls}>" if self.cls else "")
-        return head + _print_tail(self, head)
+        return (NAMED if self.is_named else "") + head + _print_tail(self, head)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it means one site: a standard name without a glob."""
+        return self.is_named and not any(name.is_glob for name in self.names)
 
     def matches(self, path: str) -> bool:
         """Whether ``path`` (of a module, parameter or buffer) fits the names; classes are the caller's business.
@@ -130,6 +138,8 @@ def parse(text: str) -> Address:
     """
     if not text:
         raise SiteError("address '' is empty: expected 'path:port'; the root module's own output is ':output'")
+    if text.startswith(NAMED) and (_PORT.match(text, len(NAMED) - 1) or [""])[0][1:] not in PORTS:
+        return _named(text)
     names, at = _read_names(text)
     cls, at = _read_class(text, at)
     op, op_index, at = _read_op(text, at)
@@ -150,6 +160,17 @@ def parse(text: str) -> Address:
     if cls or is_op_glob or any(name.is_glob for name in names):
         return Pattern(names, cls, op, op_index, call, port, key)
     return Site(".".join(name.text for name in names), op, op_index, call, port, key)
+
+
+def _named(text: str) -> Pattern:
+    """The pattern for a text that begins with ``names:``. Raises SiteError for classes and ops, which names are not."""
+    inside = parse(text[len(NAMED) :])
+    if inside.op is not None or (isinstance(inside, Pattern) and inside.cls is not None):
+        raise SiteError(
+            f"address {text!r}: a standard name has no op and no class: expected such as names:resid_post.3"
+        )
+    names = inside.names if isinstance(inside, Pattern) else _read_names(inside.path)[0]
+    return Pattern(names, None, None, None, inside.call, inside.port, inside.key, is_named=True)
 
 
 def parse_site(text: str) -> Site:

@@ -299,6 +299,10 @@ def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
     Patterns for parameters and buffers go over tensors, all others over modules that are called. ``/op`` without a path
     means the ops of the root, which no other pattern names.
     """
+    if pattern.is_named:
+        from gaff.address.names import sites_of  # which is built on this file
+
+        return [one for site in sites_of(model, pattern) for one in find_site(model, site)]
     _refuse_port(pattern)
     if pattern.port in STATE_PORTS:
         found = _match_states(model, pattern)

@@ -20,9 +20,10 @@ _STYLES = (
 )
 
 
-def paint(text: str, stream: IO[str]) -> None:
+def paint(text: str, stream: IO[str] | Console) -> None:
     """Print ``text`` as it is, line by line, with colours; nothing is wrapped or read as markup."""
     shown = Text(text)
     for pattern, style in _STYLES:
         shown.highlight_regex(pattern, style)
-    Console(file=stream, highlight=False).print(shown, soft_wrap=True)
+    console = stream if isinstance(stream, Console) else Console(file=stream, highlight=False)
+    console.print(shown, soft_wrap=True)

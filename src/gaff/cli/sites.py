@@ -18,6 +18,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("patterns", nargs="*", default=[], metavar="PATTERN", help="only these, such as '**<Conv2d>'")
     parser.add_argument("--ops", action="store_true", help="also the ops in the modules' own forwards; needs --input")
+    parser.add_argument(
+        "--names", action="store_true", help="standard names (resid_pre.3, attn.out.3 ...) with addresses"
+    )
     add_input_option(parser, f"tell shapes as well: {INPUT_HELP}")
     add_table(parser)
     parser.epilog = "example: gaff sites net.py:model '**<Conv2d>' --input randn:1x3x224x224"
@@ -34,6 +37,17 @@ def run(options: argparse.Namespace) -> int:
 
     loaded = load_model(options.model)
     args, kwargs = load_inputs(options.input, loaded) if options.input else ((), {})
+    if options.names:
+        if options.patterns or options.ops:
+            raise PlanError("--names lists standard names alone: expected no patterns and no --ops beside it")
+        named = sites(loaded.model, *args, names=True, **kwargs)
+        if options.json:
+            print_data(named.to_dict())
+        elif options.plain:
+            print_cells((row.name, row.address, row.identity) for row in named.rows)
+        else:
+            show(str(named))
+        return 0
     found = sites(loaded.model, *options.patterns, *args, ops=options.ops, **kwargs)
     if options.json:
         print_data(found.to_dict())

@@ -97,6 +97,8 @@ class Reading:
         captured with ``graph`` or ``reference``.
         """
         address = _parsed(wanted)
+        if isinstance(address, Pattern) and address.is_single:
+            [address] = self.sites(address)
         if isinstance(address, Pattern):
             raise SiteError(
                 f"address {wanted!r} is a pattern: expected one exact site, without *, ? or <Class>; "

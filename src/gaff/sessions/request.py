@@ -205,7 +205,8 @@ def requests_of(patterns: Iterable[Any], optional: bool = False) -> Iterable[Req
             yield from requests_of(pattern, optional)
         elif isinstance(pattern, str):
             address = parse(pattern)
-            yield Request(address, optional, spelled=pattern if isinstance(address, Site) else "")
+            is_one = isinstance(address, Site) or address.is_single
+            yield Request(address, optional, spelled=pattern if is_one else "")
         elif isinstance(pattern, Tensor):
             raise PlanError(
                 "a tensor was given as a pattern: expected it by keyword, gaff.capture(model, b=b), to name it"

@@ -1,0 +1,49 @@
+"""How the documentation becomes a site: ``make docs``. Pages are Markdown (MyST); the reference comes from docstrings."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+from gaff.version import __version__
+
+project, author, release = "gaff", "the gaff authors", __version__
+copyright = "the gaff authors, Apache-2.0"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "made_pages",
+]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+suppress_warnings = ["myst.header"]
+nitpicky = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+python_use_unqualified_type_names = True
+napoleon_use_ivar = True
+copybutton_exclude = ".linenos, .gp, .go"
+html_theme = "pydata_sphinx_theme"
+html_title = "gaff"
+html_static_path = ["_static"]
+html_css_files = ["gaff.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "logo": {"text": "gaff"},
+    "navbar_align": "left",
+    "header_links_before_dropdown": 6,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "github-dark",
+}
+html_sidebars = {"index": []}

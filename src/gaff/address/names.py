@@ -1,0 +1,308 @@
+"""Standard names of what passes in a transformer, and the addresses that they mean in one model.
+
+People who look into language and vision models call the same places by the same names, whatever a library calls its
+modules: ``resid_pre.3`` is what block 3 is given, ``attn.pattern.3`` its attention weights. Which address that is in a
+given model is found by its structure: a list of blocks that hold attention and an MLP, and in each the modules that
+``names.json`` lists for each role, in order. A name whose place is not found is not there. Nothing runs: whether names
+tell the truth is asked, by identities, in ``gaff.inspection.names``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+from gaff.address.grammar import OUTPUT, Pattern, Site, nearest
+from gaff.address.resolve import iter_modules, join, unwrap
+from gaff.errors import PlanError, SiteError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Order = Literal["before", "after", "parallel", "around", "sum"]
+_FUSED = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of a stack: its place, and how it adds to what passes.
+
+    ``order``: norms stand *before* attention and MLP, *after* the sum (as in BERT), attention and MLP are *parallel*,
+    norms are *around* each of both; in a ResNet a block is a *sum*. ``sites`` are the addresses by name, without the
+    number of the block.
+    """
+
+    path: str
+    order: Order
+    sites: dict[str, Site]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A list of blocks, and what stands around it. ``prefix`` tells several stacks of a model apart (``decoder.``)."""
+
+    prefix: str
+    blocks: tuple[Block, ...]
+    around: dict[str, Site]
+
+    def names(self) -> dict[str, Site]:
+        """Every name with the address that it means, in the order in which they pass."""
+        found = {name: site for name, site in self.around.items() if name in ("embed", "pos_embed")}
+        for number, block in enumerate(self.blocks):
+            found |= {f"{name}.{number}": site for name, site in block.sites.items()}
+        found |= {name: site for name, site in self.around.items() if name not in found}
+        return {f"{self.prefix}{name}": site for name, site in found.items()}
+
+
+def standard_names(model: nn.Module) -> dict[str, Site]:
+    """The standard names of a model, each with the exact address that it means; empty where it has no known blocks.
+
+    Of a model with several stacks names begin with that part of their paths which differs: ``decoder.resid_pre.0``.
+    """
+    return {name: site for stack in stacks_of(model) for name, site in stack.names().items()}
+
+
+def sites_of(model: nn.Module, pattern: Pattern) -> list[Site]:
+    """The addresses that a pattern of standard names means in a model, such as ``names:attn.pattern.*``.
+
+    A port of a gradient means that of the value: at an input the total gradient of what comes in. Raises SiteError with
+    near names where the model has none that fits, PlanError for a name whose identities do not hold in this model.
+    """
+    known, text = standard_names(model), ".".join(map(str, pattern.names))
+    fitting = {name: site for name, site in known.items() if pattern.matches(name)}
+    if not fitting:
+        near = ", ".join(nearest(text, list(known))) or "none: no blocks with attention and an MLP were recognised"
+        raise SiteError(f"{pattern}: {type(unwrap(model)).__name__} has no such name; nearest: {near}; "
+                        "gaff.sites(model, names=True) lists them")  # fmt: skip
+    refused = refused_names(model)
+    wrong = next((name for name in fitting if name in refused), None)
+    if wrong is not None and pattern.is_single:
+        raise PlanError(f"{pattern}: not so in this model: {refused[wrong]}; its address would be {fitting[wrong]}")
+    return [_asked(pattern, site) for name, site in fitting.items() if name not in refused]
+
+
+def _asked(pattern: Pattern, site: Site) -> Site:
+    """The address of a standard name, at the port, call and key that a pattern asks for."""
+    port = site.port
+    if pattern.port != OUTPUT:
+        told = _GRADIENTS.get(site.port)
+        if pattern.port != "grad_output" or told is None:
+            raise PlanError(f"{pattern}: a standard name is a value: expected it alone, or with :grad_output")
+        port = told
+    return replace(site, port=port, key=(*site.key, *pattern.key), call=pattern.call)
+
+
+_GRADIENTS = {"output": "grad_output", "input": "input_grad"}
+_REFUSED: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+
+
+def refused_names(model: nn.Module) -> dict[str, str]:
+    """Names that do not mean in this model what they mean elsewhere, and why, as far as somebody has looked.
+
+    ``gaff.sites(model, x, names=True)`` looks, and keeps what it finds here for as long as the model lives.
+    """
+    return _REFUSED.setdefault(unwrap(model), {})
+
+
+def stacks_of(model: nn.Module) -> list[Stack]:
+    """The lists of blocks of a model, each with at least one block that holds attention and an MLP."""
+    root = unwrap(model)
+    modules = {path: module for path, module, _ in iter_modules(root)}
+    lists = [(path, _blocks(module)) for path, module in modules.items() if type(module).__name__ in _LISTS]
+    found = [(path, blocks) for path, blocks in lists if blocks and all(_is_block(one) for one in blocks.values())]
+    found = [one for one in found if not any(one[0].startswith(f"{other}.") for other, _ in found if other != one[0])]
+    prefixes = _prefixes([path for path, _ in found])
+    config = getattr(root, "config", None)
+    made = [_stack(modules, path, blocks, prefixes[path], config) for path, blocks in found]
+    for stack in made[:-1]:
+        stack.around.pop("unembed", None)  # what comes last goes into it
+    return made or residual_stacks(modules)
+
+
+_LISTS = ("ModuleList", "Sequential")
+
+
+def _blocks(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: unwrap(child) for name, child in module._modules.items() if child is not None}
+
+
+def _is_block(module: nn.Module) -> bool:
+    return bool(_role(module, "attention") and (_role(module, "down") or _role(module, "mlp")))
+
+
+def _prefixes(paths: list[str]) -> dict[str, str]:
+    """By path of a stack what its names begin with: nothing where there is one, else the first part that differs."""
+    if len(paths) < 2:
+        return dict.fromkeys(paths, "")
+    for depth in range(max(len(path.split(".")) for path in paths)):
+        parts = {path: (path.split(".") + [""] * 9)[depth] for path in paths}
+        if len(set(parts.values())) == len(paths):
+            return {path: f"{part}." for path, part in parts.items()}
+    return {path: f"stack{at}." for at, path in enumerate(paths)}
+
+
+@lru_cache
+def _data() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def _role(module: nn.Module, role: str, inside: str = "") -> str:
+    """The path, from a block, of the first module that has this role; ``inside``: of that module. Empty without one."""
+    own = _data()["families"].get(type(module).__name__, {})
+    for path in own.get(role, _data()[role]):
+        full = join(inside, path)
+        if _at(module, full) is not None:
+            return full
+    return ""
+
+
+def _at(module: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = module
+    for name in path.split("."):
+        child = found._modules.get(name) if found is not None else None
+        found = unwrap(child) if child is not None else None
+    return found
+
+
+def _stack(modules: dict[str, nn.Module], path: str, blocks: dict[str, nn.Module], prefix: str, config: Any) -> Stack:
+    """A stack with the names of its blocks and of what stands around it."""
+    around = dict(_around(modules, path))
+    made = [_block(join(path, name), block, config) for name, block in blocks.items()]
+    for at, block in enumerate(made):
+        if "resid_post" in block.sites:
+            continue  # the norm after it hands it on
+        following = Site(made[at + 1].path, port="input") if at + 1 < len(made) else around.get("resid_final")
+        if following is not None and following.path.endswith("post_layernorm"):
+            following = None  # it is given one position alone
+        made[at] = replace(block, sites={**block.sites, "resid_post": following or Site(block.path)})
+    around.pop("resid_final", None)
+    return Stack(prefix, tuple(made), around)
+
+
+def _around(modules: dict[str, nn.Module], path: str) -> Iterator[tuple[str, Site]]:
+    """Embedding, final norm and unembedding: looked for beside the list, and from there outwards to the root."""
+    outer = path
+    places = []
+    while outer:
+        outer = outer.rpartition(".")[0]
+        places.append(outer)
+    for name, role, port in (("embed", "embedding", "output"), ("pos_embed", "position", "output"),
+                             ("resid_final", "final norm", "input"), ("ln_final", "final norm", "output"),
+                             ("unembed", "unembedding", "output")):  # fmt: skip
+        for place in places:
+            if name == "unembed" and place and "" in places and place != path.partition(".")[0]:
+                continue
+            found = _role(modules[place], role)
+            if found and (role != "unembedding" or not path.startswith(f"{join(place, found)}.")):
+                yield name, Site(join(place, found), port=port)
+                break
+
+
+def _block(path: str, block: nn.Module, config: Any) -> Block:
+    """The names of one block, without its number, in the order in which they pass."""
+    order = _order_of(block)
+    attention = _role(block, "attention")
+    out = _role(block, "out", attention) or _role(block, "out of the block")
+    before, mid = _role(block, "norm before attention"), _role(block, "norm before mlp")
+    down, up = _role(block, "down"), _role(block, "up")
+    told: dict[str, tuple[str, str]] = {"resid_pre": ("", "input")}
+    if order != "after" and before:
+        told["ln1"] = before, "output"
+    for name, role in (("attn.q", "query"), ("attn.k", "key"), ("attn.v", "value")):
+        told[name] = _role(block, role, attention), "output"
+    told["attn.z"] = out, "input"
+    scaled = _role(block, "scale of attention"), _role(block, "scale of mlp")
+    told["attn.out"] = (
+        (_role(block, "norm of what attention adds") if order == "around" else scaled[0] or out),
+        "output",
+    )
+    cross = _role(block, "cross attention")
+    if cross and order == "before":
+        told["resid_cross"] = _role(block, "norm before cross attention"), "input"
+        told["cross.out"] = _role(block, "out", cross), "output"
+    if order == "after":
+        told["resid_mid"] = _role(block, "norm after attention"), "output"
+    elif order == "around":
+        told["resid_mid"] = (mid if mid.startswith("pre_") else _role(block, "mlp")), "input"
+        told["ln2"] = (mid if mid.startswith("pre_") else ""), "output"
+    elif order == "before":
+        told["resid_mid"], told["ln2"] = (mid, "input"), (mid, "output")
+    told["mlp.pre"] = up, "output"
+    if up.endswith(("gate_proj", "wi_0", "w1")):
+        told["mlp.pre_linear"] = _role(block, "up beside a gate"), "output"
+    told["mlp.post"] = down, "input"
+    added = scaled[1] or down or _role(block, "mlp")
+    told["mlp.out"] = (_role(block, "norm of what mlp adds") if order == "around" else added), "output"
+    if order == "after":
+        told["resid_post"] = _role(block, "norm after mlp"), "output"
+    sites = {name: Site(join(path, inner) if inner else path, port=port)
+             for name, (inner, port) in told.items() if inner or name == "resid_pre"}  # fmt: skip
+    weights = _weights(config, join(path, attention), _at(block, attention))
+    return Block(path, order, _after(sites, "attn.v", {"attn.pattern": weights}))
+
+
+def _after(sites: dict[str, Site], name: str, more: dict[str, Site]) -> dict[str, Site]:
+    """``sites`` with others put in behind one of them."""
+    found: dict[str, Site] = {}
+    for known, site in sites.items():
+        found[known] = site
+        if known == name:
+            found |= more
+    return found if name in sites else {**sites, **more}
+
+
+def _weights(config: Any, path: str, attention: nn.Module | None) -> Site:
+    """Attention weights: of the fused call, or of the softmax where attention is written out."""
+    config = getattr(attention, "config", None) or config
+    is_written_out = getattr(config, "_attn_implementation", None) == "eager" or (
+        config is None and getattr(attention, "fused_attn", True) is False
+    )
+    return Site(path, op="softmax", op_index=0) if is_written_out else Site(path, op=_FUSED, op_index=0, port="weights")
+
+
+def _order_of(block: nn.Module) -> Order:
+    """How a block adds to what passes, by the norms that it has."""
+    told_of: Order | None = _data()["families"].get(type(block).__name__, {}).get("order")
+    if told_of is not None:
+        return told_of
+    if _role(block, "norm of what mlp adds"):
+        return "around"
+    config = getattr(block, "config", None)
+    told = (getattr(block, "use_parallel_residual", None), getattr(config, "parallel_attn", None),
+            getattr(block, "parallel_attn", None))  # fmt: skip
+    if any(one is True for one in told):
+        return "parallel"
+    inside = _role(block, "norm after attention")
+    is_inside = bool(inside) and ("." in inside or not _role(block, "norm before attention"))
+    if is_inside or getattr(block, "normalize_before", None) is False:
+        return "after"
+    return "before" if _role(block, "norm before mlp") else "parallel"
+
+
+def residual_stacks(modules: dict[str, nn.Module]) -> list[Stack]:
+    """The blocks of a ResNet as one stack, in order: what comes in, what is added, by which way, and the sum."""
+    blocks = []
+    for path, module in modules.items():
+        convolutions = [name for name in ("conv1", "conv2", "conv3") if name in module._modules]
+        norms = [name for name in ("bn1", "bn2", "bn3") if name in module._modules]
+        if len(convolutions) < 2 or len(norms) != len(convolutions) or "downsample" not in dir(module):
+            continue
+        last = join(path, norms[-1])
+        short = (
+            Site(join(path, "downsample"))
+            if module._modules.get("downsample") is not None
+            else Site(path, port="input")
+        )
+        sites = {"resid_pre": Site(path, port="input"), "conv1": Site(join(path, "conv1")), "main": Site(last),
+                 "shortcut": short, "resid_post": Site(path)}  # fmt: skip
+        blocks.append(Block(path, "sum", sites))
+    around = {"embed": "maxpool", "pool": "avgpool", "unembed": "fc"}
+    around = {**around, "pool": "global_pool"} if "global_pool" in modules else around
+    known = {name: Site(path) for name, path in around.items() if path in modules}
+    return [Stack("", tuple(blocks), known)] if blocks else []

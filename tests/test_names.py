@@ -1,0 +1,167 @@
+"""Standard names: found by structure, held to identities, usable as addresses, compared with what the models themselves tell."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff.address.grammar import parse
+from gaff.errors import PlanError, SiteError
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, vocab_size=99,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens():
+    return torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def test_names_are_those_that_the_model_itself_tells():
+    model, ids = llama(), tokens()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        told = model.model(ids, output_hidden_states=True, output_attentions=True)
+        logits = model(ids).logits
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad(), gaff.capture(model, "names:resid_pre.*", "names:attn.pattern.*", "names:ln_final",
+                                       "names:unembed") as got:  # fmt: skip
+        model(ids)
+    for one, other in zip(got.all("names:resid_pre.*"), told.hidden_states, strict=False):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(got.all("names:attn.pattern.*"), told.attentions, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(got["names:ln_final"], told.hidden_states[-1])
+    torch.testing.assert_close(got["names:unembed"], logits)
+
+
+def test_the_list_tells_addresses_and_the_identities_that_hold():
+    model = llama()
+    plain = gaff.sites(model, names=True)
+    assert plain["resid_pre.1"] == "model.layers.1:input"
+    assert plain["resid_post.0"] == plain["resid_pre.1"]
+    assert plain["resid_post.1"] == "model.norm:input"
+    assert plain["attn.pattern.0"] == "model.layers.0.self_attn/scaled_dot_product_attention#0:weights"
+    assert "found by structure alone" in str(plain)
+    named = gaff.sites(model, tokens(), names=True)
+    assert list(named) == list(plain)
+    assert not named.refused
+    rows = {row.name: row.identity for row in named.rows}
+    assert rows["attn.out.1"] == rows["resid_mid.1"] == "resid_mid.1 = resid_pre.1 + attn.out.1"
+    assert rows["attn.z.0"] == "attn.z.0 = attn.pattern.0 @ attn.v.0"
+    assert rows["unembed"] == "unembed = W(ln_final)"
+    assert sum(map(bool, rows.values())) == len(rows) - 1  # all but the embedding
+    assert named.to_dict()["names"][0]["address"] == "model.embed_tokens"
+    assert "<table" in named._repr_html_()
+
+
+def test_looking_for_names_leaves_the_model_as_it_was():
+    model = llama().train()
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    before = torch.get_rng_state()
+    gaff.sites(model, tokens(), names=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_name_whose_identity_fails_is_refused_from_then_on():
+    model = llama()
+    layer = model.model.layers[1]
+    plain = layer.self_attn.forward
+
+    def scaled(*args, **kwargs):
+        output, weights = plain(*args, **kwargs)
+        return output * 0.5, weights
+
+    layer.self_attn.forward = scaled
+    gaff.sites(model, names=True)
+    gaff.capture(model, "names:attn.out.1")  # nobody has looked yet
+    named = gaff.sites(model, tokens(), names=True)
+    assert "attn.out.1" not in named
+    assert named.refused["attn.out.1"].startswith(
+        "resid_mid.1 = resid_pre.1 + attn.out.1 does not hold: they differ by"
+    )
+    assert "note: attn.out.1 is refused: " in str(named)
+    with pytest.raises(
+        PlanError, match=r"names:attn.out.1: not so in this model: resid_mid.1 = .* its address would be"
+    ):
+        gaff.capture(model, "names:attn.out.1")
+    with gaff.capture(model, "names:attn.out.*") as got:
+        model(tokens())
+    assert list(got) == ["model.layers.0.self_attn.o_proj"]
+    gaff.capture(llama(), "names:attn.out.1")  # of this model alone
+
+
+def test_names_are_addresses_everywhere():
+    model, ids = llama(), tokens()
+    with gaff.capture(model, "names:mlp.out.0", "names:resid_pre.1:grad_output", "names:mlp.post.1") as got:
+        model(ids).logits.sum().backward()
+    assert got["names:mlp.out.0"].shape == (2, 7, 32)
+    assert torch.equal(got["names:mlp.out.0"], got["model.layers.0.mlp.down_proj"])
+    assert got["names:resid_pre.1:grad_output"].shape == (2, 7, 32)
+    assert "names:resid_pre.1:grad_output" in got
+    features = gaff.take(model, "names:resid_post.0")
+    assert list(features(ids)) == ["names:resid_post.0"]
+    with gaff.edit(model, {"names:mlp.out.*": gaff.edits.zero()}) as changed:
+        model(ids)
+    assert [row.changed for row in changed.receipt.rows] == [2 * 7 * 32] * 2
+    plan = gaff.Plan.of("names:resid_pre.0")
+    assert str(gaff.Plan.from_json(plan.to_json())) == str(plan)
+    assert gaff.sites(model, "names:resid_mid.0")[0].site == "model.layers.0.post_attention_layernorm:input"
+
+
+def test_what_is_no_name_is_told():
+    model = llama()
+    with pytest.raises(SiteError, match=r"names:resid_pst.1: LlamaForCausalLM has no such name; nearest: resid_post.1"):
+        gaff.capture(model, "names:resid_pst.1")
+    with pytest.raises(
+        PlanError, match="names:attn.out.0:param: a standard name is a value: expected it alone, or with"
+    ):
+        gaff.capture(model, "names:attn.out.0:param")
+    with pytest.raises(PlanError, match="names:attn.pattern.0:grad_output: a standard name is a value"):
+        gaff.capture(model, "names:attn.pattern.0:grad_output")
+    with pytest.raises(SiteError, match="'names:mlp/relu': a standard name has no op and no class"):
+        gaff.capture(model, "names:mlp/relu")
+    with pytest.raises(PlanError, match="Linear has no standard names: no list of blocks"):
+        gaff.sites(nn.Linear(2, 2), names=True)
+    with pytest.raises(PlanError, match="names=True lists standard names alone"):
+        gaff.sites(model, "model.*", names=True)
+    with pytest.raises(SiteError, match="nearest: none: no blocks with attention and an MLP"):
+        gaff.capture(nn.Linear(2, 2), "names:resid_pre.0")
+
+
+def test_a_module_that_is_called_names_keeps_its_ports():
+    model = nn.Module()
+    model.names = nn.Linear(2, 2)
+    assert str(gaff.sites(model, "names:input")[0].site) == "names:input"
+    assert parse("names:output").path == "names"
+    assert str(parse("names:attn.pattern.*")) == "names:attn.pattern.*"
+
+
+def test_stacks_of_an_encoder_and_a_decoder_are_told_apart():
+    torch.manual_seed(0)
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, vocab_size=99,
+                                   decoder_start_token_id=0)  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    named = gaff.sites(model, names=True, input_ids=tokens(), decoder_input_ids=tokens())
+    assert {"encoder.resid_pre.0", "decoder.resid_pre.0", "decoder.resid_cross.1", "decoder.cross.out.0"} <= set(named)
+    assert "encoder.unembed" not in named
+    assert set(named.refused) <= {"decoder.unembed"}  # scaled, where weights are tied
+
+
+def test_on_the_command_line(capsys, tmp_path):
+    from gaff.cli import main
+
+    (tmp_path / "net.py").write_text("from test_names import llama, tokens\nmodel = llama()\nids = tokens()\n")
+    assert main(["sites", f"{tmp_path}/net.py:model", "--names", "--input", f"{tmp_path}/net.py:ids"]) == 0
+    assert "resid_mid.1 = resid_pre.1 + attn.out.1" in capsys.readouterr().out
+    assert main(["sites", f"{tmp_path}/net.py:model", "--names", "--ops", "--input", f"{tmp_path}/net.py:ids"]) == 1
