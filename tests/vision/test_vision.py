@@ -128,3 +128,36 @@ def test_ops_of_torchvision_nets(name):
             model(x)
         assert torch.equal(got["layer1.0/add_"], got["layer1.0.bn2"] + got["maxpool"])
     assert not gaff.find_nonfinite(lambda: model(x).sum().backward(), model=model)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "mobilenet_v3_small", "vit_b_32"])
+def test_nodes_and_extractors_by_torchvisions_names(name):
+    """Its own names, its own numbers, each node by itself: one import is all that changes."""
+    from torchvision.models.feature_extraction import get_graph_node_names as true_names
+
+    from gaff.integrations import torchvision as ours
+
+    model, x = torchvision.models.get_model(name, weights=None).eval(), torch.randn(1, 3, 224, 224)
+    nodes = [node for node in true_names(model)[1] if is_module_or_sum(model, node)]
+    nodes = nodes[:: len(nodes) // 12]
+    assert len(nodes) >= 12
+    for node in nodes:
+        with torch.no_grad():
+            true = create_feature_extractor(model, [node])(x)[node]
+            torch.testing.assert_close(ours.create_feature_extractor(model, [node])(x)[node], true)
+
+
+def is_module_or_sum(model, node):
+    """Arithmetic with sizes is nodes in a traced graph, and none of a run: ``floordiv``, ``getattr``."""
+    base = node.rpartition(".")[2].rstrip("0123456789").rstrip("_")
+    return node in dict(model.named_modules()) or base in ("add", "cat", "flatten")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "least"),
+    [("resnet26", 64, 20), ("vit_tiny_patch16_224", 224, 60), ("deit_tiny_patch16_224", 224, 60)],
+)
+def test_standard_names_of_timm(name, size, least):
+    named = gaff.sites(create_model(name), torch.randn(1, 3, size, size), names=True)
+    assert not named.refused
+    assert sum(bool(row.identity) for row in named.rows) >= least

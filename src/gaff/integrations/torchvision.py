@@ -1,0 +1,164 @@
+"""torchvision's feature extraction by its own names: ``create_feature_extractor`` and ``get_graph_node_names``.
+
+    from gaff.integrations.torchvision import create_feature_extractor, get_graph_node_names
+
+The model runs as it is, with its branches and in the mode that it is in, where torchvision runs a graph that was traced
+once. Names of nodes are those of torchvision: a module's path; ``layer1.0.add`` for a functional call, ``_1`` behind it
+for the second; of a module that is called twice ``relu`` and ``relu_1``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gaff.address.grammar import Site, nearest
+from gaff.address.resolve import is_container, iter_modules
+from gaff.api import sites, take
+from gaff.errors import SiteError
+from gaff.inspection.op_log import OpRow
+
+
+class FeatureExtractor(nn.Module):
+    """A module that returns a dict of features, by the names that they were asked by; see the function below."""
+
+    def __init__(self, model: nn.Module, nodes: Mapping[str, str]) -> None:
+        super().__init__()
+        self.model = model
+        self.nodes = dict(nodes)  # from torchvision's name to that in the result
+        modules = {path: module for path, module, _ in iter_modules(model)}
+        self._addresses = {node: _address_of(modules, node) for node in nodes}
+        self._ops: dict[bool, dict[str, str]] = {}  # by mode, addresses of functional calls, which a run tells
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run the model no further than it has to; features keep their autograd graph.
+
+        The first call in each mode runs the model once more where functional calls are asked for.
+        """
+        addresses = self._told(args, kwargs)
+        found = take(self.model, *dict.fromkeys(addresses.values()))(*args, **kwargs)
+        return {name: found[addresses[node]] for node, name in self.nodes.items()}
+
+    def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+        """The address of each node."""
+        modules = {node: one for node, one in self._addresses.items() if isinstance(one, str)}
+        calls = {node: one for node, one in self._addresses.items() if not isinstance(one, str)}
+        known = self._ops.get(self.training)
+        if calls and known is None:
+            rows = [row for row in sites(self.model, *args, ops=True, **kwargs).rows if isinstance(row, OpRow)]
+            known = self._ops[self.training] = {node: _op_address(node, call, rows) for node, call in calls.items()}
+        return {**modules, **(known or {})}
+
+
+def create_feature_extractor(
+    model: nn.Module, return_nodes: Sequence[str] | Mapping[str, str], **ignored: Any
+) -> FeatureExtractor:
+    """A module that returns features of ``model`` by name, as torchvision's function of this name does.
+
+    A feature is what the node has returned, also where the model overwrites it a line later, as ``ReLU(inplace=True)``
+    does; torchvision returns what it has become.
+
+    Args:
+        model: any module; nothing of it is copied, and its parameters are trained through the extractor.
+        return_nodes: names of nodes, or addresses, or a dict from these to names in the result.
+        ignored: what torchvision's function needs for tracing (``tracer_kwargs`` ...).
+
+    Raises SiteError for a node of a module that there is not; a functional call that does not run is told by the first
+    call.
+    """
+    wanted = return_nodes if isinstance(return_nodes, Mapping) else {name: name for name in return_nodes}
+    return FeatureExtractor(model, wanted)
+
+
+class FunctionalCall(NamedTuple):
+    """The ``number``-th call of a function of this name in the own forward of the module at ``path``."""
+
+    path: str
+    op: str
+    number: int
+
+
+def _address_of(modules: Mapping[str, nn.Module], node: str) -> str | FunctionalCall:
+    """The address of a node of torchvision's, or which functional call it means. Raises SiteError for none."""
+    if "/" in node or ":" in node or "@" in node:
+        return node  # an address already
+    base, number = _numbered(node)
+    for path, call in ((node, 0), (base, number)):
+        if path in modules:
+            return str(Site(_last_inside(modules, path), call=call))
+    path, _, op = base.rpartition(".")
+    if path and path not in modules:
+        near = ", ".join(nearest(node, list(modules))) or "none"
+        raise SiteError(f"no node {node!r}: the model has no module {path!r}; nearest: {near}")
+    return FunctionalCall(path, op, number)
+
+
+def _op_address(node: str, call: FunctionalCall, rows: Sequence[OpRow]) -> str:
+    """The address of a functional call, by what has run: ``x += y`` is an addition, too. Raises SiteError for none."""
+    start = f"{call.path}/"
+    inside = [row.site for row in rows if row.site.startswith(start)]
+    fitting = [site for site in inside if site[len(start) :].partition("#")[0] in (call.op, f"{call.op}_")]
+    if call.number >= len(fitting):
+        told = ", ".join(inside) or "none"
+        raise SiteError(
+            f"no node {node!r}: {call.path or 'the model'!r} made {len(fitting)} calls of {call.op}; it ran {told}"
+        )
+    return fitting[call.number]
+
+
+def _last_inside(modules: Mapping[str, nn.Module], path: str) -> str:
+    """The module itself; of a container that is not called, and of a Sequential, the last that is called in it."""
+    inside = list(modules[path]._modules)
+    if inside and is_container(modules[path]):
+        return _last_inside(modules, f"{path}.{inside[-1]}")
+    return path
+
+
+def _numbered(node: str) -> tuple[str, int]:
+    """A name without ``_k`` at its end, and k; 0 where there is none."""
+    found = re.fullmatch(r"(.+)_(\d+)", node)
+    return (found[1], int(found[2])) if found else (node, 0)
+
+
+def get_graph_node_names(model: nn.Module, *inputs: Tensor, **ignored: Any) -> tuple[list[str], list[str]]:
+    """The names of all nodes in training and in evaluation mode, as torchvision's function of this name gives them.
+
+    With an example input, for which the model runs twice, functional calls are listed, in the order in which they run;
+    without one modules alone. The model is left as it was.
+    """
+    if not inputs:
+        names = [path for path, module, _ in iter_modules(model) if path and not module._modules]
+        return names, list(names)
+    return _nodes(model, inputs, training=True), _nodes(model, inputs, training=False)
+
+
+def _nodes(model: nn.Module, inputs: Sequence[Tensor], *, training: bool) -> list[str]:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train(training)
+        rows = sites(model, *inputs, ops=True).rows
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    found: list[str] = []
+    for row in rows:
+        if not isinstance(row, OpRow):
+            inside = any(one.site.startswith(f"{row.path}.") for one in rows if not isinstance(one, OpRow) and row.path)
+            found += [] if not row.path or inside or not row.calls else _repeated(row.path, row.calls)
+            continue
+        path, _, op = row.site.partition("/")
+        name, _, number = op.partition("#")
+        full = f"{path}.{name}" if path else name
+        owner = next((one for one in rows if not isinstance(one, OpRow) and one.path == path), None)
+        is_leaf = owner is not None and path and not any(
+            one.path.startswith(f"{path}.") for one in rows if not isinstance(one, OpRow))  # fmt: skip
+        if not is_leaf:
+            found.append(full if number.partition("@")[0] == "0" else f"{full}_{number.partition('@')[0]}")
+    return found
+
+
+def _repeated(path: str, calls: int) -> list[str]:
+    return [path, *(f"{path}_{number}" for number in range(1, calls))]

@@ -1,0 +1,215 @@
+"""TransformerLens' ``run_with_cache`` and ``run_with_hooks`` by its hook names, for models as they are.
+
+    from gaff.integrations.transformer_lens import run_with_cache, run_with_hooks
+
+    logits, cache = run_with_cache(model, input_ids)
+    cache["pattern", 3]; cache["blocks.3.hook_resid_post"]
+
+Hook names are translated to standard names (``gaff.sites(model, names=True)``), and these to addresses. Values are
+those of the model: weights are not folded or centred, and what stands in one matrix for several of TransformerLens'
+(queries, keys and values of GPT-2) has no hook.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.grammar import nearest
+from gaff.address.names import refused_names, standard_names
+from gaff.api import capture, edit
+from gaff.errors import PlanError, SiteError
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+_INSIDE = {
+    "hook_resid_pre": "resid_pre", "hook_resid_mid": "resid_mid", "hook_resid_post": "resid_post",
+    "hook_attn_out": "attn.out", "hook_mlp_out": "mlp.out", "ln1.hook_normalized": "ln1", "ln2.hook_normalized": "ln2",
+    "attn.hook_q": "attn.q", "attn.hook_k": "attn.k", "attn.hook_v": "attn.v", "attn.hook_z": "attn.z",
+    "attn.hook_pattern": "attn.pattern", "mlp.hook_pre": "mlp.pre", "mlp.hook_pre_linear": "mlp.pre_linear",
+    "mlp.hook_post": "mlp.post",
+}  # fmt: skip
+_AROUND = {"hook_embed": "embed", "hook_pos_embed": "pos_embed", "ln_final.hook_normalized": "ln_final"}
+_SHORT = {"resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
+          "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "pre": "mlp.hook_pre", "post": "mlp.hook_post",
+          **{one: f"attn.hook_{one}" for one in ("q", "k", "v", "z", "pattern")}}  # fmt: skip
+_BY_HEAD = {"attn.q": "queries", "attn.k": "keys", "attn.v": "keys", "attn.z": "queries"}
+
+
+@dataclass(frozen=True, slots=True)
+class HookPoint:
+    """What a hook is given beside the activation: its ``name``, and ``layer()``, the number of its block."""
+
+    name: str
+
+    def layer(self) -> int:
+        """The number of the block. Raises PlanError outside of blocks."""
+        found = _BLOCK.fullmatch(self.name)
+        if found is None:
+            raise PlanError(f"{self.name} is in no block: it has no layer")
+        return int(found[1])
+
+
+def hook_names(model: nn.Module) -> dict[str, str]:
+    """By hook name of TransformerLens the standard name of this model, in the order in which they pass."""
+    refused = refused_names(model)
+    known = [name for name in standard_names(model) if name not in refused]
+    inside = {one: hook for hook, one in _INSIDE.items()}
+    around = {one: hook for hook, one in _AROUND.items()}
+    found = {}
+    for name in known:
+        base, _, number = name.rpartition(".")
+        if name in around:
+            found[around[name]] = name
+        elif base in inside and number.isdigit():
+            found[f"blocks.{number}.{inside[base]}"] = name
+    if not found:
+        raise PlanError(
+            f"{type(model).__name__} has no hook names: no blocks with attention and an MLP were recognised"
+        )
+    return found
+
+
+class ActivationCache(Mapping[str, Tensor]):
+    """What ``run_with_cache`` has kept, by hook name, or short: ``cache["pattern", 3]``, ``cache["resid_post", -1]``.
+
+    Queries, keys, values and z are ``[batch, position, head, width]``; patterns ``[batch, head, query, key]``.
+    """
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str | tuple[Any, ...]) -> Tensor:
+        full = self._full(name)
+        if full not in self._values:
+            near = ", ".join(nearest(full, list(self._values))) or "nothing was kept"
+            raise SiteError(f"{full!r} is not in the cache; nearest: {near}")
+        return self._values[full]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def layers(self) -> int:
+        """How many blocks there are."""
+        return 1 + max((int(found[1]) for one in self._values if (found := _BLOCK.fullmatch(one))), default=-1)
+
+    def stack_activation(self, name: str, layer: int = -1) -> Tensor:
+        """One activation of all blocks before ``layer`` (-1: of all), as ``[layer, ...]``."""
+        return torch.stack([self[name, at] for at in range(self.layers if layer == -1 else layer)])
+
+    def accumulated_resid(self, layer: int | None = None, *, incl_mid: bool = False) -> Tensor:
+        """The residual stream at the entry of each block up to ``layer`` (None: to the end, with what comes out)."""
+        end = self.layers if layer is None else layer
+        parts = []
+        for at in range(end):
+            parts += [self["resid_pre", at], *([self["resid_mid", at]] if incl_mid else [])]
+        last = [self["resid_post", self.layers - 1]] if layer is None else [self["resid_pre", layer]]
+        return torch.stack([*parts, *last])
+
+    def _full(self, name: str | tuple[Any, ...]) -> str:
+        if isinstance(name, str):
+            return name
+        what, number = str(name[0]), int(name[1])
+        inside = _SHORT.get(what, what)
+        return f"blocks.{number % self.layers if self.layers else number}.{inside}"
+
+
+def run_with_cache(
+    model: nn.Module,
+    *args: Any,
+    names_filter: str | Sequence[str] | Callable[[str], bool] | None = None,
+    remove_batch_dim: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, ActivationCache]:
+    """Run the model, and keep what passes at the hooks of TransformerLens: what it returns, and the cache.
+
+    Args:
+        args, kwargs: what the model is called with.
+        names_filter: which hooks: a name, several, or a function of the name; None: all that the model has.
+        remove_batch_dim: of a batch of one, values without that dimension.
+
+    Raises SiteError for a hook that the model has not, PlanError for a model without any.
+    """
+    known = hook_names(model)
+    chosen = _chosen(known, names_filter)
+    with capture(model, *(f"names:{known[hook]}" for hook in chosen), graph=torch.is_grad_enabled()) as got:
+        output = model(*args, **kwargs)
+    values = {hook: _by_head(model, known[hook], got[f"names:{known[hook]}"]) for hook in chosen}
+    if remove_batch_dim:
+        values = {hook: value[0] for hook, value in values.items()}
+    return output, ActivationCache(values)
+
+
+def run_with_hooks(
+    model: nn.Module,
+    *args: Any,
+    fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[[Tensor, HookPoint], Tensor | None]]] = (),
+    **kwargs: Any,
+) -> Any:
+    """Run the model with functions at hooks of TransformerLens: what it returns.
+
+    ``fwd_hooks``: pairs of a hook's name (or a function of names) and a function ``(activation, hook)`` that returns
+    another activation, or None for the same. It must not write into what it is given. Raises as ``run_with_cache``.
+    """
+    known = hook_names(model)
+    changes: dict[str, list[Any]] = {}
+    for which, function in fwd_hooks:
+        for hook in _chosen(known, which):
+            changes.setdefault(f"names:{known[hook]}", []).append(_changed(model, known[hook], hook, function))
+    if not changes:
+        return model(*args, **kwargs)
+    with edit(model, changes):
+        return model(*args, **kwargs)
+
+
+def _chosen(known: Mapping[str, str], which: str | Sequence[str] | Callable[[str], bool] | None) -> list[str]:
+    """The hooks that are meant. Raises SiteError for one that there is not."""
+    if which is None:
+        return list(known)
+    if callable(which):
+        return [hook for hook in known if which(hook)]
+    wanted = [which] if isinstance(which, str) else list(which)
+    missing = next((hook for hook in wanted if hook not in known), None)
+    if missing is not None:
+        near = ", ".join(nearest(missing, list(known)))
+        raise SiteError(f"no hook {missing!r} in this model; nearest: {near}")
+    return wanted
+
+
+def _changed(
+    model: nn.Module, name: str, hook: str, function: Callable[[Tensor, HookPoint], Tensor | None]
+) -> Callable[[Tensor], Tensor]:
+    def change(value: Tensor) -> Tensor:
+        new = function(_by_head(model, name, value), HookPoint(hook))
+        return value if new is None else new.reshape(value.shape)
+
+    return change
+
+
+def _by_head(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    """Heads as a dimension of their own, where a standard name has them side by side."""
+    kind = _BY_HEAD.get(name.rpartition(".")[0])
+    heads = _heads(model, kind) if kind is not None else None
+    if heads is None or value.dim() != 3 or value.shape[-1] % heads:
+        return value
+    split: Tensor = value.unflatten(-1, (heads, -1))
+    return split
+
+
+def _heads(model: nn.Module, kind: str) -> int | None:
+    """How many heads of queries, or of keys and values, the model's config tells."""
+    config = getattr(model, "config", None)
+    names = ("num_key_value_heads", "num_kv_heads") if kind == "keys" else ()
+    for name in (*names, "num_attention_heads", "n_head", "n_heads", "num_heads"):
+        count = getattr(config, name, None)
+        if isinstance(count, int):
+            return count
+    return None

@@ -1,0 +1,45 @@
+"""captum's layer methods at addresses: the same numbers as at modules, and at functional calls, where captum has none."""
+
+import pytest
+import torch
+from torch import nn
+
+from gaff.integrations.captum import at
+
+attr = pytest.importorskip("captum.attr")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.fc = nn.Linear(4 * 36, 3)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.conv(x)).flatten(1))
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().eval(), torch.randn(2, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "method", ["LayerGradCam", "LayerIntegratedGradients", "LayerActivation", "LayerGradientXActivation"]
+)
+def test_the_numbers_are_those_at_the_module(method):
+    model, x = net()
+    more = {} if method == "LayerActivation" else {"target": 1}
+    true = getattr(attr, method)(model, model.conv).attribute(x, **more)
+    spot = at(model, "conv")
+    found = getattr(attr, method)(spot, spot.layer).attribute(x, **more)
+    torch.testing.assert_close(found, true)
+
+
+def test_a_functional_call_has_an_attribution_of_its_own():
+    model, x = net()
+    spot = at(model, "/relu#0")
+    found = attr.LayerGradientXActivation(spot, spot.layer).attribute(x, target=2)
+    hidden = torch.relu(model.conv(x)).detach()
+    torch.testing.assert_close(found, hidden * model.fc.weight[2].view(1, 4, 6, 6))

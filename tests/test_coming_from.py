@@ -1,0 +1,177 @@
+"""Names that users of other libraries know: what their examples do comes out the same here."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+from gaff.errors import PlanError, SiteError
+from gaff.integrations.baukit import Trace, TraceDict
+from gaff.integrations.captum import at
+from gaff.integrations.torchvision import create_feature_extractor, get_graph_node_names
+from gaff.integrations.transformer_lens import run_with_cache, run_with_hooks
+from test_names import llama, tokens
+
+transformers = pytest.importorskip("transformers")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        y = self.relu(self.conv(x))
+        return self.relu(y + x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer1 = nn.Sequential(Block(), Block())
+        self.fc = nn.Linear(3, 5)
+
+    def forward(self, x):
+        x = self.layer1(x)
+        x = F.adaptive_avg_pool2d(x, 1)
+        return self.fc(torch.flatten(x, 1))
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().eval(), torch.randn(2, 3, 6, 6)
+
+
+def test_torchvisions_nodes_are_features_by_their_names():
+    model, x = net()
+    nodes = {
+        "layer1.0.conv": "a",
+        "layer1.1.relu_1": "b",
+        "layer1.0.add": "c",
+        "flatten": "d",
+        "layer1": "e",
+        "fc": "f",
+    }
+    found = create_feature_extractor(model, nodes)(x)
+    first = model.layer1[0]
+    sums = first.relu(first.conv(x)) + x
+    assert torch.equal(found["a"], first.conv(x))
+    assert torch.equal(found["c"], sums)
+    assert torch.equal(found["b"], model.layer1(x))
+    assert torch.equal(found["e"], model.layer1(x))
+    assert torch.equal(found["d"], F.adaptive_avg_pool2d(model.layer1(x), 1).flatten(1))
+    assert torch.equal(found["f"], model(x))
+    extractor = create_feature_extractor(model, ["fc"])
+    extractor(x)["fc"].sum().backward()
+    assert model.fc.weight.grad is not None
+    with pytest.raises(SiteError, match="no node 'layer9.0.add': the model has no module 'layer9.0'; nearest: layer1"):
+        create_feature_extractor(model, ["layer9.0.add"])
+
+
+def test_the_names_of_nodes():
+    model, x = net()
+    training, evaluation = get_graph_node_names(model, x)
+    assert training == evaluation
+    assert {"layer1.0.conv", "layer1.0.relu", "layer1.0.relu_1", "layer1.0.add", "flatten", "fc"} <= set(training)
+    assert get_graph_node_names(model)[0] == ["layer1.0.conv", "layer1.0.relu", "layer1.1.conv", "layer1.1.relu", "fc"]
+    assert not any(module.training for module in model.modules())
+    create_feature_extractor(model, training)(x)  # every one of them is a node
+
+
+def test_baukits_trace_keeps_changes_and_stops():
+    model, x = net()
+    with Trace(model, "layer1.0", retain_input=True) as ret:
+        model(x)
+    assert torch.equal(ret.output, model.layer1[0](x))
+    assert torch.equal(ret.input, x)
+    ret.output.sum().backward()  # with its graph, as there
+    assert model.layer1[0].conv.weight.grad is not None
+
+    with TraceDict(
+        model, ["layer1.1", "fc"], edit_output=lambda output, layer: output * (layer == "fc"), detach=True
+    ) as ret:
+        out = model(x)
+    assert list(ret) == ["layer1.1", "fc"]
+    assert not ret["layer1.1"].output.any()
+    assert torch.equal(out, model.fc(torch.zeros(2, 3)))
+    assert not ret["fc"].output.requires_grad
+
+    reached = []
+    with Trace(model, "layer1.0", stop=True) as ret:
+        model(x)
+        reached.append("the end")
+    assert not reached
+    assert torch.equal(ret.output, model.layer1[0](x))
+    with pytest.raises(SiteError, match="no module 'layer9'"), Trace(model, "layer9"):
+        model(x)
+    with pytest.raises(PlanError, match="retain_grad is not kept: expected an address of the gradient"):
+        Trace(model, "fc", retain_grad=True)
+    with pytest.raises(ZeroDivisionError), Trace(model, "fc"):
+        raise ZeroDivisionError
+    with Trace(model, "fc") as ret:
+        model(x)
+    with pytest.raises(PlanError, match="fc: its input was not kept: expected retain_input=True"):
+        _ = ret.input
+
+
+def test_transformer_lens_names_and_shapes():
+    model, ids = llama(), tokens()
+    output, cache = run_with_cache(model, ids)
+    assert torch.equal(output.logits, model(ids).logits)
+    assert cache["q", 0].shape == (2, 7, 4, 8)
+    assert cache["k", 0].shape == (2, 7, 2, 8)
+    assert cache["z", 1].shape == (2, 7, 4, 8)
+    assert cache["pattern", 1].shape == (2, 4, 7, 7)
+    assert torch.equal(cache["resid_post", -1], cache["blocks.1.hook_resid_post"])
+    torch.testing.assert_close(cache["resid_mid", 0], cache["resid_pre", 0] + cache["attn_out", 0])
+    assert cache.stack_activation("resid_pre").shape == (2, 2, 7, 32)
+    assert cache.accumulated_resid(incl_mid=True).shape == (5, 2, 7, 32)
+    assert torch.equal(cache.accumulated_resid(1)[-1], cache["resid_pre", 1])
+    assert len(run_with_cache(model, ids, names_filter=lambda name: name.endswith("resid_pre"))[1]) == 2
+    one = run_with_cache(model, ids[:1], names_filter="hook_embed", remove_batch_dim=True)[1]
+    assert one["hook_embed"].shape == (7, 32)
+    with pytest.raises(
+        SiteError, match=r"'blocks.0.hook_resid_pst' is not in the cache; nearest: blocks.0.hook_resid_post"
+    ):
+        cache["blocks.0.hook_resid_pst"]
+
+
+def test_transformer_lens_hooks_change_heads():
+    model, ids = llama(), tokens()
+    seen = []
+
+    def without_head(z, hook):
+        seen.append((hook.name, hook.layer(), tuple(z.shape)))
+        z = z.clone()
+        z[:, :, 2] = 0
+        return z
+
+    changed = run_with_hooks(model, ids, fwd_hooks=[("blocks.1.attn.hook_z", without_head)]).logits
+    assert seen == [("blocks.1.attn.hook_z", 1, (2, 7, 4, 8))]
+    heads = gaff.edits.at(gaff.keep.heads(2, 4), gaff.edits.zero())
+    with gaff.edit(model, {"model.layers.1.self_attn.o_proj:input": heads}):
+        torch.testing.assert_close(changed, model(ids).logits)
+    same = run_with_hooks(model, ids, fwd_hooks=[(lambda name: name.endswith("resid_post"), lambda value, hook: None)])
+    assert torch.equal(same.logits, model(ids).logits)
+    assert torch.equal(run_with_hooks(model, ids).logits, model(ids).logits)
+    with pytest.raises(
+        SiteError, match="no hook 'blocks.9.hook_mlp_out' in this model; nearest: blocks.1.hook_mlp_out"
+    ):
+        run_with_hooks(model, ids, fwd_hooks=[("blocks.9.hook_mlp_out", without_head)])
+    with pytest.raises(PlanError, match="Linear has no hook names"):
+        run_with_cache(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_a_spot_for_captum_is_the_model_with_a_module_at_an_address():
+    model, x = net()
+    spot = at(model, "layer1.0/add#0")
+    seen = []
+    handle = spot.layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert torch.equal(spot(x), model(x))
+    handle.remove()
+    first = model.layer1[0]
+    assert torch.equal(seen[0], first.relu(first.conv(x)) + x)
+    with pytest.raises(SiteError, match="no module 'layer9'"):
+        at(model, "layer9")
