@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners page page-check shots gallery check house bench docs format clean
+.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners wheel page page-check shots gallery check house bench docs format clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -88,6 +88,12 @@ page/node_modules/.package-lock.json: page/package.json page/package-lock.json
 	cd page && npm ci --silent --ignore-scripts
 	touch $@
 
+wheel: $(VENV)/.ready  ## a wheel with the compiled kernel and the sources, into dist/, tried in a fresh environment without a compiler
+	rm -rf dist build
+	GAFF_PACK_KERNEL=1 $(RUN) -m pip wheel . --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist
+	$(RUN) -m hatchling build -t sdist
+	$(RUN) tests/wheel.py dist/*.whl
+
 check: $(VENV)/.ready  ## lint, format, strict types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -105,7 +111,7 @@ bench: $(PEERS)/.ready  ## every figure of docs/benchmarks.md, beside raw hooks 
 	$(PEERS)/bin/python -m benchmarks
 
 docs: $(VENV)/.ready  ## the documentation as a site, into site/
-	$(RUN) -m mkdocs build --strict --quiet
+	$(RUN) -m sphinx -W --keep-going -q -b html -d docs/_build docs site
 
 $(VENV)/.ready: $(SETUP)
 	$(PYTHON) -m venv $(VENV)

@@ -1,12 +1,11 @@
-"""How the documentation becomes a site: ``make docs``. Pages are Markdown (MyST); the reference comes from docstrings."""
+"""How the documentation becomes a site: ``make docs``. Pages are Markdown; the reference comes from docstrings."""
 
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-
 from gaff.version import __version__
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # made_pages
 
 project, author, release = "gaff", "the gaff authors", __version__
 copyright = "the gaff authors, Apache-2.0"
@@ -24,6 +23,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
 nitpicky = False
+python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": False}
@@ -38,7 +38,7 @@ html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "gaff"},
     "navbar_align": "left",
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],

@@ -70,7 +70,7 @@ def command_page():
     lines = [
         "# Commands",
         "",
-        "What `gaff COMMAND --help` prints. Exit codes: 0 done, 1 an error told in one line, 2 the words were not understood,",
+        "What `gaff COMMAND --help` prints. Exit codes: 0 done, 1 an error told in one line, 2 words not understood,",
         "3 a command that looks for something has found it; `gaff watch` returns the code of the command that it ran.",
         "",
     ]
@@ -95,7 +95,7 @@ def llms_text():
         "# gaff",
         "",
         "> gaff shows, keeps and changes any tensor that flows through any PyTorch model, forward and backward,",
-        "> without editing the model, and tells what is wrong with a training. `import gaff`; the core needs torch alone.",
+        "> without editing the model, and tells what is wrong with a training. The core needs torch alone.",
         "",
         "## Docs",
         "",

@@ -34,7 +34,7 @@ FLOORS = (
     ("errors", "version"),
 )
 MOST_LINES = 32_800
-MOST_OF_CORE = 11_900
+MOST_OF_CORE = 12_100
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -3,22 +3,22 @@
 People who look into language and vision models call the same places by the same names, whatever a library calls its
 modules: ``resid_pre.3`` is what block 3 is given, ``attn.pattern.3`` its attention weights. Which address that is in a
 given model is found by its structure: a list of blocks that hold attention and an MLP, and in each the modules that
-``names.json`` lists for each role, in order. A name whose place is not found is not there. Nothing runs: whether names
-tell the truth is asked, by identities, in ``gaff.inspection.names``.
+``names.json`` lists for each role, in order. Functions are given the modules of a model by path, wrappers skipped, as
+``gaff.address.resolve.by_path`` makes them; the empty path is the model itself. A name whose place is not found is not
+there. Nothing runs: whether names tell the truth is asked, by identities, in ``gaff.inspection.names``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from gaff.address.grammar import OUTPUT, Pattern, Site, nearest
-from gaff.address.resolve import iter_modules, join, unwrap
 from gaff.errors import PlanError, SiteError
 
 if TYPE_CHECKING:
@@ -59,27 +59,30 @@ class Stack:
         return {f"{self.prefix}{name}": site for name, site in found.items()}
 
 
-def standard_names(model: nn.Module) -> dict[str, Site]:
+Modules = Mapping[str, "nn.Module"]
+
+
+def standard_names(modules: Modules) -> dict[str, Site]:
     """The standard names of a model, each with the exact address that it means; empty where it has no known blocks.
 
     Of a model with several stacks names begin with that part of their paths which differs: ``decoder.resid_pre.0``.
     """
-    return {name: site for stack in stacks_of(model) for name, site in stack.names().items()}
+    return {name: site for stack in stacks_of(modules) for name, site in stack.names().items()}
 
 
-def sites_of(model: nn.Module, pattern: Pattern) -> list[Site]:
+def sites_of(modules: Modules, pattern: Pattern) -> list[Site]:
     """The addresses that a pattern of standard names means in a model, such as ``names:attn.pattern.*``.
 
     A port of a gradient means that of the value: at an input the total gradient of what comes in. Raises SiteError with
     near names where the model has none that fits, PlanError for a name whose identities do not hold in this model.
     """
-    known, text = standard_names(model), ".".join(map(str, pattern.names))
+    known, text = standard_names(modules), ".".join(map(str, pattern.names))
     fitting = {name: site for name, site in known.items() if pattern.matches(name)}
     if not fitting:
         near = ", ".join(nearest(text, list(known))) or "none: no blocks with attention and an MLP were recognised"
-        raise SiteError(f"{pattern}: {type(unwrap(model)).__name__} has no such name; nearest: {near}; "
+        raise SiteError(f"{pattern}: {type(modules['']).__name__} has no such name; nearest: {near}; "
                         "gaff.sites(model, names=True) lists them")  # fmt: skip
-    refused = refused_names(model)
+    refused = refused_names(modules[""])
     wrong = next((name for name in fitting if name in refused), None)
     if wrong is not None and pattern.is_single:
         raise PlanError(f"{pattern}: not so in this model: {refused[wrong]}; its address would be {fitting[wrong]}")
@@ -104,35 +107,33 @@ _REFUSED: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 def refused_names(model: nn.Module) -> dict[str, str]:
     """Names that do not mean in this model what they mean elsewhere, and why, as far as somebody has looked.
 
-    ``gaff.sites(model, x, names=True)`` looks, and keeps what it finds here for as long as the model lives.
+    ``model`` is without wrappers. ``gaff.sites(model, x, names=True)`` looks, and keeps what it finds here for as long
+    as the model lives.
     """
-    return _REFUSED.setdefault(unwrap(model), {})
+    return _REFUSED.setdefault(model, {})
 
 
-def stacks_of(model: nn.Module) -> list[Stack]:
+def stacks_of(modules: Modules) -> list[Stack]:
     """The lists of blocks of a model, each with at least one block that holds attention and an MLP."""
-    root = unwrap(model)
-    modules = {path: module for path, module, _ in iter_modules(root)}
-    lists = [(path, _blocks(module)) for path, module in modules.items() if type(module).__name__ in _LISTS]
-    found = [(path, blocks) for path, blocks in lists if blocks and all(_is_block(one) for one in blocks.values())]
-    found = [one for one in found if not any(one[0].startswith(f"{other}.") for other, _ in found if other != one[0])]
-    prefixes = _prefixes([path for path, _ in found])
-    config = getattr(root, "config", None)
-    made = [_stack(modules, path, blocks, prefixes[path], config) for path, blocks in found]
+    lists = [path for path, module in modules.items() if type(module).__name__ in ("ModuleList", "Sequential")]
+    inside = {
+        path: [_join(path, name) for name, one in modules[path]._modules.items() if one is not None] for path in lists
+    }
+    found = [path for path in lists if inside[path] and all(_is_block(modules, one) for one in inside[path])]
+    found = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    prefixes = _prefixes(found)
+    made = [_stack(modules, path, inside[path], prefixes[path]) for path in found]
     for stack in made[:-1]:
         stack.around.pop("unembed", None)  # what comes last goes into it
     return made or residual_stacks(modules)
 
 
-_LISTS = ("ModuleList", "Sequential")
+def _is_block(modules: Modules, block: str) -> bool:
+    return bool(_role(modules, block, "attention") and (_role(modules, block, "down") or _role(modules, block, "mlp")))
 
 
-def _blocks(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: unwrap(child) for name, child in module._modules.items() if child is not None}
-
-
-def _is_block(module: nn.Module) -> bool:
-    return bool(_role(module, "attention") and (_role(module, "down") or _role(module, "mlp")))
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}".strip(".")
 
 
 def _prefixes(paths: list[str]) -> dict[str, str]:
@@ -152,28 +153,20 @@ def _data() -> dict[str, Any]:
     return loaded
 
 
-def _role(module: nn.Module, role: str, inside: str = "") -> str:
-    """The path, from a block, of the first module that has this role; ``inside``: of that module. Empty without one."""
-    own = _data()["families"].get(type(module).__name__, {})
+def _role(modules: Modules, place: str, role: str, inside: str = "") -> str:
+    """The path, from ``place``, of the first module with this role; ``inside``: below that path. Empty without one."""
+    own = _data()["families"].get(type(modules[place]).__name__, {})
     for path in own.get(role, _data()[role]):
-        full = join(inside, path)
-        if _at(module, full) is not None:
+        full = _join(inside, path)
+        if _join(place, full) in modules:
             return full
     return ""
 
 
-def _at(module: nn.Module, path: str) -> nn.Module | None:
-    found: nn.Module | None = module
-    for name in path.split("."):
-        child = found._modules.get(name) if found is not None else None
-        found = unwrap(child) if child is not None else None
-    return found
-
-
-def _stack(modules: dict[str, nn.Module], path: str, blocks: dict[str, nn.Module], prefix: str, config: Any) -> Stack:
+def _stack(modules: Modules, path: str, blocks: list[str], prefix: str) -> Stack:
     """A stack with the names of its blocks and of what stands around it."""
     around = dict(_around(modules, path))
-    made = [_block(join(path, name), block, config) for name, block in blocks.items()]
+    made = [_block(modules, block) for block in blocks]
     for at, block in enumerate(made):
         if "resid_post" in block.sites:
             continue  # the norm after it hands it on
@@ -185,7 +178,7 @@ def _stack(modules: dict[str, nn.Module], path: str, blocks: dict[str, nn.Module
     return Stack(prefix, tuple(made), around)
 
 
-def _around(modules: dict[str, nn.Module], path: str) -> Iterator[tuple[str, Site]]:
+def _around(modules: Modules, path: str) -> Iterator[tuple[str, Site]]:
     """Embedding, final norm and unembedding: looked for beside the list, and from there outwards to the root."""
     outer = path
     places = []
@@ -198,52 +191,53 @@ def _around(modules: dict[str, nn.Module], path: str) -> Iterator[tuple[str, Sit
         for place in places:
             if name == "unembed" and place and "" in places and place != path.partition(".")[0]:
                 continue
-            found = _role(modules[place], role)
-            if found and (role != "unembedding" or not path.startswith(f"{join(place, found)}.")):
-                yield name, Site(join(place, found), port=port)
+            found = _role(modules, place, role)
+            if found and (role != "unembedding" or not path.startswith(f"{_join(place, found)}.")):
+                yield name, Site(_join(place, found), port=port)
                 break
 
 
-def _block(path: str, block: nn.Module, config: Any) -> Block:
+def _block(modules: Modules, path: str) -> Block:
     """The names of one block, without its number, in the order in which they pass."""
-    order = _order_of(block)
-    attention = _role(block, "attention")
-    out = _role(block, "out", attention) or _role(block, "out of the block")
-    before, mid = _role(block, "norm before attention"), _role(block, "norm before mlp")
-    down, up = _role(block, "down"), _role(block, "up")
+    find = partial(_role, modules, path)
+    order = _order_of(modules, path)
+    attention = find("attention")
+    out = find("out", attention) or find("out of the block")
+    before, mid = find("norm before attention"), find("norm before mlp")
+    down, up = find("down"), find("up")
     told: dict[str, tuple[str, str]] = {"resid_pre": ("", "input")}
     if order != "after" and before:
         told["ln1"] = before, "output"
     for name, role in (("attn.q", "query"), ("attn.k", "key"), ("attn.v", "value")):
-        told[name] = _role(block, role, attention), "output"
+        told[name] = find(role, attention), "output"
     told["attn.z"] = out, "input"
-    scaled = _role(block, "scale of attention"), _role(block, "scale of mlp")
+    scaled = find("scale of attention"), find("scale of mlp")
     told["attn.out"] = (
-        (_role(block, "norm of what attention adds") if order == "around" else scaled[0] or out),
+        (find("norm of what attention adds") if order == "around" else scaled[0] or out),
         "output",
     )
-    cross = _role(block, "cross attention")
+    cross = find("cross attention")
     if cross and order == "before":
-        told["resid_cross"] = _role(block, "norm before cross attention"), "input"
-        told["cross.out"] = _role(block, "out", cross), "output"
+        told["resid_cross"] = find("norm before cross attention"), "input"
+        told["cross.out"] = find("out", cross), "output"
     if order == "after":
-        told["resid_mid"] = _role(block, "norm after attention"), "output"
+        told["resid_mid"] = find("norm after attention"), "output"
     elif order == "around":
-        told["resid_mid"] = (mid if mid.startswith("pre_") else _role(block, "mlp")), "input"
+        told["resid_mid"] = (mid if mid.startswith("pre_") else find("mlp")), "input"
         told["ln2"] = (mid if mid.startswith("pre_") else ""), "output"
     elif order == "before":
         told["resid_mid"], told["ln2"] = (mid, "input"), (mid, "output")
     told["mlp.pre"] = up, "output"
     if up.endswith(("gate_proj", "wi_0", "w1")):
-        told["mlp.pre_linear"] = _role(block, "up beside a gate"), "output"
+        told["mlp.pre_linear"] = find("up beside a gate"), "output"
     told["mlp.post"] = down, "input"
-    added = scaled[1] or down or _role(block, "mlp")
-    told["mlp.out"] = (_role(block, "norm of what mlp adds") if order == "around" else added), "output"
+    added = scaled[1] or down or find("mlp")
+    told["mlp.out"] = (find("norm of what mlp adds") if order == "around" else added), "output"
     if order == "after":
-        told["resid_post"] = _role(block, "norm after mlp"), "output"
-    sites = {name: Site(join(path, inner) if inner else path, port=port)
+        told["resid_post"] = find("norm after mlp"), "output"
+    sites = {name: Site(_join(path, inner) if inner else path, port=port)
              for name, (inner, port) in told.items() if inner or name == "resid_pre"}  # fmt: skip
-    weights = _weights(config, join(path, attention), _at(block, attention))
+    weights = _weights(modules, _join(path, attention))
     return Block(path, order, _after(sites, "attn.v", {"attn.pattern": weights}))
 
 
@@ -257,35 +251,36 @@ def _after(sites: dict[str, Site], name: str, more: dict[str, Site]) -> dict[str
     return found if name in sites else {**sites, **more}
 
 
-def _weights(config: Any, path: str, attention: nn.Module | None) -> Site:
+def _weights(modules: Modules, path: str) -> Site:
     """Attention weights: of the fused call, or of the softmax where attention is written out."""
-    config = getattr(attention, "config", None) or config
+    config = getattr(modules[path], "config", None) or getattr(modules[""], "config", None)
     is_written_out = getattr(config, "_attn_implementation", None) == "eager" or (
-        config is None and getattr(attention, "fused_attn", True) is False
+        config is None and getattr(modules[path], "fused_attn", True) is False
     )
     return Site(path, op="softmax", op_index=0) if is_written_out else Site(path, op=_FUSED, op_index=0, port="weights")
 
 
-def _order_of(block: nn.Module) -> Order:
+def _order_of(modules: Modules, path: str) -> Order:
     """How a block adds to what passes, by the norms that it has."""
-    told_of: Order | None = _data()["families"].get(type(block).__name__, {}).get("order")
-    if told_of is not None:
-        return told_of
-    if _role(block, "norm of what mlp adds"):
+    role, block = partial(_role, modules, path), modules[path]
+    told: Order | None = _data()["families"].get(type(block).__name__, {}).get("order")
+    if told is not None:
+        return told
+    if role("norm of what mlp adds"):
         return "around"
     config = getattr(block, "config", None)
-    told = (getattr(block, "use_parallel_residual", None), getattr(config, "parallel_attn", None),
-            getattr(block, "parallel_attn", None))  # fmt: skip
-    if any(one is True for one in told):
+    told_by = ((block, "use_parallel_residual"), (config, "parallel_attn"), (block, "parallel_attn"))
+    if any(getattr(one, name, None) is True for one, name in told_by):
         return "parallel"
-    inside = _role(block, "norm after attention")
-    is_inside = bool(inside) and ("." in inside or not _role(block, "norm before attention"))
-    if is_inside or getattr(block, "normalize_before", None) is False:
+    inside = role("norm after attention")
+    if inside and ("." in inside or not role("norm before attention")):
         return "after"
-    return "before" if _role(block, "norm before mlp") else "parallel"
+    if getattr(block, "normalize_before", None) is False:
+        return "after"
+    return "before" if role("norm before mlp") else "parallel"
 
 
-def residual_stacks(modules: dict[str, nn.Module]) -> list[Stack]:
+def residual_stacks(modules: Modules) -> list[Stack]:
     """The blocks of a ResNet as one stack, in order: what comes in, what is added, by which way, and the sum."""
     blocks = []
     for path, module in modules.items():
@@ -293,13 +288,13 @@ def residual_stacks(modules: dict[str, nn.Module]) -> list[Stack]:
         norms = [name for name in ("bn1", "bn2", "bn3") if name in module._modules]
         if len(convolutions) < 2 or len(norms) != len(convolutions) or "downsample" not in dir(module):
             continue
-        last = join(path, norms[-1])
+        last = _join(path, norms[-1])
         short = (
-            Site(join(path, "downsample"))
+            Site(_join(path, "downsample"))
             if module._modules.get("downsample") is not None
             else Site(path, port="input")
         )
-        sites = {"resid_pre": Site(path, port="input"), "conv1": Site(join(path, "conv1")), "main": Site(last),
+        sites = {"resid_pre": Site(path, port="input"), "conv1": Site(_join(path, "conv1")), "main": Site(last),
                  "shortcut": short, "resid_post": Site(path)}  # fmt: skip
         blocks.append(Block(path, "sum", sites))
     around = {"embed": "maxpool", "pool": "avgpool", "unembed": "fc"}

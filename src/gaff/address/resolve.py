@@ -26,6 +26,7 @@ from gaff.address.grammar import (
     nearest,
     parse,
 )
+from gaff.address.names import sites_of
 from gaff.errors import PlanError, SiteError
 
 if TYPE_CHECKING:
@@ -228,6 +229,11 @@ def iter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Mo
     yield from _walk(unwrap(model), "", ())
 
 
+def by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by path, wrappers skipped; the empty path is the model itself."""
+    return {path: module for path, module, _ in iter_modules(model)}
+
+
 def called_modules(model: nn.Module) -> Iterator[Found]:
     """The output of every module that is called, root first, each module once, under the first of its names.
 
@@ -300,9 +306,7 @@ def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
     means the ops of the root, which no other pattern names.
     """
     if pattern.is_named:
-        from gaff.address.names import sites_of  # which is built on this file
-
-        return [one for site in sites_of(model, pattern) for one in find_site(model, site)]
+        return [one for site in sites_of(by_path(model), pattern) for one in find_site(model, site)]
     _refuse_port(pattern)
     if pattern.port in STATE_PORTS:
         found = _match_states(model, pattern)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site
 from gaff.address.names import Block, Stack, refused_names, stacks_of
 from gaff.address.nested import iter_tensors
-from gaff.address.resolve import need_module, resolve, unwrap
+from gaff.address.resolve import by_path, need_module, resolve, unwrap
 from gaff.errors import GaffError, PlanError
 from gaff.inspection.untouched import untouched
 from gaff.sessions.capture import Capture
@@ -90,19 +90,19 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     The model is left as it was. Raises PlanError where no stack of blocks is recognised.
     """
     need_module(model)
-    stacks = stacks_of(model)
+    stacks = stacks_of(by_path(model))
     kind = type(unwrap(model)).__name__
     if not stacks:
         raise PlanError(f"{kind} has no standard names: no list of blocks with attention and an MLP was recognised")
     known = {name: site for stack in stacks for name, site in stack.names().items()}
     if not args and not kwargs:
-        refused = refused_names(model)
+        refused = refused_names(unwrap(model))
         rows = [NameRow(name, str(site)) for name, site in known.items() if name not in refused]
         return Names(kind, rows, dict(refused), was_run=False)
     values = _values(model, known, args, kwargs)
     held, failed = _judge(model, stacks, values)
     missing = {name: "it did not pass in this run" for name in known if name not in values}
-    refused = refused_names(model)
+    refused = refused_names(unwrap(model))
     refused.clear()
     refused |= missing | failed
     rows = [NameRow(name, str(site), held.get(name, "")) for name, site in known.items() if name not in refused]

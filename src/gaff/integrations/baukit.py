@@ -17,16 +17,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse_site
-from gaff.api import capture, edit
 from gaff.errors import PlanError
 from gaff.sessions.capture import Capture
+from gaff.sessions.edit import edit
+from gaff.sessions.plan import Plan
 
 
-class StopForward(Exception):
+class LastLayer(Exception):
     """Ends a forward pass at the last layer that is wanted (``stop=True``); caught where the block ends."""
 
 
-class Traced:
+class LayerValues:
     """What passed at one layer: ``output``, and ``input`` where it was asked for. None before the layer has run."""
 
     def __init__(self, layer: str) -> None:
@@ -43,7 +44,7 @@ class Traced:
         return self._got.all(self._input)[-1] if self._got is not None and self._input in self._got else None
 
 
-class TraceDict(Mapping[str, Traced]):
+class TraceDict(Mapping[str, LayerValues]):
     """Keeps, and may change, what passes at several layers: ``with TraceDict(model, ["layer1", "layer2"]) as ret``.
 
     Args:
@@ -77,15 +78,15 @@ class TraceDict(Mapping[str, Traced]):
                 "retain_grad is not kept: expected an address of the gradient, gaff.capture(model, 'layer:grad_output')"
             )
         self._module, self._stop, self._edit = module, stop, edit_output
-        self._layers = {layer: Traced(layer) for layer in layers}
+        self._layers = {layer: LayerValues(layer) for layer in layers}
         inputs = {layer: _input_of(layer) for layer in self._layers} if retain_input else {}
-        self._capture = capture(module, *inputs.values(), graph=not (clone or detach)) if inputs else None
+        self._capture = Capture(module, Plan.of(*inputs.values(), graph=not (clone or detach)), {}) if inputs else None
         self._keeps, self._loose = retain_output, not (clone or detach)
         for layer, address in inputs.items():
             self._layers[layer]._input = address
         self._stack = ExitStack()
 
-    def __getitem__(self, layer: str) -> Traced:
+    def __getitem__(self, layer: str) -> LayerValues:
         return self._layers[layer]
 
     def __iter__(self) -> Iterator[str]:
@@ -101,7 +102,7 @@ class TraceDict(Mapping[str, Traced]):
                 for one in self._layers.values():
                     one._got = got
             changes = {layer: self._look(one) for layer, one in self._layers.items()}
-            opening.enter_context(edit(self._module, changes))
+            opening.enter_context(edit(self._module, changes, {}))
             self._stack = opening.pop_all()
         return self
 
@@ -109,9 +110,9 @@ class TraceDict(Mapping[str, Traced]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._stack.__exit__(kind, error, trace)
-        return self._stop and isinstance(error, StopForward)
+        return self._stop and isinstance(error, LastLayer)
 
-    def _look(self, one: Traced) -> Callable[[Tensor], Tensor]:
+    def _look(self, one: LayerValues) -> Callable[[Tensor], Tensor]:
         """What happens at a layer: its output is changed, kept, and may be the last that is wanted."""
         last = list(self._layers)[-1]
         has_layer = self._edit is not None and len(signature(self._edit).parameters) > 1
@@ -122,13 +123,13 @@ class TraceDict(Mapping[str, Traced]):
             if self._keeps:
                 one.output = output if self._loose else output.detach().clone()
             if self._stop and one.layer == last:
-                raise StopForward("the last layer that was wanted")
+                raise LastLayer("the last layer that was wanted")
             return output
 
         return look
 
 
-class Trace(TraceDict):
+class LayerTrace(TraceDict):
     """Keeps, and may change, what passes at one layer: ``with Trace(model, "layer4") as ret: model(x); ret.output``."""
 
     def __init__(self, module: nn.Module, layer: str, **options: Any) -> None:
@@ -144,6 +145,9 @@ class Trace(TraceDict):
     def input(self) -> Any:
         """The first tensor that the layer was given (``retain_input=True``)."""
         return self[self.layer].input
+
+
+Trace = LayerTrace  # its name there
 
 
 def _input_of(layer: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from gaff.api import edit
+from gaff.sessions.edit import edit
 
 
 class Spot(nn.Module):
@@ -29,11 +29,11 @@ class Spot(nn.Module):
         self.model = model
         self.address = address
         self.layer = nn.Identity()
-        edit(model, {address: self.layer})  # raises for what is no address of the model, before anything runs
+        edit(model, {address: self.layer}, {})  # raises for what is no address of the model, before anything runs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        with edit(self.model, {self.address: self.layer}):
+        with edit(self.model, {self.address: self.layer}, {}):
             return self.model(*args, **kwargs)
 
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site, nearest
 from gaff.address.resolve import is_container, iter_modules
-from gaff.api import sites, take
 from gaff.errors import SiteError
 from gaff.inspection.op_log import OpRow
+from gaff.inspection.sites import list_sites
+from gaff.sessions.take import take
 
 
 class FeatureExtractor(nn.Module):
@@ -39,7 +40,7 @@ class FeatureExtractor(nn.Module):
         The first call in each mode runs the model once more where functional calls are asked for.
         """
         addresses = self._told(args, kwargs)
-        found = take(self.model, *dict.fromkeys(addresses.values()))(*args, **kwargs)
+        found = take(self.model, tuple(dict.fromkeys(addresses.values())), {})(*args, **kwargs)
         return {name: found[addresses[node]] for node, name in self.nodes.items()}
 
     def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
@@ -48,7 +49,7 @@ class FeatureExtractor(nn.Module):
         calls = {node: one for node, one in self._addresses.items() if not isinstance(one, str)}
         known = self._ops.get(self.training)
         if calls and known is None:
-            rows = [row for row in sites(self.model, *args, ops=True, **kwargs).rows if isinstance(row, OpRow)]
+            rows = [row for row in list_sites(self.model, args, kwargs, ops=True).rows if isinstance(row, OpRow)]
             known = self._ops[self.training] = {node: _op_address(node, call, rows) for node, call in calls.items()}
         return {**modules, **(known or {})}
 
@@ -139,7 +140,7 @@ def _nodes(model: nn.Module, inputs: Sequence[Tensor], *, training: bool) -> lis
     modes = {module: module.training for module in model.modules()}
     try:
         model.train(training)
-        rows = sites(model, *inputs, ops=True).rows
+        rows = list_sites(model, inputs, {}, ops=True).rows
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import nearest
 from gaff.address.names import refused_names, standard_names
-from gaff.api import capture, edit
+from gaff.address.resolve import by_path, unwrap
 from gaff.errors import PlanError, SiteError
+from gaff.sessions.capture import Capture
+from gaff.sessions.edit import edit
+from gaff.sessions.plan import Plan
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _INSIDE = {
@@ -56,8 +59,8 @@ class HookPoint:
 
 def hook_names(model: nn.Module) -> dict[str, str]:
     """By hook name of TransformerLens the standard name of this model, in the order in which they pass."""
-    refused = refused_names(model)
-    known = [name for name in standard_names(model) if name not in refused]
+    refused = refused_names(unwrap(model))
+    known = [name for name in standard_names(by_path(model)) if name not in refused]
     inside = {one: hook for hook, one in _INSIDE.items()}
     around = {one: hook for hook, one in _AROUND.items()}
     found = {}
@@ -140,7 +143,8 @@ def run_with_cache(
     """
     known = hook_names(model)
     chosen = _chosen(known, names_filter)
-    with capture(model, *(f"names:{known[hook]}" for hook in chosen), graph=torch.is_grad_enabled()) as got:
+    plan = Plan.of(*(f"names:{known[hook]}" for hook in chosen), graph=torch.is_grad_enabled())
+    with Capture(model, plan, {}) as got:
         output = model(*args, **kwargs)
     values = {hook: _by_head(model, known[hook], got[f"names:{known[hook]}"]) for hook in chosen}
     if remove_batch_dim:
@@ -166,7 +170,7 @@ def run_with_hooks(
             changes.setdefault(f"names:{known[hook]}", []).append(_changed(model, known[hook], hook, function))
     if not changes:
         return model(*args, **kwargs)
-    with edit(model, changes):
+    with edit(model, changes, {}):
         return model(*args, **kwargs)
 
 
