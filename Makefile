@@ -8,7 +8,7 @@ RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners wheel page page-check shots gallery check house bench docs format clean
+.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners wheel page page-check shots gallery check house bench docs format notebooks clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -110,8 +110,8 @@ format: $(VENV)/.ready
 bench: $(PEERS)/.ready  ## every figure of docs/benchmarks.md, beside raw hooks and peers in one process
 	$(PEERS)/bin/python -m benchmarks
 
-docs: $(VENV)/.ready  ## the documentation as a site, into site/
-	$(RUN) -m sphinx -W --keep-going -q -b html -d docs/_build docs site
+docs: $(VENV)/.ready  ## the documentation as a site, into site/html; notebooks that have changed are run
+	$(RUN) -m sphinx -W --keep-going -q -b html -d docs/_build/read docs site/html
 
 $(VENV)/.ready: $(SETUP)
 	$(PYTHON) -m venv $(VENV)
@@ -124,5 +124,9 @@ $(PEERS)/.ready: $(SETUP)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev,peers]"
 	touch $@
 
+notebooks: $(VENV)/.ready  ## the notebooks of the documentation as .ipynb, into notebooks/
+	mkdir -p notebooks
+	for one in docs/notebooks/[01]*.md; do $(RUN) -m jupytext --quiet --to ipynb --output notebooks/$$(basename $$one .md).ipynb $$one; done
+
 clean:
-	rm -rf $(VENV) $(PEERS) site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) site docs/_build notebooks dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # made_pages
 project, author, release = "gaff", "the gaff authors", __version__
 copyright = "the gaff authors, Apache-2.0"
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -22,7 +22,12 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
-nitpicky = False
+nb_execution_mode = "cache"  # a notebook that has changed is run
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_execution_cache_path = str(Path(__file__).resolve().parent / "_build" / "notebooks")
+nb_output_stderr = "remove"
+nb_merge_streams = True
 python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
