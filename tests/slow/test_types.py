@@ -1,4 +1,4 @@
-"""Types that users can rely on: strict type checkers read every public name in use, and the README's own block."""
+"""Types that users can rely on: strict type checkers read every public name in use, and the README's own blocks."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ def file(request, tmp_path):
     if request.param == "usage":
         text = USAGE.read_text().partition("\n")[2]
     else:
-        [text] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        text = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
     path.write_text(STRICT + text)
     return path
 
