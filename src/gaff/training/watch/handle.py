@@ -81,7 +81,7 @@ class Watch:
 
     def _ipython_display_(self) -> None:
         """For Jupyter: one output that changes as the training goes on, about once a second, until it is over."""
-        from IPython.display import HTML, display  # type: ignore[import-not-found]  # IPython is what calls
+        from IPython.display import HTML, display  # IPython is what calls
 
         handle = display(HTML(self._repr_html_()), display_id=True)
         if handle is not None:  # nothing is displayed where there is no kernel
