@@ -87,6 +87,15 @@ def test_baukits_trace_keeps_changes_and_stops():
     assert torch.equal(ret.output, model.layer1[0](x))
     assert torch.equal(ret.input, x)
     ret.output.sum().backward()  # with its graph, as there
+    twin = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    given = torch.randn(3, 4)
+    for options in ({}, {"clone": True}, {"detach": True}, {"edit_output": lambda output, more=1.0: output * more}):
+        with Trace(twin, "0", **options) as kept:
+            twin(given)
+        assert torch.equal(kept.output, F.linear(given, twin[0].weight, twin[0].bias))
+    with Trace(twin, "0", edit_output=torch.neg) as kept:  # no signature can be read
+        twin(given)
+    assert torch.equal(kept.output, -F.linear(given, twin[0].weight, twin[0].bias))
     assert model.layer1[0].conv.weight.grad is not None
 
     with TraceDict(
@@ -132,6 +141,13 @@ def test_transformer_lens_names_and_shapes():
     assert len(run_with_cache(model, ids, names_filter=lambda name: name.endswith("resid_pre"))[1]) == 2
     one = run_with_cache(model, ids[:1], names_filter="hook_embed", remove_batch_dim=True)[1]
     assert one["hook_embed"].shape == (7, 32)
+    for wrong in (("resid_pre", 7), ("resid_pre", None), 3):
+        with pytest.raises(SiteError, match="layer 7: there are 2 blocks|names no activation"):
+            cache[wrong]
+    with pytest.raises(SiteError, match="layer 5: there are 2 blocks"):
+        cache.accumulated_resid(5)
+    with pytest.raises(PlanError, match="remove_batch_dim=True is for a batch of one"):
+        run_with_cache(model, ids, remove_batch_dim=True)
     with pytest.raises(
         SiteError, match=r"'blocks.0.hook_resid_pst' is not in the cache; nearest: blocks.0.hook_resid_post"
     ):
@@ -160,7 +176,9 @@ def test_transformer_lens_hooks_change_heads():
         SiteError, match="no hook 'blocks.9.hook_mlp_out' in this model; nearest: blocks.1.hook_mlp_out"
     ):
         run_with_hooks(model, ids, fwd_hooks=[("blocks.9.hook_mlp_out", without_head)])
-    with pytest.raises(PlanError, match="Linear has no hook names"):
+    with pytest.raises(PlanError, match=r"hook_z: the function returned shape \[2, 4, 7, 8\]: expected \[2, 7, 4, 8\]"):
+        run_with_hooks(model, ids, fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: z.transpose(1, 2))])
+    with pytest.raises(PlanError, match="Linear has no"):
         run_with_cache(nn.Linear(2, 2), torch.ones(1, 2))
 
 
@@ -175,3 +193,6 @@ def test_a_spot_for_captum_is_the_model_with_a_module_at_an_address():
     assert torch.equal(seen[0], first.relu(first.conv(x)) + x)
     with pytest.raises(SiteError, match="no module 'layer9'"):
         at(model, "layer9")
+    for wrong in ("*", "fc.weight:param", "fc:grad_output"):
+        with pytest.raises(PlanError, match="is no single value: expected one exact address"):
+            at(model, wrong)

@@ -252,3 +252,29 @@ def test_a_call_that_raised_inside_another_of_the_same_module_is_told_apart():
     assert rows["@0"].grad_output.norm == pytest.approx(5**0.5)
     assert rows["@1"].grad_output.norm == pytest.approx(share.norm().item())
     assert rows["@2"].grad_output is None
+
+
+class Forgiving(nn.Module):
+    """Goes on after a module, and after an op, that raised."""
+
+    def __init__(self):
+        super().__init__()
+        self.bad, self.fc = nn.Linear(5, 5), nn.Linear(4, 4)
+
+    def forward(self, x):
+        for wrong in (self.bad, lambda x: torch.cat([x, x[:, :1]], 2)):
+            try:
+                wrong(x)
+            except (RuntimeError, IndexError):
+                x = x + 1
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("ops", [False, True])
+def test_what_follows_a_caught_exception_is_not_inside_it(ops):
+    trace = gaff.trace(Forgiving(), torch.randn(3, 4), ops=ops)
+    depths = {row.site: row.depth for row in trace.rows}
+    assert depths["fc"] == depths["bad"] == 1
+    if ops:
+        assert depths["fc/linear#0"] == 2
+        assert depths["/add#0"] == depths["/add#1"] == 1

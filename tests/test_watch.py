@@ -108,6 +108,37 @@ def test_files_of_torch_save_are_in_the_record_with_their_steps(tmp_path):
     assert f"torch.save wrote 3 files, the last one {tmp_path / 'open.pt'} after 2 steps" in run_text.report(record)
 
 
+class Remote(io.BytesIO):
+    @property
+    def name(self):
+        raise RuntimeError("asked")
+
+
+class Place:
+    def __init__(self, path):
+        self.path = path
+
+    def __fspath__(self):
+        return str(self.path)
+
+
+def test_odd_files_and_wrappers_of_others_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", torch.save)  # as it was, in the end
+    model = Small()
+    with gaff.watch(model, sgd(model), out=tmp_path / "a", every=1) as watch:
+        torch.save({}, Remote())
+        torch.save({}, Place(tmp_path / "x.pt"))
+        ours = torch.save
+        torch.save = lambda *args, **more: ours(*args, **more)  # somebody else's, which stays
+        train(model, sgd(model), 1)
+    assert watch.failure is None
+    assert [file for _, file in gaff.load(tmp_path / "a").saved()] == [str(tmp_path / "x.pt")]
+    with gaff.watch(model, sgd(model), out=tmp_path / "b", every=1):
+        torch.save({}, tmp_path / "y.pt")
+        train(model, sgd(model), 1)
+    assert len(gaff.load(tmp_path / "b").saved()) == 1
+
+
 def test_the_last_file_before_anything_was_wrong_is_told(tmp_path):
     model = Small()
     optimizer = sgd(model)

@@ -29,6 +29,17 @@ def test_every_form_counts_as_plain_torch_does(level):
     assert known.stdout.strip() == level
 
 
+def test_a_choice_that_was_not_built_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("GAFF_CACHE", str(tmp_path))
+    monkeypatch.setenv("GAFF_KERNEL", "native")
+    kernel.forget()
+    with pytest.raises(GaffError, match="GAFF_KERNEL='native': there is no such build here: python -m"):
+        kernel.load()
+    with pytest.raises(GaffError, match="no level 'fast': expected one of native"):
+        kernel.build("fast")
+    kernel.forget()
+
+
 def test_a_choice_that_is_none_is_told(monkeypatch):
     monkeypatch.setenv("GAFF_KERNEL", "fast")
     kernel.forget()

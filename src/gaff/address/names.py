@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 from gaff.address.grammar import OUTPUT, Pattern, Site, nearest
 from gaff.errors import PlanError, SiteError
@@ -84,9 +84,10 @@ def sites_of(modules: Modules, pattern: Pattern) -> list[Site]:
                         "gaff.sites(model, names=True) lists them")  # fmt: skip
     refused = refused_names(modules[""])
     wrong = next((name for name in fitting if name in refused), None)
-    if wrong is not None and pattern.is_single:
-        raise PlanError(f"{pattern}: not so in this model: {refused[wrong]}; its address would be {fitting[wrong]}")
-    return [_asked(pattern, site) for name, site in fitting.items() if name not in refused]
+    if wrong is not None:
+        raise PlanError(f"{pattern}: {wrong} is refused in this model: {refused[wrong]}; by structure it would "
+                        f"be {fitting[wrong]}")  # fmt: skip
+    return [_asked(pattern, site) for site in fitting.values()]
 
 
 def _asked(pattern: Pattern, site: Site) -> Site:
@@ -101,7 +102,7 @@ def _asked(pattern: Pattern, site: Site) -> Site:
 
 
 _GRADIENTS = {"output": "grad_output", "input": "input_grad"}
-_REFUSED: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+_REFUSED: dict[int, dict[str, str]] = {}  # by identity: models may define what is equal
 
 
 def refused_names(model: nn.Module) -> dict[str, str]:
@@ -110,16 +111,23 @@ def refused_names(model: nn.Module) -> dict[str, str]:
     ``model`` is without wrappers. ``gaff.sites(model, x, names=True)`` looks, and keeps what it finds here for as long
     as the model lives.
     """
-    return _REFUSED.setdefault(model, {})
+    if id(model) not in _REFUSED:
+        _REFUSED[id(model)] = {}
+        finalize(model, _REFUSED.pop, id(model), None)
+    return _REFUSED[id(model)]
 
 
 def stacks_of(modules: Modules) -> list[Stack]:
-    """The lists of blocks of a model, each with at least one block that holds attention and an MLP."""
+    """The lists of blocks of a model, all of them different modules that hold attention and an MLP.
+
+    Blocks that are one module have one address for all of their calls, and so no names by number.
+    """
     lists = [path for path, module in modules.items() if type(module).__name__ in ("ModuleList", "Sequential")]
     inside = {
         path: [_join(path, name) for name, one in modules[path]._modules.items() if one is not None] for path in lists
     }
     found = [path for path in lists if inside[path] and all(_is_block(modules, one) for one in inside[path])]
+    found = [path for path in found if len({id(modules[one]) for one in inside[path]}) == len(inside[path])]
     found = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
     prefixes = _prefixes(found)
     made = [_stack(modules, path, inside[path], prefixes[path]) for path in found]

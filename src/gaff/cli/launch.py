@@ -130,7 +130,8 @@ def _build_kernel(*, is_told: bool) -> None:
     from gaff.training.statistics import kernel
 
     is_packed = any(kernel.packed(level).is_file() for level in kernel.LEVELS)
-    if os.environ.get("GAFF_KERNEL") or is_packed or kernel.path_of_build().is_file():
+    choice = os.environ.get("GAFF_KERNEL", "")
+    if choice not in ("", kernel.NATIVE) or (is_packed and not choice) or kernel.path_of_build().is_file():
         return
     if is_told:
         to_stderr("gaff: building the statistics kernel, once for this machine")

@@ -110,6 +110,7 @@ class CallLog:
         """
         self._settle()
         entered = time.perf_counter()
+        self._forget_raised(site, run)
         shapes = shapes_text((*given.args, given.kwargs) if given.kwargs else given.args)
         notes = CallNotes(site, cls, len(self._open), call, run, self._flops(), shapes)
         self._find_makers(notes, given)
@@ -137,6 +138,19 @@ class CallLog:
         finally:
             self._settle()
             self._aside_s += time.perf_counter() - began
+
+    def _forget_raised(self, site: Site, run: Any) -> None:
+        """Close calls that an exception has left, and somebody has caught: they are no longer in progress.
+
+        Modules are in progress by the frames of the run; an op that is the innermost call, in the module whose op
+        begins now, has ended without returning.
+        """
+        alive = {id(frame.notes.get(self)) for frame in run.frames}
+        dead = (at for at, notes in enumerate(self._open) if notes.site.op is None and id(notes) not in alive)
+        del self._open[next(dead, len(self._open)) :]
+        inner = self._open[-1].site if self._open else None
+        if site.op is not None and inner is not None and inner.op is not None and inner.path == site.path:
+            self._open.pop()
 
     def notes_of(self, site: Site, run: Any, call: int) -> CallNotes:
         """The notes of a call that was entered and is open."""

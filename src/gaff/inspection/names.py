@@ -9,6 +9,7 @@ identity is refused for this model from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from gaff.address.grammar import Site
 from gaff.address.names import Block, Stack, refused_names, stacks_of
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import by_path, need_module, resolve, unwrap
+from gaff.compat import elements
 from gaff.errors import GaffError, PlanError
 from gaff.inspection.untouched import untouched
 from gaff.sessions.capture import Capture
@@ -28,7 +30,7 @@ from gaff.sessions.request import maybe
 from gaff.views.notebook import Shown, cell, table_html
 from gaff.views.text import counted, table
 
-_CLOSE = 2e-4  # of the largest number: what rounding in another order explains, in float32
+_CLOSE = 2e-4  # of the largest number: what rounding in another order explains, in float32 (chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,44 +101,54 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         refused = refused_names(unwrap(model))
         rows = [NameRow(name, str(site)) for name, site in known.items() if name not in refused]
         return Names(kind, rows, dict(refused), was_run=False)
-    values = _values(model, known, args, kwargs)
-    held, failed = _judge(model, stacks, values)
-    missing = {name: "it did not pass in this run" for name in known if name not in values}
+    inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
+    if any(not elements.is_readable(tensor) for tensor in (*model.parameters(), *inputs)):
+        raise PlanError(f"{kind} has no values (it is on the meta device, or fake): expected a model that can run")
+    with untouched(model, inputs), _evaluated(model), torch.no_grad():
+        values, outputs = _values(model, known, args, kwargs)
+        held, failed = _judge(model, stacks, values, outputs)
     refused = refused_names(unwrap(model))
-    refused.clear()
-    refused |= missing | failed
+    refused |= failed
+    missing = {name: "it did not pass in this run" for name in known if name not in values}
+    refused |= {name: why for name, why in missing.items() if name not in refused}
     rows = [NameRow(name, str(site), held.get(name, "")) for name, site in known.items() if name not in refused]
     return Names(kind, rows, dict(refused), was_run=True)
 
 
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """With the model in eval mode; afterwards each module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def _values(
     model: nn.Module, known: Mapping[str, Site], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Tensor]:
-    """The first tensor that passes at each name, in one run in eval mode without gradients, at the first call."""
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The first tensor that passes at each name, in one run, at the first call; and what the model returned."""
     plan = Plan.of(*(maybe(str(site)) for site in dict.fromkeys(known.values())))
-    inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
-    was_training = {module: module.training for module in model.modules()}
-    with untouched(model, inputs), Capture(model, plan, {}) as got:
-        model.eval()
-        try:
-            with torch.no_grad():
-                model(*args, **kwargs)
-        finally:
-            for module, mode in was_training.items():
-                module.training = mode
+    with Capture(model, plan, {}) as got:
+        output = model(*args, **kwargs)
     found: dict[str, Tensor] = {}
     for name, site in known.items():
         events = got.all(str(site)) if str(site) in got else []
         tensors = [tensor for _, tensor in iter_tensors(events[:1])]
         if tensors and tensors[0].is_floating_point():
             found[name] = tensors[0]
-    return found
+    return found, [tensor for _, tensor in iter_tensors(output)]
 
 
 class Identity(NamedTuple):
     """Something that must hold between values: which names it speaks for, in words, and both sides.
 
-    ``more``: names that it confirms where it holds, and that are not to blame where it does not.
+    ``more``: names that it confirms where it holds, and that are not to blame where it does not. ``weaker``: the right
+    side with half of what is added. Where that is as near as the right side itself, what is added is too small to tell,
+    and the identity says nothing.
     """
 
     names: tuple[str, ...]
@@ -144,49 +156,81 @@ class Identity(NamedTuple):
     left: Callable[[], Tensor]
     right: Callable[[], Tensor]
     more: tuple[str, ...] = ()
+    weaker: Callable[[], Tensor] | None = None
 
 
 def _judge(
-    model: nn.Module, stacks: list[Stack], values: Mapping[str, Tensor]
+    model: nn.Module, stacks: list[Stack], values: Mapping[str, Tensor], outputs: list[Tensor]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By name the identity that holds, and by name why one does not."""
+    """By name the identity that holds, and by name why it is refused."""
     held: dict[str, str] = {}
     failed: dict[str, str] = {}
     for stack in stacks:
         prefix = stack.prefix
         own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-        for identity in _identities(model, stack, own):
+        silent: set[str] = set()
+        for identity in _identities(model, stack, own, outputs):
             why = _difference(identity)
+            if why is None:
+                silent |= {f"{prefix}{name}" for name in identity.names}
+                continue
             for name in identity.names if why else (*identity.names, *identity.more):
                 if why:
                     failed[f"{prefix}{name}"] = f"{identity.text} does not hold: {why}"
                 else:
                     held.setdefault(f"{prefix}{name}", identity.text)
+        for name in own:
+            full, (base, _, number) = f"{prefix}{name}", name.rpartition(".")
+            mid = f"{prefix}resid_mid.{number}"
+            if base == "ln2" and mid in failed:
+                failed.setdefault(full, f"it is a norm of {mid}, and {failed[mid]}")
+            elif base in _ASKED and full not in held and full not in silent:
+                failed.setdefault(
+                    full, "no identity of it could be asked: another value that belongs to it was not found"
+                )
     return {name: text for name, text in held.items() if name not in failed}, failed
 
 
-def _difference(identity: Identity) -> str:
-    """What keeps an identity from holding; empty where it does."""
+_ASKED = ("resid_mid", "resid_post", "resid_cross", "attn.out", "mlp.out", "cross.out", "main", "shortcut")
+
+
+def _difference(identity: Identity) -> str | None:
+    """What keeps an identity from holding; empty where it does, None where it cannot tell.
+
+    Each number may differ by what rounding explains: a part of the largest number of what is compared, and some units
+    in the last place of the number itself, which may be far larger than what is added to it.
+    """
     try:
-        left, right = identity.left().double(), identity.right().double()
+        left, right = identity.left(), identity.right()
+        eps = max(torch.finfo(one.dtype).eps for one in (left, right))
+        left, right = left.double(), right.double()
         if left.shape != right.shape and left.shape[-1:] == right.shape[-1:] and left.numel() == right.numel():
             right = right.reshape(left.shape)  # some modules are given all positions as rows
         if left.shape != right.shape:
             return f"shapes {list(left.shape)} and {list(right.shape)}"
-        far = (left - right).abs().max().item()
-        size = max(left.abs().max().item(), right.abs().max().item(), 1e-6)
+        weaker = identity.weaker().double().reshape(left.shape) if identity.weaker is not None else None
     except (RuntimeError, TypeError, ValueError, AttributeError, GaffError) as error:  # of a module called by itself
         return f"{type(error).__name__}: {error}".partition("\n")[0]
-    return "" if far <= _CLOSE * size else f"they differ by {far:.3g}, where the largest number is {size:.3g}"
+    added = 2 * (right - weaker).abs() if weaker is not None else right.abs()
+    if weaker is not None and not bool((added > 64 * eps * right.abs()).any()):
+        return None
+    allowed = max(_CLOSE, 4 * eps) * added.max() + 16 * eps * right.abs()
+    beyond = (left - right).abs() - allowed
+    if bool((beyond <= 0).all()):
+        return ""
+    at = int(beyond.argmax())
+    far, size = (left - right).abs().flatten()[at].item(), added.max().item()
+    return f"they differ by {far:.3g}, where the largest number of what is compared is {size:.3g}"
 
 
-def _identities(model: nn.Module, stack: Stack, values: Mapping[str, Tensor]) -> Iterator[Identity]:
+def _identities(
+    model: nn.Module, stack: Stack, values: Mapping[str, Tensor], outputs: list[Tensor]
+) -> Iterator[Identity]:
     """Everything that must hold between the values that there are."""
 
     def call(site: Site, given: Tensor) -> Tensor:
         [found] = resolve(model, Site(site.path))
-        with torch.no_grad():
-            output = found.module(given)
+        output = found.module.forward(given)  # without the hooks of others, which have seen this run already
         return next(tensor for _, tensor in iter_tensors(output))
 
     def have(*names: str) -> bool:
@@ -202,10 +246,43 @@ def _identities(model: nn.Module, stack: Stack, values: Mapping[str, Tensor]) ->
         norm = stack.around["ln_final"]
         yield Identity(("ln_final",), f"ln_final = norm({last})", lambda: values["ln_final"],
                        lambda: call(norm, values[last]))  # fmt: skip
-    if have("unembed", "ln_final"):
-        head = stack.around["unembed"]
-        yield Identity(("unembed",), "unembed = W(ln_final)", lambda: values["unembed"],
-                       lambda: _as_wanted(call(head, values["ln_final"]), values["unembed"]))  # fmt: skip
+    if have("unembed"):
+        logits = next((one for one in outputs if one.shape == values["unembed"].shape), None)
+        yield Identity(("unembed",), "unembed = what the model returns", lambda: values["unembed"],
+                       lambda: logits if logits is not None else outputs[0])  # fmt: skip
+
+
+class Sum(NamedTuple):
+    """What is added up in a block: ``left`` is the sum of ``parts``, the last of which is what a layer adds.
+
+    ``how``: nothing, ``norm`` (of the sum, by the module at ``left``), or ``relu``.
+    """
+
+    names: tuple[str, ...]
+    left: str
+    parts: tuple[str, ...]
+    how: str = ""
+
+
+def _sums(block: Block, number: int, have: Callable[..., bool]) -> Iterator[Sum]:
+    """The sums of one block, by its order, of which all values are there."""
+    pre, mid, post, attn, mlp = (
+        f"{one}.{number}" for one in ("resid_pre", "resid_mid", "resid_post", "attn.out", "mlp.out")
+    )
+    crossed, cross = f"resid_cross.{number}", f"cross.out.{number}"
+    if block.order == "sum":
+        main, short = f"main.{number}", f"shortcut.{number}"
+        found = [Sum((main, short, post), post, (short, main), "relu")]
+    elif block.order == "parallel":
+        found = [Sum((attn, post), post, (pre, mlp, attn)), Sum((mlp, post), post, (pre, attn, mlp))]
+    elif block.order == "after":
+        found = [Sum((attn, mid), mid, (pre, attn), "norm"), Sum((mlp, post), post, (mid, mlp), "norm")]
+    elif have(crossed, cross):
+        found = [Sum((attn, crossed), crossed, (pre, attn)), Sum((cross, mid), mid, (crossed, cross))]
+        found.append(Sum((mlp, post), post, (mid, mlp)))
+    else:
+        found = [Sum((attn, mid), mid, (pre, attn)), Sum((mlp, post), post, (mid, mlp))]
+    yield from (one for one in found if have(one.left, *one.parts))
 
 
 def _of_block(
@@ -216,39 +293,22 @@ def _of_block(
     have: Callable[..., bool],
 ) -> Iterator[Identity]:
     """What must hold inside one block."""
-    pre, mid, post, attn, mlp = (
-        f"{one}.{number}" for one in ("resid_pre", "resid_mid", "resid_post", "attn.out", "mlp.out")
-    )
 
-    def norm_of(name: str, *parts: str) -> Tensor:
-        return call(block.sites[name], _sum(values, *parts))
+    def made(one: Sum, share: float) -> Tensor:
+        """The sum, with this share of the last part."""
+        total = values[one.parts[0]]
+        for part in one.parts[1:]:
+            total = total + (share if part == one.parts[-1] else 1.0) * values[part].reshape(total.shape)
+        if one.how == "norm":
+            return call(block.sites[one.left.rpartition(".")[0]], total)
+        return total.relu() if one.how == "relu" else total
 
-    crossed, cross = f"resid_cross.{number}", f"cross.out.{number}"
-    if block.order == "sum":
-        main, short = f"main.{number}", f"shortcut.{number}"
-        yield Identity((main, short, post), f"{post} = relu({main} + {short})", lambda: values[post],
-                       lambda: _sum(values, main, short).relu())  # fmt: skip
-        return
-    if block.order == "parallel" and have(pre, attn, mlp, post):
-        yield Identity((attn, mlp, post), f"{post} = {pre} + {attn} + {mlp}", lambda: values[post],
-                       lambda: _sum(values, pre, attn, mlp), (pre,))  # fmt: skip
-    elif block.order == "after":
-        if have(pre, attn, mid):
-            yield Identity((attn, mid), f"{mid} = norm({pre} + {attn})", lambda: values[mid],
-                           lambda: norm_of("resid_mid", pre, attn), (pre,))  # fmt: skip
-        if have(mid, mlp, post):
-            yield Identity((mlp, post), f"{post} = norm({mid} + {mlp})", lambda: values[post],
-                           lambda: norm_of("resid_post", mid, mlp))  # fmt: skip
-    else:
-        after = crossed if have(crossed, cross) else mid
-        if have(pre, attn, after):
-            yield Identity((attn, after), f"{after} = {pre} + {attn}", lambda: values[after],
-                           lambda: _sum(values, pre, attn), (pre,))  # fmt: skip
-        if have(crossed, cross, mid):
-            yield Identity((cross, mid), f"{mid} = {crossed} + {cross}", lambda: values[mid],
-                           lambda: _sum(values, crossed, cross))  # fmt: skip
-        if have(mid, mlp, post):
-            yield Identity((mlp, post), f"{post} = {mid} + {mlp}", lambda: values[post], lambda: _sum(values, mid, mlp))
+    for one in _sums(block, number, have):
+        text = " + ".join(one.parts)
+        text = f"{one.left} = {one.how}({text})" if one.how else f"{one.left} = {text}"
+        more = tuple(part for part in one.parts if part.startswith("resid_pre"))
+        yield Identity(one.names, text, partial(values.__getitem__, one.left), partial(made, one, 1.0), more,
+                       partial(made, one, 0.5))  # fmt: skip
     yield from _of_parts(block, number, values, call, have)
 
 
@@ -262,7 +322,10 @@ def _of_parts(
     """What must hold inside attention and MLP: each layer's output is that layer of what stands before it."""
     at = {name: f"{name}.{number}" for name in (*block.sites, "resid_mid", "resid_pre")}
     pattern, value, mixed = at.get("attn.pattern", ""), at.get("attn.v", ""), at.get("attn.z", "")
-    if have(pattern):
+    if have(pattern) and values[pattern].dim() != 4:
+        yield Identity((pattern,), f"{pattern} is [batch, heads, queries, keys]", lambda: values[pattern],
+                       lambda: values[pattern].flatten(0, 1)[:0])  # fmt: skip
+    elif have(pattern):
         yield Identity((pattern,), f"rows of {pattern} sum to 1", lambda: values[pattern].sum(-1),
                        lambda: torch.ones_like(values[pattern][..., 0]))  # fmt: skip
     if have(pattern, value, mixed):
@@ -304,22 +367,6 @@ def _mixed(pattern: Tensor, value: Tensor, width: int) -> Tensor:
 def _flat(value: Tensor) -> Tensor:
     """``[batch, positions, heads, width]`` as ``[batch, positions, heads * width]``."""
     return value.flatten(2) if value.dim() == 4 else value
-
-
-def _as_wanted(found: Tensor, wanted: Tensor) -> Tensor:
-    """As many last positions as are wanted, of a classifier the first one or the mean, whichever is nearer."""
-    if found.dim() == wanted.dim() == 3:
-        return found[:, -wanted.shape[1] :]
-    if found.dim() == 3 and wanted.dim() == 2 and found.shape[::2] == wanted.shape:
-        return min((found[:, 0], found.mean(1)), key=lambda one: float((one - wanted).abs().max()))
-    return found
-
-
-def _sum(values: Mapping[str, Tensor], *names: str) -> Tensor:
-    found = values[names[0]]
-    for name in names[1:]:
-        found = found + values[name].reshape(found.shape)
-    return found
 
 
 def _same(values: Mapping[str, Tensor], names: tuple[str, ...], text: str, one: str, other: str) -> Identity:

@@ -2,8 +2,8 @@
 
     from gaff.integrations.baukit import Trace, TraceDict
 
-Values are exact also where the model overwrites them later, layers may be any addresses (``"layer4/add#1"``), and a
-layer that never runs raises.
+Values are exact also where the model overwrites them later, layers may be addresses (``"layer4/add#1"``), and a layer
+that never runs raises.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from inspect import signature
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse_site
+from gaff.address.nested import map_tensors
 from gaff.errors import PlanError
 from gaff.sessions.capture import Capture
 from gaff.sessions.edit import edit
@@ -30,18 +32,33 @@ class LastLayer(Exception):
 class LayerValues:
     """What passed at one layer: ``output``, and ``input`` where it was asked for. None before the layer has run."""
 
-    def __init__(self, layer: str) -> None:
+    def __init__(self, layer: str, is_cloned: bool, is_detached: bool) -> None:
         self.layer = layer
-        self.output: Any = None
-        self._got: Capture | None = None
-        self._input = ""
+        self.kept: dict[str, str] = {}  # the addresses of its output and its input, where they are kept
+        self.got: Capture | None = None
+        self.last: Tensor | None = None  # what was given out where the forward was ended
+        self._is_cloned, self._is_detached = is_cloned, is_detached
+
+    @property
+    def output(self) -> Any:
+        """What the layer has returned, changed by ``edit_output`` where there is one; of several calls the last."""
+        return self.last if self.last is not None else self._read("output")
 
     @property
     def input(self) -> Any:
-        """The first tensor that the layer was given."""
-        if not self._input:
-            raise PlanError(f"{self.layer}: its input was not kept: expected retain_input=True")
-        return self._got.all(self._input)[-1] if self._got is not None and self._input in self._got else None
+        """The first tensor that the layer was given. Raises PlanError where it was not kept."""
+        return self._read("input")
+
+    def _read(self, what: str) -> Any:
+        if what not in self.kept:
+            raise PlanError(f"{self.layer}: its {what} was not kept: expected retain_{what}=True")
+        address = self.kept[what]
+        if self.got is None or address not in self.got:
+            return None
+        value = self.got.all(address)[-1]
+        if self._is_cloned and not self._is_detached:
+            return map_tensors(value, torch.clone)
+        return value
 
 
 class TraceDict(Mapping[str, LayerValues]):
@@ -50,10 +67,10 @@ class TraceDict(Mapping[str, LayerValues]):
     Args:
         module: the model.
         layers: paths of modules, or addresses.
-        retain_output, retain_input: what is kept; of a layer that runs several times the last.
-        clone, detach: values without their autograd graph, which the reader may write into. Without both they keep it.
-        edit_output: a function ``output -> output``, or ``(output, layer) -> output``, that makes what the model goes
-            on with; where a layer returns a tuple it is given its first tensor.
+        retain_output, retain_input: what is kept; of a layer that runs several times the last is read.
+        clone, detach: copies; values without their autograd graph. Without ``detach`` they keep it.
+        edit_output: a function of the output, and of ``layer`` where it has a parameter of that name, that returns what
+            the model goes on with. Of a layer that returns several tensors say which: ``"layer:output[0]"``.
         stop: end the forward at the last of the layers; the block is left there.
 
     Raises SiteError for a layer that there is not, PlanError for ``retain_grad``, whose address is
@@ -74,16 +91,18 @@ class TraceDict(Mapping[str, LayerValues]):
         stop: bool = False,
     ) -> None:
         if retain_grad:
-            raise PlanError(
-                "retain_grad is not kept: expected an address of the gradient, gaff.capture(model, 'layer:grad_output')"
-            )
+            raise PlanError("retain_grad is not kept: expected an address of the gradient, "
+                            "gaff.capture(model, 'layer:grad_output')")  # fmt: skip
         self._module, self._stop, self._edit = module, stop, edit_output
-        self._layers = {layer: LayerValues(layer) for layer in layers}
-        inputs = {layer: _input_of(layer) for layer in self._layers} if retain_input else {}
-        self._capture = Capture(module, Plan.of(*inputs.values(), graph=not (clone or detach)), {}) if inputs else None
-        self._keeps, self._loose = retain_output, not (clone or detach)
-        for layer, address in inputs.items():
-            self._layers[layer]._input = address
+        self._layers = {layer: LayerValues(layer, clone, detach) for layer in layers}
+        self._last = list(self._layers)[-1] if self._layers else ""
+        for layer, one in self._layers.items():
+            if retain_output and not (stop and layer == self._last):
+                one.kept["output"] = layer
+            if retain_input:
+                one.kept["input"] = _input_of(layer)
+        wanted = [address for one in self._layers.values() for address in one.kept.values()]
+        self._capture = Capture(module, Plan.of(*wanted, graph=not detach), {}) if wanted else None
         self._stack = ExitStack()
 
     def __getitem__(self, layer: str) -> LayerValues:
@@ -97,12 +116,13 @@ class TraceDict(Mapping[str, LayerValues]):
 
     def __enter__(self) -> TraceDict:
         with ExitStack() as opening:
+            changed = self._layers if self._edit is not None else [self._last] if self._stop else []
+            if changed:
+                opening.enter_context(edit(self._module, {layer: self._change(layer) for layer in changed}, {}))
             if self._capture is not None:
                 got = opening.enter_context(self._capture)
                 for one in self._layers.values():
-                    one._got = got
-            changes = {layer: self._look(one) for layer, one in self._layers.items()}
-            opening.enter_context(edit(self._module, changes, {}))
+                    one.got = got
             self._stack = opening.pop_all()
         return self
 
@@ -112,21 +132,26 @@ class TraceDict(Mapping[str, LayerValues]):
         self._stack.__exit__(kind, error, trace)
         return self._stop and isinstance(error, LastLayer)
 
-    def _look(self, one: LayerValues) -> Callable[[Tensor], Tensor]:
-        """What happens at a layer: its output is changed, kept, and may be the last that is wanted."""
-        last = list(self._layers)[-1]
-        has_layer = self._edit is not None and len(signature(self._edit).parameters) > 1
+    def _change(self, layer: str) -> Callable[[Tensor], Tensor]:
+        """What happens at a layer: its output is changed, and may be the last that is wanted."""
+        more = {"layer": layer} if self._edit is not None and _takes_layer(self._edit) else {}
 
-        def look(output: Tensor) -> Tensor:
+        def change(output: Tensor) -> Tensor:
             if self._edit is not None:
-                output = self._edit(output, one.layer) if has_layer else self._edit(output)
-            if self._keeps:
-                one.output = output if self._loose else output.detach().clone()
-            if self._stop and one.layer == last:
+                output = self._edit(output, **more)
+            if self._stop and layer == self._last:
+                self._layers[layer].last = output
                 raise LastLayer("the last layer that was wanted")
             return output
 
-        return look
+        return change
+
+
+def _takes_layer(function: Callable[..., Any]) -> bool:
+    try:
+        return "layer" in signature(function).parameters
+    except ValueError:  # a builtin of torch's has no signature to be read
+        return False
 
 
 class LayerTrace(TraceDict):
@@ -138,7 +163,7 @@ class LayerTrace(TraceDict):
 
     @property
     def output(self) -> Any:
-        """What the layer has returned, changed by ``edit_output`` where there is one."""
+        """What the layer has returned, changed by ``edit_output`` where there is one; of several calls the last."""
         return self[self.layer].output
 
     @property

@@ -15,7 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from gaff.address.grammar import VALUE_PORTS
+from gaff.errors import PlanError
 from gaff.sessions.edit import edit
+from gaff.sessions.plan import Plan
 
 
 class Spot(nn.Module):
@@ -29,7 +32,11 @@ class Spot(nn.Module):
         self.model = model
         self.address = address
         self.layer = nn.Identity()
-        edit(model, {address: self.layer}, {})  # raises for what is no address of the model, before anything runs
+        found = Plan.edit({address: self.layer}).check(model)
+        if len(found) != 1 or not found[0].is_exact or found[0].found.site.port not in VALUE_PORTS:
+            raise PlanError(
+                f"{address!r} is no single value: expected one exact address of an output, an input or an op"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
@@ -40,6 +47,7 @@ class Spot(nn.Module):
 def at(model: nn.Module, address: str) -> Spot:
     """The model with a module at ``address``, for captum's ``Layer...`` methods: ``Method(spot, spot.layer)``.
 
-    Raises SiteError for an address that names nothing in the model, PlanError for what cannot be changed.
+    Where the address is called several times in a run, each call passes through the module. Raises SiteError for an
+    address that names nothing in the model, PlanError for one that is no single value.
     """
     return Spot(model, address)

@@ -32,6 +32,7 @@ class FeatureExtractor(nn.Module):
         self.nodes = dict(nodes)  # from torchvision's name to that in the result
         modules = {path: module for path, module, _ in iter_modules(model)}
         self._addresses = {node: _address_of(modules, node) for node in nodes}
+        self.training = model.training
         self._ops: dict[bool, dict[str, str]] = {}  # by mode, addresses of functional calls, which a run tells
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -47,10 +48,12 @@ class FeatureExtractor(nn.Module):
         """The address of each node."""
         modules = {node: one for node, one in self._addresses.items() if isinstance(one, str)}
         calls = {node: one for node, one in self._addresses.items() if not isinstance(one, str)}
-        known = self._ops.get(self.training)
+        known = self._ops.get(self.model.training)
         if calls and known is None:
             rows = [row for row in list_sites(self.model, args, kwargs, ops=True).rows if isinstance(row, OpRow)]
-            known = self._ops[self.training] = {node: _op_address(node, call, rows) for node, call in calls.items()}
+            known = self._ops[self.model.training] = {
+                node: _op_address(node, call, rows) for node, call in calls.items()
+            }
         return {**modules, **(known or {})}
 
 

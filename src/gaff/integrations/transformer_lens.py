@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from gaff.address.grammar import nearest
 from gaff.address.names import refused_names, standard_names
 from gaff.address.resolve import by_path, unwrap
 from gaff.errors import PlanError, SiteError
+from gaff.inspection.names import list_names
 from gaff.sessions.capture import Capture
 from gaff.sessions.edit import edit
 from gaff.sessions.plan import Plan
@@ -57,8 +59,18 @@ class HookPoint:
         return int(found[1])
 
 
-def hook_names(model: nn.Module) -> dict[str, str]:
-    """By hook name of TransformerLens the standard name of this model, in the order in which they pass."""
+_LOOKED: dict[int, Any] = {}  # models whose names were held to identities, by identity
+
+
+def hook_names(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """By hook name of TransformerLens the standard name of this model, in the order in which they pass.
+
+    With arguments for the model, names are held to identities first, by one more run, once for each model. Raises
+    PlanError for a model without such names.
+    """
+    if (args or kwargs) and id(model) not in _LOOKED:
+        list_names(model, args, dict(kwargs or {}))
+        _LOOKED[id(model)] = finalize(model, _LOOKED.pop, id(model), None)
     refused = refused_names(unwrap(model))
     known = [name for name in standard_names(by_path(model)) if name not in refused]
     inside = {one: hook for hook, one in _INSIDE.items()}
@@ -71,9 +83,10 @@ def hook_names(model: nn.Module) -> dict[str, str]:
         elif base in inside and number.isdigit():
             found[f"blocks.{number}.{inside[base]}"] = name
     if not found:
-        raise PlanError(
-            f"{type(model).__name__} has no hook names: no blocks with attention and an MLP were recognised"
-        )
+        why = "no blocks with attention and an MLP were recognised"
+        if known:
+            why = "they begin with a part of the model, see gaff.sites(model, names=True)"
+        raise PlanError(f"{type(model).__name__} has no hook names: {why}")
     return found
 
 
@@ -106,23 +119,37 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def stack_activation(self, name: str, layer: int = -1) -> Tensor:
         """One activation of all blocks before ``layer`` (-1: of all), as ``[layer, ...]``."""
-        return torch.stack([self[name, at] for at in range(self.layers if layer == -1 else layer)])
+        end = self._end(layer)
+        if not end:
+            raise SiteError(f"{name}: there is no block before layer {layer}: expected 1 to {self.layers}, or -1")
+        return torch.stack([self[name, at] for at in range(end)])
 
     def accumulated_resid(self, layer: int | None = None, *, incl_mid: bool = False) -> Tensor:
         """The residual stream at the entry of each block up to ``layer`` (None: to the end, with what comes out)."""
-        end = self.layers if layer is None else layer
+        end = self.layers if layer is None else self._end(layer)
         parts = []
         for at in range(end):
             parts += [self["resid_pre", at], *([self["resid_mid", at]] if incl_mid else [])]
-        last = [self["resid_post", self.layers - 1]] if layer is None else [self["resid_pre", layer]]
+        last = [self["resid_post", -1]] if end == self.layers else [self["resid_pre", end]]
         return torch.stack([*parts, *last])
+
+    def _end(self, layer: int) -> int:
+        """The number of a block, or of all where it is -1. Raises SiteError for a block that there is not."""
+        if not -1 <= layer <= self.layers:
+            raise SiteError(
+                f"layer {layer}: there are {self.layers} blocks: expected 0 to {self.layers}, or -1 for all"
+            )
+        return self.layers if layer == -1 else layer
 
     def _full(self, name: str | tuple[Any, ...]) -> str:
         if isinstance(name, str):
             return name
-        what, number = str(name[0]), int(name[1])
-        inside = _SHORT.get(what, what)
-        return f"blocks.{number % self.layers if self.layers else number}.{inside}"
+        if not isinstance(name, tuple) or not 2 <= len(name) <= 3 or not isinstance(name[1], int):
+            raise SiteError(f"{name!r} names no activation: expected a hook's name, or such as ('resid_post', 3)")
+        what, number = str(name[0]), name[1]
+        if not -self.layers <= number < self.layers:
+            raise SiteError(f"layer {number}: there are {self.layers} blocks")
+        return f"blocks.{number % self.layers}.{_SHORT.get(what, what)}"
 
 
 def run_with_cache(
@@ -141,13 +168,19 @@ def run_with_cache(
 
     Raises SiteError for a hook that the model has not, PlanError for a model without any.
     """
-    known = hook_names(model)
+    known = hook_names(model, args, kwargs)
     chosen = _chosen(known, names_filter)
     plan = Plan.of(*(f"names:{known[hook]}" for hook in chosen), graph=torch.is_grad_enabled())
     with Capture(model, plan, {}) as got:
         output = model(*args, **kwargs)
     values = {hook: _by_head(model, known[hook], got[f"names:{known[hook]}"]) for hook in chosen}
+    full = next((tuple(value.shape[:2]) for value in values.values() if value.dim() == 3), None)
+    if full is not None:  # some modules are given all positions as rows
+        values = {hook: value.unflatten(0, full) if value.dim() == 2 and len(value) == full[0] * full[1] else value
+                  for hook, value in values.items()}  # fmt: skip
     if remove_batch_dim:
+        if any(len(value) != 1 for value in values.values()):
+            raise PlanError("remove_batch_dim=True is for a batch of one: expected one, or False")
         values = {hook: value[0] for hook, value in values.items()}
     return output, ActivationCache(values)
 
@@ -163,7 +196,7 @@ def run_with_hooks(
     ``fwd_hooks``: pairs of a hook's name (or a function of names) and a function ``(activation, hook)`` that returns
     another activation, or None for the same. It must not write into what it is given. Raises as ``run_with_cache``.
     """
-    known = hook_names(model)
+    known = hook_names(model, args, kwargs)
     changes: dict[str, list[Any]] = {}
     for which, function in fwd_hooks:
         for hook in _chosen(known, which):
@@ -192,7 +225,10 @@ def _changed(
     model: nn.Module, name: str, hook: str, function: Callable[[Tensor, HookPoint], Tensor | None]
 ) -> Callable[[Tensor], Tensor]:
     def change(value: Tensor) -> Tensor:
-        new = function(_by_head(model, name, value), HookPoint(hook))
+        given = _by_head(model, name, value)
+        new = function(given, HookPoint(hook))
+        if new is not None and new.shape != given.shape:
+            raise PlanError(f"{hook}: the function returned shape {list(new.shape)}: expected {list(given.shape)}")
         return value if new is None else new.reshape(value.shape)
 
     return change

@@ -82,14 +82,20 @@ class Outer:
                 _UNDO.pop()()
 
 
-def _replace(name: str, make: Callable[[Any], Any], *owners: Any) -> None:
-    """Put ``make(original)`` in place of an attribute, with the original's name and text, until ``_UNDO`` is emptied.
+def _told(live: list[bool]) -> list[Told]:
+    """Who is to be told by a wrapper; nobody by one that was taken away, and that somebody else still calls."""
+    return list(_OPEN) if live else []
+
+
+def _replace(name: str, make: Callable[[Any, list[bool]], Any], *owners: Any) -> None:
+    """Put ``make(original, live)`` in place of an attribute, with its name and text, until ``_UNDO`` is emptied.
 
     ``owners``: all places of torch's that hold it, among them the one that a pickle names. Where somebody else has
     wrapped ours since, undoing leaves theirs, which goes on to call ours: ours then tells nobody.
     """
     original = owners[0].__dict__[name]
-    ours = make(original)
+    live = [True]
+    ours = make(original, live)
     ours.__doc__, ours.__name__, ours.__qualname__ = original.__doc__, name, original.__qualname__
     ours.__module__, ours.__wrapped__ = original.__module__, original
     same = [owner for owner in owners if owner.__dict__.get(name) is original]
@@ -97,6 +103,7 @@ def _replace(name: str, make: Callable[[Any], Any], *owners: Any) -> None:
         setattr(owner, name, ours)
 
     def undo() -> None:
+        live.clear()
         for owner in same:
             if owner.__dict__.get(name) is ours:  # else somebody has wrapped it since, and calls ours
                 setattr(owner, name, original)
@@ -104,7 +111,7 @@ def _replace(name: str, make: Callable[[Any], Any], *owners: Any) -> None:
     _UNDO.append(undo)
 
 
-def _backward(original: Any) -> Any:
+def _backward(original: Any, live: list[bool]) -> Any:
     """``torch.autograd.backward``, which tells before it begins.
 
     Not inside another backward pass, nor in code that is being compiled.
@@ -113,41 +120,41 @@ def _backward(original: Any) -> Any:
     @passed_over
     def backward(*args: Any, **kwargs: Any) -> Any:
         if autograd.backward_task() == -1 and not is_hidden():
-            for told in list(_OPEN):
+            for told in _told(live):
                 told.backward_begins(args[0] if args else kwargs.get("tensors"))
         return original(*args, **kwargs)
 
     return backward
 
 
-def _scale(original: Any) -> Any:
+def _scale(original: Any, live: list[bool]) -> Any:
     """``GradScaler.scale``, which tells the loss and what has become of it, unless scaling is off."""
 
     def scale(scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
         if isinstance(outputs, torch.Tensor) and scaled is not outputs:
-            for told in list(_OPEN):
+            for told in _told(live):
                 told.loss_scaled(outputs, scaled, scaler)
         return scaled
 
     return scale
 
 
-def _scaler_step(original: Any) -> Any:
+def _scaler_step(original: Any, live: list[bool]) -> Any:
     """``GradScaler.step``, which tells when it has made no step: none has finished while it ran."""
 
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = _FINISHED[0]
         result = original(scaler, optimizer, *args, **kwargs)
         if _FINISHED[0] == before:
-            for told in list(_OPEN):
+            for told in _told(live):
                 told.step_skipped(optimizer)
         return result
 
     return step
 
 
-def _compile(original: Any) -> Any:
+def _compile(original: Any, live: list[bool]) -> Any:
     """``torch.compile``, which tells what has been compiled.
 
     That is the module which it made of a module, or the function that it was given; used as a decorator with options it
@@ -157,45 +164,45 @@ def _compile(original: Any) -> Any:
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         compiled = original(model, *args, **kwargs)
         if model is not None:
-            for told in list(_OPEN):
+            for told in _told(live):
                 told.compiled(compiled if isinstance(model, nn.Module) else model)
         return compiled
 
     return compile
 
 
-def _clip(original: Any) -> Any:
+def _clip(original: Any, live: list[bool]) -> Any:
     """``torch.nn.utils.clip_grad_norm_``, which tells the norm that it has found, and the limit."""
 
     @passed_over
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         norm = original(parameters, max_norm, *args, **kwargs)
-        for told in list(_OPEN):
+        for told in _told(live):
             told.clipped(norm, max_norm)
         return norm
 
     return clip_grad_norm_
 
 
-def _iterate(original: Any) -> Any:
+def _iterate(original: Any, live: list[bool]) -> Any:
     """``DataLoader.__iter__``, which tells that a loader begins anew."""
 
     @passed_over
     def iterate(loader: Any) -> Any:
-        for told in list(_OPEN):
+        for told in _told(live):
             told.iterated(loader)
         return original(loader)
 
     return iterate
 
 
-def _save(original: Any) -> Any:
+def _save(original: Any, live: list[bool]) -> Any:
     """``torch.save``, which tells what it was given as file, once that is written."""
 
     @passed_over
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(obj, f, *args, **kwargs)
-        for told in list(_OPEN):
+        for told in _told(live):
             told.saved(f)
         return result
 

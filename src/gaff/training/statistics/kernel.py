@@ -70,6 +70,10 @@ def _chosen() -> tuple[str, Any]:
             except OSError:  # of another platform or torch: plain torch counts the same
                 continue
             return name, SimpleNamespace(**{one: _op(one) for one in ("observe_", "observe_many_", "observe_units_")})
+    choice = os.environ.get(_CHOICE, PLAIN)
+    if choice != PLAIN:
+        raise GaffError(f"{_CHOICE}={choice!r}: there is no such build here: python -m gaff.training.statistics.kernel "
+                        f"{choice} makes it")  # fmt: skip
     return PLAIN, None
 
 
@@ -110,6 +114,8 @@ def build(level: str = NATIVE) -> Path:
     Returns the library's path; a later ``load`` finds it. ``CXX`` names another compiler than the first that is found.
     Raises GaffError where there is no compiler or it fails.
     """
+    if level not in (NATIVE, *LEVELS):
+        raise GaffError(f"no level {level!r}: expected one of {', '.join((NATIVE, *LEVELS))}")
     target = path_of_build(level)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     compile_to(target, level)
@@ -184,4 +190,4 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{build()}\n")
+    sys.stdout.write(f"{build(*sys.argv[1:2])}\n")

@@ -9,9 +9,11 @@ findings (``Recorder``), tell alarms on the terminal. What is known of every ste
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from io import BufferedRandom, BufferedWriter, FileIO
 from os import PathLike
 from time import perf_counter
 from typing import Any
@@ -39,6 +41,7 @@ from gaff.training.watch.worker import Worker
 from gaff.views import run_text
 
 _MOST_SAVED = 1000  # files of torch.save that are told
+_FILES = (BufferedRandom, BufferedWriter, FileIO)  # what open() returns for bytes
 
 
 class Reporter:
@@ -133,10 +136,11 @@ class Reporter:
 
     def saved(self, file: Any) -> None:
         """``torch.save`` has written a file: hand over its name, of the first 1,000; a buffer in memory has none."""
-        name = file if isinstance(file, (str, PathLike)) else getattr(file, "name", None)
-        if isinstance(name, (str, PathLike)) and self._saves < _MOST_SAVED:
+        if type(file) in _FILES:  # of others a name may be a property that does something
+            file = file.name
+        if isinstance(file, (str, bytes, PathLike)) and self._saves < _MOST_SAVED:
             self._saves += 1
-            self.tell("saved", self._steps_made(), file=str(name))
+            self.tell("saved", self._steps_made(), file=str.__str__(os.fsdecode(file)))
 
     def pulse(
         self, step: int, seconds: float, numbers: StepNumbers, skipped: int, samples: int, alone: tuple[float, float]
