@@ -24,6 +24,8 @@ from gaff.sessions.capture import Capture
 from gaff.sessions.edit import edit
 from gaff.sessions.plan import Plan
 
+_ROOT = ":output"  # the model itself, which has no path
+
 
 class LastLayer(Exception):
     """Ends a forward pass at the last layer that is wanted (``stop=True``); caught where the block ends."""
@@ -66,7 +68,7 @@ class TraceDict(Mapping[str, LayerValues]):
 
     Args:
         module: the model.
-        layers: paths of modules, or addresses.
+        layers: paths of modules, or addresses; an empty path is the model itself.
         retain_output, retain_input: what is kept; of a layer that runs several times the last is read.
         clone, detach: copies; values without their autograd graph. Without ``detach`` they keep it.
         edit_output: a function of the output, and of ``layer`` where it has a parameter of that name, that returns what
@@ -98,7 +100,7 @@ class TraceDict(Mapping[str, LayerValues]):
         self._last = list(self._layers)[-1] if self._layers else ""
         for layer, one in self._layers.items():
             if retain_output and not (stop and layer == self._last):
-                one.kept["output"] = layer
+                one.kept["output"] = layer or _ROOT
             if retain_input:
                 one.kept["input"] = _input_of(layer)
         wanted = [address for one in self._layers.values() for address in one.kept.values()]
@@ -118,7 +120,9 @@ class TraceDict(Mapping[str, LayerValues]):
         with ExitStack() as opening:
             changed = self._layers if self._edit is not None else [self._last] if self._stop else []
             if changed:
-                opening.enter_context(edit(self._module, {layer: self._change(layer) for layer in changed}, {}))
+                opening.enter_context(
+                    edit(self._module, {layer or _ROOT: self._change(layer) for layer in changed}, {})
+                )
             if self._capture is not None:
                 got = opening.enter_context(self._capture)
                 for one in self._layers.values():
@@ -176,5 +180,5 @@ Trace = LayerTrace  # its name there
 
 
 def _input_of(layer: str) -> str:
-    site = parse_site(layer)
+    site = parse_site(layer or _ROOT)
     return str(Site(site.path, site.op, site.op_index, site.call, "input"))
