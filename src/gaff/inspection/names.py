@@ -223,21 +223,33 @@ def _difference(identity: Identity) -> str | None:
     return f"they differ by {far:.3g}, where the largest number of what is compared is {size:.3g}"
 
 
+@dataclass(frozen=True, slots=True)
+class NamedValues:
+    """What has passed in the run, by name, and the model's layers, to be asked for what they make of it."""
+
+    model: nn.Module
+    values: Mapping[str, Tensor]
+
+    def have(self, *names: str) -> bool:
+        """Whether there is a value at each of the names."""
+        return all(name in self.values for name in names)
+
+    def call(self, site: Site, given: Tensor) -> Tensor:
+        """What the module at ``site`` makes of a tensor, without hooks of others, which have seen this run already."""
+        [found] = resolve(self.model, Site(site.path))
+        return next(tensor for _, tensor in iter_tensors(found.module.forward(given)))
+
+
 def _identities(
     model: nn.Module, stack: Stack, values: Mapping[str, Tensor], outputs: list[Tensor]
 ) -> Iterator[Identity]:
     """Everything that must hold between the values that there are."""
 
-    def call(site: Site, given: Tensor) -> Tensor:
-        [found] = resolve(model, Site(site.path))
-        output = found.module.forward(given)  # without the hooks of others, which have seen this run already
-        return next(tensor for _, tensor in iter_tensors(output))
-
-    def have(*names: str) -> bool:
-        return all(name in values for name in names)
-
+    passed = NamedValues(model, values)
+    call, have = passed.call, passed.have
     for number, block in enumerate(stack.blocks):
-        yield from _of_block(block, number, values, call, have)
+        yield from _of_block(block, number, passed)
+        yield from _of_parts(block, number, passed)
         post, following = f"resid_post.{number}", f"resid_pre.{number + 1}"
         if have(post, following):
             yield _same(values, (post,), f"{post} = {following}", post, following)
@@ -285,14 +297,9 @@ def _sums(block: Block, number: int, have: Callable[..., bool]) -> Iterator[Sum]
     yield from (one for one in found if have(one.left, *one.parts))
 
 
-def _of_block(
-    block: Block,
-    number: int,
-    values: Mapping[str, Tensor],
-    call: Callable[[Site, Tensor], Tensor],
-    have: Callable[..., bool],
-) -> Iterator[Identity]:
-    """What must hold inside one block."""
+def _of_block(block: Block, number: int, passed: NamedValues) -> Iterator[Identity]:
+    """The sums of one block, as identities."""
+    values = passed.values
 
     def made(one: Sum, share: float) -> Tensor:
         """The sum, with this share of the last part."""
@@ -300,26 +307,20 @@ def _of_block(
         for part in one.parts[1:]:
             total = total + (share if part == one.parts[-1] else 1.0) * values[part].reshape(total.shape)
         if one.how == "norm":
-            return call(block.sites[one.left.rpartition(".")[0]], total)
+            return passed.call(block.sites[one.left.rpartition(".")[0]], total)
         return total.relu() if one.how == "relu" else total
 
-    for one in _sums(block, number, have):
+    for one in _sums(block, number, passed.have):
         text = " + ".join(one.parts)
         text = f"{one.left} = {one.how}({text})" if one.how else f"{one.left} = {text}"
         more = tuple(part for part in one.parts if part.startswith("resid_pre"))
         yield Identity(one.names, text, partial(values.__getitem__, one.left), partial(made, one, 1.0), more,
                        partial(made, one, 0.5))  # fmt: skip
-    yield from _of_parts(block, number, values, call, have)
 
 
-def _of_parts(
-    block: Block,
-    number: int,
-    values: Mapping[str, Tensor],
-    call: Callable[[Site, Tensor], Tensor],
-    have: Callable[..., bool],
-) -> Iterator[Identity]:
+def _of_parts(block: Block, number: int, passed: NamedValues) -> Iterator[Identity]:
     """What must hold inside attention and MLP: each layer's output is that layer of what stands before it."""
+    values, have = passed.values, passed.have
     at = {name: f"{name}.{number}" for name in (*block.sites, "resid_mid", "resid_pre")}
     pattern, value, mixed = at.get("attn.pattern", ""), at.get("attn.v", ""), at.get("attn.z", "")
     if have(pattern) and values[pattern].dim() != 4:
@@ -339,7 +340,7 @@ def _of_parts(
             continue
         names = (one, other) if wanted in ("attn.z", "mlp.post") else (one,)
         yield Identity(names, f"{one} = f({other})", partial(values.__getitem__, one),
-                       partial(_called, call, block.sites[name], values, other))  # fmt: skip
+                       partial(_called, passed, block.sites[name], other))  # fmt: skip
 
 
 # What each layer is given, by its name; and how the paths end of what scales or normalises a layer's output.
@@ -348,8 +349,8 @@ _LAYERS = (("ln1", "resid_pre"), ("ln2", "resid_mid"), ("attn.q", "ln1"), ("attn
 _BEHIND = ("norm", "scale1", "scale2", "ls1", "ls2")
 
 
-def _called(call: Callable[[Site, Tensor], Tensor], site: Site, values: Mapping[str, Tensor], name: str) -> Tensor:
-    return call(site, values[name])
+def _called(passed: NamedValues, site: Site, name: str) -> Tensor:
+    return passed.call(site, passed.values[name])
 
 
 def _mixed(pattern: Tensor, value: Tensor, width: int) -> Tensor:

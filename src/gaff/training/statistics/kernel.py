@@ -70,8 +70,8 @@ def _chosen() -> tuple[str, Any]:
             except OSError:  # of another platform or torch: plain torch counts the same
                 continue
             return name, SimpleNamespace(**{one: _op(one) for one in ("observe_", "observe_many_", "observe_units_")})
-    choice = os.environ.get(_CHOICE, PLAIN)
-    if choice != PLAIN:
+    choice = os.environ.get(_CHOICE, "")
+    if choice not in ("", PLAIN):
         raise GaffError(f"{_CHOICE}={choice!r}: there is no such build here: python -m gaff.training.statistics.kernel "
                         f"{choice} makes it")  # fmt: skip
     return PLAIN, None
