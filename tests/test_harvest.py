@@ -371,6 +371,21 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert tree(tmp_path) == {"mine.txt": b"mine"}
 
 
+def test_a_harvest_that_is_deleted_while_it_is_made_says_so(tmp_path, monkeypatch):
+    model, out = net(), tmp_path / "acts"
+    first, calls = model[0].forward, iter(range(1000))
+
+    def deleted_by_somebody(x):
+        if next(calls) == 3:
+            shutil.rmtree(out)
+        return first(x)
+
+    monkeypatch.setattr(model[0], "forward", deleted_by_somebody)
+    with pytest.raises(gaff.RecordError, match=r"acts/harvest.json is gone: the harvest was deleted, or moved, while"):
+        gaff.harvest(model, loader(), "0", out=out, shard=2)
+    assert tree(out) == {}
+
+
 def test_a_shard_that_another_process_was_faster_with_stays(tmp_path, monkeypatch):
     model, out = net(), tmp_path / "acts"
     gaff.harvest(model, loader(), "0", out=tmp_path / "other", shard=4)

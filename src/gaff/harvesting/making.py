@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gaff.address.nested import map_tensors
 from gaff.compat import elements, libraries
 from gaff.errors import PlanError, RecordError, SiteError
+from gaff.harvesting import manifest
 from gaff.harvesting.batches import Numbered
 from gaff.harvesting.location import Location
 from gaff.harvesting.options import HarvestOptions
@@ -51,7 +52,10 @@ class ShardMaker:
         self._device = libraries.device_of(job.model)
 
     def make(self, number: int, batches: Iterable[Numbered], tell: Told) -> None:
-        """Make one shard. Raises RecordError for a batch behind the end of the data at an earlier time."""
+        """Make one shard.
+
+        Raises RecordError for a batch behind the end of the data at an earlier time, and where the harvest was deleted.
+        """
         job = self._job
         with ShardWriter(job.out, number, job.like) as writer:
             shard = _OpenShard(writer, number * job.options.shard, job.options)
@@ -59,6 +63,7 @@ class ShardMaker:
                 if job.end is not None and given.number >= job.end:
                     raise RecordError(f"the data had {job.end} batches, and has more now: it is another")
                 tell(given.number, shard.take(given, self.read(self.moved(given))))
+            manifest.need(job.out)
             shard.commit(job.changes)
 
     def moved(self, given: Numbered) -> Numbered:

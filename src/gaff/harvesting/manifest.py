@@ -106,8 +106,18 @@ def read(out: Location, name: str = NAME) -> dict[str, Any]:
     return dict(told)
 
 
+def need(out: Location) -> None:
+    """Raise RecordError where the manifest is gone: somebody has deleted the harvest while it was being made."""
+    if not out.holds(NAME):
+        raise RecordError(f"{out}/{NAME} is gone: the harvest was deleted, or moved, while it was being made")
+
+
 def end(out: Location, batches: int) -> None:
-    """Note that the data ends after that many batches. Raises RecordError where another process met another end."""
+    """Note that the data ends after that many batches.
+
+    Raises RecordError where another process met another end, and where the harvest was deleted meanwhile.
+    """
+    need(out)
     out.create(END, json.dumps({"gaff_harvest": FORMAT, "batches": batches}).encode())
     known = read(out, END).get("batches")
     if known != batches:
