@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
+COMPARED := baukit captum nnsight pyvene torchlens torchvision transformer_lens
 RUN := $(VENV)/bin/python
 SETUP := pyproject.toml constraints.txt
 RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
 SUITES := tests/traps tests/test_capture.py tests/test_edits.py tests/test_edit_sessions.py tests/test_no_effect.py
 
-.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners wheel page page-check shots gallery check house bench docs format notebooks clean
+.PHONY: demo more test slow survey fuzz count diagnose foreign vision partners compare bench-peers wheel page page-check shots gallery check house bench docs format notebooks clean
 
 demo: $(VENV)/.ready  ## the main job on real input: look at what it prints
 	rm -rf demo-out/broken demo-out/healthy
@@ -72,6 +73,12 @@ vision: $(PEERS)/.ready  ## torchvision and timm models
 partners: $(PEERS)/.ready  ## real trackers, tables and event files
 	$(PEERS)/bin/python -m pytest tests/partners -n 2
 
+compare: $(VENV)/.ready $(COMPARED:%=.venv-compare/%/.ready)  ## every trap sprung on gaff, on hooks by hand and on seven other tools, each in its own environment
+	cd tests && ../$(RUN) -m traps --against gaff raw $(COMPARED) --write traps/against/answers.json
+
+bench-peers: $(VENV)/.ready $(COMPARED:%=.venv-compare/%/.ready)  ## what keeping the outputs of many modules costs with each of them
+	$(RUN) -m benchmarks.peers --write tests/traps/against/prices.json
+
 page: page/node_modules/.package-lock.json  ## the page's script and style, built into the package; needs node
 	cd page && npm run --silent check && npm run --silent test && npm run --silent build
 
@@ -124,9 +131,14 @@ $(PEERS)/.ready: $(SETUP)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e ".[dev,peers]"
 	touch $@
 
+.venv-compare/%/.ready: tests/traps/against/pins/%.txt
+	$(PYTHON) -m venv .venv-compare/$*
+	.venv-compare/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 notebooks: $(VENV)/.ready  ## the notebooks of the documentation as .ipynb, into notebooks/
 	mkdir -p notebooks
 	for one in docs/notebooks/[01]*.md; do $(RUN) -m jupytext --quiet --to ipynb --output notebooks/$$(basename $$one .md).ipynb $$one; done
 
 clean:
-	rm -rf $(VENV) $(PEERS) site docs/_build notebooks dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-compare site docs/_build notebooks dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

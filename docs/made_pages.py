@@ -1,15 +1,28 @@
-"""Pages that are made from the code when the site is built: every message, the help of commands, and ``llms.txt``.
+"""Pages that are made from the code when the site is built: every message, the help of commands, the tables of the
+comparison with other tools, and ``llms.txt``.
 
 ``docs/messages.md`` is written by hand and tells what to do about the messages that people meet; the page made here,
 ``reference/all-messages.md``, lists every one with the place that raises it, from the source itself.
 """
 
 import ast
+import json
 import os
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "gaff"
 DOCS = Path(__file__).resolve().parent
+AGAINST = SOURCE.parent.parent / "tests" / "traps" / "against"
+NAMED = {"raw": "hooks by hand", "torchlens": "TorchLens", "transformer_lens": "TransformerLens"}
+SIGNS = {
+    "right": "right",
+    "wrong": "**wrong**",
+    "missing": "**missing**",
+    "left": "**left**",
+    "refuses": "says no",
+    "cannot": "-",
+}
+GROUPS = {"values": "Values", "gradients": "Gradients", "edits": "Edits", "traceless": "What is left behind"}
 ERRORS = ("SiteError", "PlanError", "NeverFiredError", "ExactnessError", "RecordError", "NonFiniteError", "GaffError")
 
 
@@ -89,6 +102,57 @@ def command_page():
     return "\n".join(lines)
 
 
+def compared_page():
+    """The tables of ``compared.md``: which tool comes how out of which trap, and what it costs."""
+    told = json.loads((AGAINST / "answers.json").read_text(encoding="utf-8"))
+    tools, traps = told["tools"], _trap_titles(told["groups"])
+    names = [NAMED.get(tool, tool) for tool in tools]
+    lines = [
+        "## In short",
+        "",
+        "| tool | version | right | wrong | missing | left behind | says no | knows no way to ask |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for tool, answer in tools.items():
+        kinds = [kind for kind, _ in answer["traps"].values()]
+        counts = " | ".join(str(kinds.count(kind)) for kind in SIGNS)
+        version = next(iter(answer["versions"].values())).partition("+")[0]
+        lines.append(f"| {NAMED.get(tool, tool)} | {version} | {counts} |")
+    for group, title in GROUPS.items():
+        lines += ["", f"## {title}", "", f"| asked | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+        for trap, about in traps.items():
+            if trap.startswith(f"{group}."):
+                cells = [SIGNS[answer["traps"][trap][0]] for answer in tools.values()]
+                lines.append(f"| {about} | {' | '.join(cells)} |")
+    lines += ["", "## What it costs", "", *_prices()]
+    return "\n".join(lines) + "\n"
+
+
+def _trap_titles(groups):
+    """By name of each trap the first sentence of its docstring."""
+    found = {}
+    for group in groups:
+        for node in ast.parse((AGAINST / f"{group}.py").read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("trap_"):
+                found[f"{group}.{node.name.removeprefix('trap_')}"] = ast.get_docstring(node).rstrip(".")
+    return found
+
+
+def _prices():
+    """The table of prices: how many times the bare model, and hooks by hand in the same process."""
+    told = json.loads((AGAINST / "prices.json").read_text(encoding="utf-8"))
+    works = list(next(iter(told.values()))["works"])
+    head = " | ".join(f"{work}: x the bare model | x hooks by hand" for work in works)
+    lines = [f"| tool | {head} |", f"|---|{'---|---|' * len(works)}"]
+    for tool, one in told.items():
+        cells = [
+            f"{seconds['tool'] / seconds['bare']:.2f} | {seconds['tool'] / seconds['raw']:.2f}"
+            for seconds in one["works"].values()
+        ]
+        lines.append(f"| {NAMED.get(tool, tool)} | {' | '.join(cells)} |")
+    return lines
+
+
 def llms_text():
     """What an assistant that writes code is told first: what there is, and where; see https://llmstxt.org."""
     lines = [
@@ -113,7 +177,11 @@ def setup(app):
     """Write the pages before Sphinx reads its sources, and ``llms.txt`` beside the site when it is done."""
 
     def begin(app):
-        for name, make in (("all-messages", message_page), ("commands", command_page)):
+        for name, make in (
+            ("all-messages", message_page),
+            ("commands", command_page),
+            ("compared-tables", compared_page),
+        ):
             page, text = DOCS / "reference" / f"{name}.md", make()
             if not page.exists() or page.read_text(encoding="utf-8") != text:
                 page.write_text(text, encoding="utf-8")

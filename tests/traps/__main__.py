@@ -1,35 +1,64 @@
-"""``python -m traps`` from the folder ``tests``: which tool falls into which trap. Name a tool of yours in TOOLS."""
+"""``python -m traps --against TOOL...`` from the folder ``tests``: which tool answers what truly, and which one says so where it cannot.
 
-import importlib
-import pkgutil
+A tool that is not installed beside this Python is asked in the environment that ``make compare`` sets up for it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
 import sys
-import warnings
+from pathlib import Path
 
-import traps
-from traps.tools import TOOLS
+from traps.against.run import GROUPS, TOOLS, apart, tool, traps, versions
 
-
-def falls(trap, tool):
-    """The error that a tool ends with, or None when its answers are true."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trap(tool())
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:70] if str(error) else ''}"
-    return None
+HERE = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = HERE.parent / ".venv-compare"
+SIGNS = {"right": "right", "wrong": "WRONG", "missing": "missing", "left": "LEFT", "refuses": "refuses", "cannot": "-"}
 
 
 def main():
-    names = sorted(info.name for info in pkgutil.iter_modules(traps.__path__) if info.name.startswith("test_"))
+    parser = argparse.ArgumentParser(prog="python -m traps", description=__doc__.splitlines()[0])
+    parser.add_argument("--against", nargs="+", choices=list(TOOLS), default=["gaff", "raw"], metavar="TOOL")
+    parser.add_argument("--only", default="", metavar="PART", help="only traps whose name holds this")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the answers as JSON, too")
+    parser.add_argument("--here", action="store_true", help="ask in this environment, and print JSON")
+    given = parser.parse_args()
+    names = [name for name in traps() if given.only in name]
+    if given.here:
+        print(json.dumps(asked(given.against[0], names)))
+        return 0
+    found = {name: elsewhere(name, given.only) for name in TOOLS if name in given.against}
     for name in names:
-        trap = getattr(importlib.import_module(f"traps.{name}"), "trap", None)
-        if trap is None:
-            continue
-        results = {tool: falls(trap, cls) for tool, cls in TOOLS.items()}
-        line = "  ".join(f"{tool}: {'right' if fault is None else 'WRONG'}" for tool, fault in results.items())
-        print(f"{name.removeprefix('test_'):38} {line}")
+        told = "  ".join(f"{one}: {SIGNS[answer['traps'][name][0]]:8}" for one, answer in found.items())
+        print(f"{name:58} {told}")
+    print()
+    for one, answer in found.items():
+        verdicts = [kind for kind, _ in answer["traps"].values()]
+        told = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in SIGNS)
+        print(f"{one} {answer['versions']}: {told}")
+    if given.write:
+        given.write.write_text(json.dumps({"groups": GROUPS, "tools": found}, indent=1) + "\n")
     return 0
+
+
+def asked(name, names):
+    """A tool's versions, and its answers."""
+    one = tool(name)
+    return {"versions": versions(one), "traps": {trap: apart(name, trap) for trap in names}}
+
+
+def elsewhere(name, only):
+    """The same by the Python that has the tool."""
+    own = ENVIRONMENTS / name / "bin" / "python"
+    python = str(own) if own.exists() else sys.executable
+    command = [python, "-W", "ignore", "-m", "traps", "--here", "--against", name, "--only", only]
+    done = subprocess.run(
+        command, cwd=HERE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode:
+        sys.exit(f"{name} could not be asked by {python}: `make compare` sets up an environment for each tool")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import gaff
-from traps.tools import Gaff, same
 from zoo import Keywords
 
 
@@ -34,13 +33,3 @@ def test_a_keyword_that_was_not_given_is_named():
     ):
         with gaff.capture(model, "inner:input[mask]"):
             model(x=x)
-
-
-def trap(tool):
-    model, x = Keywords(), torch.randn(2, 4)
-    found = tool.seen(model, ["inner:input"], lambda: model(x=x))
-    same(found["inner:input"], [x])
-
-
-def test_gaff_is_right():
-    trap(Gaff())

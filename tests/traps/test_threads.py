@@ -1,6 +1,5 @@
 """Four threads on one model: each session sees the runs of its own thread only."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 
 import gaff
-from traps.tools import Gaff, same
 
 
 def test_no_cross_talk():
@@ -46,29 +44,3 @@ def test_another_threads_run_does_not_fire_by_default():
     with pytest.raises(gaff.NeverFiredError, match="never called inside the session.*on another thread"):
         with gaff.capture(model, ":output"), ThreadPoolExecutor(1) as pool:
             pool.submit(model, torch.randn(1, 3)).result()
-
-
-def trap(tool):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    inputs = [torch.full((2, 4), float(number)) for number in range(4)]
-    started = threading.Barrier(2)
-
-    def other():
-        started.wait()
-        model(inputs[1])
-        started.wait()
-
-    def step():
-        started.wait()
-        started.wait()
-        model(inputs[0])
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(other)
-        found = tool.seen(model, ["0:output"], step)
-        running.result()
-    same(found["0:output"], [model[0](inputs[0])])
-
-
-def test_gaff_is_right():
-    trap(Gaff())

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import gaff
-from traps.tools import Gaff, same
 
 
 def test_vmap_and_grad_are_refused_with_the_reason():
@@ -15,16 +14,3 @@ def test_vmap_and_grad_are_refused_with_the_reason():
             with gaff.capture(model, ":output"):
                 transform(x)
     assert not model._forward_hooks
-
-
-def trap(tool):
-    model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3)
-    try:
-        found = tool.seen(model, ["0:output"], lambda: torch.func.vmap(model)(x))
-    except gaff.PlanError:
-        return  # refused: no wrapper was handed out
-    same(found["0:output"], [model(x)])
-
-
-def test_gaff_is_right():
-    trap(Gaff())
