@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gaff
 
@@ -348,3 +349,54 @@ def test_the_gradient_of_what_came_into_a_graph_and_was_written_to_is_refused():
     with gaff.capture(inner, "1.0:grad_output") as got:
         inner(torch.randn(3, 4)).sum().backward()
     torch.testing.assert_close(got["1.0:grad_output"], model[1].weight.sum(0).expand(3, 4))
+
+
+class ReturnsItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, h):
+        self.lin(h)
+        return h
+
+
+class UnderCheckpoints(nn.Module):
+    """A module that returns what it was given, under one reentrant checkpoint or two."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.first, self.inner, self.depth = nn.Linear(4, 4), ReturnsItsInput(), depth
+
+    def body(self, h):
+        return checkpoint(self.inner, h, use_reentrant=True) if self.depth == 2 else self.inner(h)
+
+    def forward(self, x):
+        return torch.tanh(checkpoint(self.body, self.first(x), use_reentrant=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_module_under_compiled_checkpoints_that_returns_what_it_was_given(depth, tmp_path):
+    """Its gradient is refused; it does not keep the model from being compiled, watched ones least of all."""
+    torch.manual_seed(0)
+    model, x = UnderCheckpoints(depth), torch.randn(2, 4)
+    with gaff.capture(model, "first:grad_output") as true:
+        model(x).sum().backward()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with gaff.capture(compiled, "first:grad_output", "inner:grad_output") as got:
+        compiled(x).sum().backward()
+    torch.testing.assert_close(got["first:grad_output"], true["first:grad_output"])
+    with pytest.raises(gaff.ExactnessError, match="belongs to the code around it: ask for it there"):
+        got["inner:grad_output"]
+    with pytest.raises(gaff.PlanError, match="belongs to the code around it"):
+        with gaff.edit(compiled, {"inner:grad_output": gaff.edits.scale(2.0)}):
+            compiled(x).sum().backward()
+    torch._dynamo.reset()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(compiled, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            compiled(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert gaff.load(tmp_path / "run").steps == 3

@@ -19,14 +19,17 @@ from gaff.compat import autograd, checkpoints, memory
 from gaff.edits.arithmetic import Project
 from gaff.edits.compiled import may_write
 from gaff.edits.files import tensors_of
+from gaff.engine.compiled.structure import StandInForCaller
 from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, sign_of_edge, tell
-from gaff.engine.compiled.tracing import was_written
+from gaff.engine.compiled.tracing import is_of_caller, was_written
 from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge
 from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
 
 _WROTE = "the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
 _UNFIT = "the edit returned "
+_VIEW = "inside compiled code the gradient of a view cannot be edited"
+_CALLER = StandInForCaller.why_untold
 
 
 class TracedEdit(Receiver):
@@ -117,7 +120,9 @@ class TracedGradientEdit(TracedEdit):
         return value
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
-        """Do nothing, though the gradient of a frame is to come: the op that told it has noted its ticket already."""
+        """Raise PlanError for ``what`` keeps the edit from being made; a hook's ticket is noted by the op itself."""
+        if what:
+            raise PlanError(f"{self.site}: {what}")
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
         """The backward has made the edit: tell the stream the old gradient and the new one.
@@ -132,11 +137,12 @@ class TracedGradientEdit(TracedEdit):
         self.stream.told(*gradients, "")
 
     def _hook(self, tensor: Tensor) -> None:
-        """Set the hook that edits. Raises PlanError for a view, whose gradient may come in parts."""
-        if is_view(tensor):
-            raise PlanError(f"{self.site}: inside compiled code the gradient of a view cannot be edited")
+        """Set the hook that edits; where none can be set (a view's gradient may come in parts) it is told why."""
+        why = _VIEW if is_view(tensor) else _CALLER if is_of_caller(tensor) else ""
         ticket, place = self.ticket.clone(), new_place()
-        tell([], self.token, ticket, place, "")
+        tell([], self.token, ticket, place, why)
+        if why:
+            return
 
         def arrived(gradient: Tensor) -> Tensor:
             old = gradient.detach()

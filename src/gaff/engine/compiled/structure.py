@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from gaff.address.nested import Opaque, children
 
 _KINDS: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict"}
+
+_EAGER = "open the session under torch.compiler.set_stance('force_eager')"
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> str:
@@ -49,19 +52,19 @@ def rebuild(what: str, tensor_of: Callable[[int], Any]) -> Any:
     return _build(_read(what), tensor_of)
 
 
-def stand_ins(what: str, written: Collection[int] = ()) -> list[Tensor]:
+def stand_ins(what: str, untold: Mapping[int, type[Tensor]] = MappingProxyType({})) -> list[Tensor]:
     """Small tensors on which hooks can be set in the place of those of the value, in their order.
 
     They are empty, and require grad as those did; what stands for a view, or for one of the tensors with the numbers
-    ``written``, which came into the graph and were written to in it, says why its gradient is not told.
+    in ``untold``, by the class that is given there, says why its gradient is not told.
     """
     found: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.enable_grad():
         for number, requires_grad, is_view in _leaves(_read(what)):
             stand: Tensor = torch.empty(0, requires_grad=requires_grad)
             found[number] = stand.clone() if requires_grad else stand
-            if requires_grad and number in written:
-                found[number] = found[number].as_subclass(StandInForWritten)
+            if requires_grad and number in untold:
+                found[number] = found[number].as_subclass(untold[number])
             elif requires_grad and is_view:
                 found[number] = found[number].as_subclass(StandInForView)
     return [found[number] for number in sorted(found)]
@@ -75,16 +78,22 @@ class StandInForView(Tensor):
 
     why_untold = (
         "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer "
-        "that makes it, or open the session under torch.compiler.set_stance('force_eager')"
+        f"that makes it, or {_EAGER}"
     )
 
 
 class StandInForWritten(Tensor):
     """What a hook is set on in the place of a tensor that came into the graph and was written to in it."""
 
+    why_untold = f"compiled code does not tell the gradient of what came into it and was written to in place: {_EAGER}"
+
+
+class StandInForCaller(Tensor):
+    """What a hook is set on in the place of a tensor of the code around a compiled checkpoint."""
+
     why_untold = (
-        "compiled code does not tell the gradient of what came into it and was written to in place: open the session "
-        "under torch.compiler.set_stance('force_eager')"
+        "inside compiled code a module under a checkpoint returned what the checkpoint was given, whose gradient "
+        f"belongs to the code around it: ask for it there, or {_EAGER}"
     )
 
 

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from gaff.compat import autograd, compiler, memory
-from gaff.engine.compiled.structure import stand_ins, structure_of
+from gaff.engine.compiled.structure import StandInForCaller, StandInForWritten, stand_ins, structure_of
+from gaff.engine.compiled.tracing import belongs_to_caller, is_of_caller
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
-_WRITTEN: dict[int, set[int]] = {}  # by place: tensors that came into the graph and were written to in it
+_UNTOLD: dict[int, dict[int, type[Tensor]]] = {}  # by place and number: what stands for tensors that no graph tells of
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
@@ -199,7 +200,7 @@ class Receiver(ABC):
 
     def wait(self, call: Call, what: str) -> list[Tensor]:
         """Make what stands for the tensors of a call, in their order, for hooks to be set on; see ``arrived``."""
-        self.waiting[call] = stands = stand_ins(what, _WRITTEN.get(call[1], ()))
+        self.waiting[call] = stands = stand_ins(what, _UNTOLD.get(call[1], {}))
         return stands
 
     def forget(self) -> None:
@@ -262,19 +263,22 @@ def tell_gradients(
     """
     for number, value in enumerate(values):
         if value.requires_grad and not is_view(value):
-            torch._dynamo.comptime.comptime(_note_written)
-            value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
+            torch._dynamo.comptime.comptime(_note_untold)
+            if not is_of_caller(value):
+                value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
 
 
-def _note_written(context: Any) -> None:
-    """As Dynamo traces ``tell_gradients``: note a tensor that came into the graph and was written to in it.
+def _note_untold(context: Any) -> None:
+    """As Dynamo traces ``tell_gradients``: note a tensor whose gradient no graph tells.
 
-    Its hook is set on what came in, as it is after the graph has run; what the graph made of it is not seen there.
+    The hook of one that came into the graph and was written to in it is set on what came in, as it is after the graph
+    has run; what the graph made of it is not seen there.
     """
     value = context.get_local("value")
-    if value.as_proxy().node.op == "placeholder" and value.as_fake()._version > 0:
+    is_written = value.as_proxy().node.op == "placeholder" and value.as_fake()._version > 0
+    if is_written or belongs_to_caller(context):
         place, number = (context.get_local(name).as_python_constant() for name in ("place", "number"))
-        _WRITTEN.setdefault(place, set()).add(number)
+        _UNTOLD.setdefault(place, {})[number] = StandInForWritten if is_written else StandInForCaller
 
 
 def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:

@@ -21,6 +21,29 @@ def was_written(copied: Tensor) -> bool:
     return found
 
 
+def is_of_caller(value: Tensor) -> bool:
+    """While Dynamo compiles: whether ``value`` belongs to the code around the region that is traced, a checkpoint's.
+
+    A module in such a region that returns what the region was given returns it as the caller's own. No hook can be set
+    on it there: what it needs of the region is not in the caller's graph.
+    """
+    comptime(_compare)
+    found: bool = _answer()
+    return found
+
+
+def belongs_to_caller(context: Any) -> bool:
+    """The same of the variable ``value`` of what Dynamo traces, for code that runs at that time."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    node = translator.symbolic_locals["value"].as_proxy().node
+    return node.graph is not translator.output.current_tracer.graph
+
+
+def _compare(context: Any) -> None:
+    """Run by Dynamo as it compiles ``is_of_caller``, with its variables."""
+    _ANSWER[0] = belongs_to_caller(context)
+
+
 def _look(context: Any) -> None:
     """Run by Dynamo as it compiles ``was_written``, with its variables."""
     variables = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
