@@ -10,6 +10,7 @@ import torch
 
 import gaff
 from gaff import edits, keep
+from gaff.sessions.receipt import Receipt
 
 sys.path.insert(0, str(Path(__file__).parent))
 import minilm
@@ -32,7 +33,7 @@ def looked_at() -> list[list[float]]:
     return [weights[0, :, 0].mean(0).tolist() for _, weights in got.items()]
 
 
-def without_separators() -> tuple[float, object]:
+def without_separators() -> tuple[float, Receipt]:
     """How near the second sentence comes to the first when nothing looks at [SEP] any more; and the receipt."""
     bert, batch = minilm.model(), minilm.sentences()
     is_end = batch["input_ids"] == 102  # [SEP]; [batch, 1, 1, keys] as a mask of the weights

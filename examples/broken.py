@@ -5,23 +5,23 @@ Real digits (8x8, from scikit-learn); cross entropy written out by hand.
 
 import torch
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 
 
 class Classifier(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(self.body(x), dim=1)
 
 
-def main():
+def main() -> None:
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32)
-    wanted = nn.functional.one_hot(torch.tensor(digits.target)).float()
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32)
+    wanted = nn.functional.one_hot(torch.tensor(digits)).float()
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(200):

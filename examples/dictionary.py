@@ -9,6 +9,7 @@ by ``gaff.edit``, it shows how much of the layer it has kept. A page shows the l
 """
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def loss_of(model: nn.Module, texts: Tensor) -> Tensor:
     return F.cross_entropy(model(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten())
 
 
-def learn(model: nn.Module, batches: list[Tensor], rate: float, loss) -> None:
+def learn(model: nn.Module, batches: list[Tensor], rate: float, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
     """One pass of Adam over the batches, its rate falling to zero."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, len(batches))
@@ -142,7 +143,7 @@ if __name__ == "__main__":
 
     features = gaff.harvest(Features(), data, ":output", out=out / "features", rows="position", top=KEPT)
 
-    def in_context(row: int, labels: dict[str, int]) -> tuple[str, str, str]:
+    def in_context(row: int, labels: Mapping[str, int]) -> tuple[str, str, str]:
         text, at = "".join(known[one] for one in texts[labels["sample"]]), labels["position"]
         return text[max(0, at - 40) : at], text[at], text[at + 1 : at + 20]
 

@@ -50,8 +50,8 @@ class DigitNet(nn.Module):
 
 def digits() -> tuple[Tensor, Tensor]:
     """All 1,797 images as [N, 1, 8, 8] and their labels."""
-    bunch = load_digits()
-    return torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(bunch.target)
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels.reshape(-1, 1, 8, 8), dtype=torch.float32) / 16, torch.tensor(labels)
 
 
 def model() -> DigitNet:

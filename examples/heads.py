@@ -10,6 +10,7 @@ import torch
 
 import gaff
 from gaff import edits, keep
+from gaff.sessions.receipt import Receipt
 
 sys.path.insert(0, str(Path(__file__).parent))
 import minilm
@@ -17,7 +18,7 @@ import minilm
 HEADS = 12
 
 
-def silence_each(layers: int) -> dict[str, list[object]]:
+def silence_each(layers: int) -> dict[str, list[edits.Edit]]:
     """Row ``layer * 12 + head`` of the batch runs without that head; the last row runs as it is."""
     return {
         f"encoder.layer.{layer}.attention.self:output[0]": [
@@ -28,7 +29,7 @@ def silence_each(layers: int) -> dict[str, list[object]]:
     }
 
 
-def effects() -> tuple[torch.Tensor, object]:
+def effects() -> tuple[torch.Tensor, Receipt]:
     """``[layer, head]``: how far the embedding of a sentence moves (1 - cosine) when that head is silent."""
     bert, batch = minilm.model(), minilm.sentences()
     layers = len(bert.encoder.layer)

@@ -26,8 +26,8 @@ REMOVED, TIMES = 60, 5
 
 def digits() -> tuple[TensorDataset, TensorDataset, Tensor]:
     """The 1,797 digits of scikit-learn, 8 x 8: 900 to learn from, the others, and which got a wrong label."""
-    given = load_digits()
-    pixels, labels = torch.tensor(given.data / 16, dtype=torch.float32), torch.tensor(given.target)
+    given, known = load_digits(return_X_y=True)
+    pixels, labels = torch.tensor(given / 16, dtype=torch.float32), torch.tensor(known)
     drawn = torch.Generator().manual_seed(0)
     order = torch.randperm(len(pixels), generator=drawn)
     pixels, labels = pixels[order], labels[order]
@@ -82,7 +82,8 @@ def draw(path: Path, rows: list[tuple[str, Tensor, list[str]]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 1.9 * len(rows)), layout="constrained")
-    for part, (title, pixels, lines) in zip(figure.subfigures(len(rows), 1), rows, strict=True):
+    parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
+    for part, (title, pixels, lines) in zip(parts, rows, strict=True):
         part.suptitle(title, fontsize=10)
         for axes, digit, line in zip(part.subplots(1, 10), list(pixels) + [None] * 10, lines + [""] * 10, strict=False):
             axes.set_axis_off()

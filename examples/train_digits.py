@@ -9,13 +9,13 @@ import argparse
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 
 BUGS = ("dead-relu", "no-zero-grad", "detached", "nan", "lr-too-high", "forgotten-layer", "double-softmax")
 
 
 class Net(nn.Module):
-    def __init__(self, bug):
+    def __init__(self, bug: str | None) -> None:
         super().__init__()
         self.bug = bug
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
@@ -28,7 +28,7 @@ class Net(nn.Module):
         if bug == "dead-relu":
             nn.init.constant_(self.fc1.bias, -8.0)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(self.act2(self.conv2(self.act1(self.conv1(x)))), 2)
         x = self.act3(self.fc1(x.flatten(1)))
         if self.bug == "detached":
@@ -39,20 +39,21 @@ class Net(nn.Module):
         return out.softmax(1) if self.bug == "double-softmax" else out
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bug", choices=BUGS)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--lr", type=float, default=1e-3)
     options = parser.parse_args()
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(digits.target)
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels.reshape(-1, 1, 8, 8), dtype=torch.float32) / 16
+    labels = torch.tensor(digits)
     train, test = slice(0, 1500), slice(1500, None)
     model = Net(options.bug)
     owned = list(model.parameters())[:-2] if options.bug == "forgotten-layer" else model.parameters()
     optimizer = torch.optim.Adam(owned, lr=1.0 if options.bug == "lr-too-high" else options.lr)
+    loss = torch.zeros(())
     for epoch in range(options.epochs):
         model.train()
         for batch in torch.randperm(1500).split(50):

@@ -10,28 +10,28 @@ import sys
 import torch
 from minilm import get_model_path, model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 LAYERS = ("embeddings", "encoder.layer.2", "encoder.layer.5")
 ASKED = ("monday", "piano", "happy", "seven", "france", "river")
 
 
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerBase:
     """That of the model."""
     return AutoTokenizer.from_pretrained(str(get_model_path()), local_files_only=True)
 
 
 def words() -> list[str]:
     """All words of the vocabulary that are one token of at least three letters, in its order: some 20,000."""
-    known = sorted(tokenizer().get_vocab().items(), key=lambda one: one[1])
-    return [word for word, _ in known if len(word) > 2 and word.isascii() and word.isalpha()]
+    numbers = tokenizer().get_vocab()
+    known = sorted(numbers, key=numbers.__getitem__)
+    return [word for word in known if len(word) > 2 and word.isascii() and word.isalpha()]
 
 
-def loader() -> DataLoader:
-    """Batches of words, each between the two tokens that begin and end a text."""
-    read = tokenizer()
-    return DataLoader(words(), batch_size=256, collate_fn=lambda batch: dict(read(batch, return_tensors="pt")))
+def batches() -> list[dict[str, Tensor]]:
+    """Batches of 256 words, each word between the two tokens that begin and end a text."""
+    read, known = tokenizer(), words()
+    return [dict(read(known[at : at + 256], return_tensors="pt")) for at in range(0, len(known), 256)]
 
 
 def the_word(batch: dict[str, Tensor]) -> Tensor:
@@ -54,7 +54,7 @@ def probe(rows: Tensor, is_so: Tensor) -> float:
 if __name__ == "__main__":
     import gaff
 
-    store = gaff.harvest(model(), loader(), *LAYERS, out=(sys.argv[1:] or ["words"])[0], rows=the_word, shard=16)
+    store = gaff.harvest(model(), batches(), *LAYERS, out=(sys.argv[1:] or ["words"])[0], rows=the_word, shard=16)
     print(store)
     known = words()
     for layer in LAYERS:

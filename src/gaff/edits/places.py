@@ -165,8 +165,9 @@ class Skip:
         )
 
 
-# What a user may write where an edit is asked for: several act in their order.
-EditLike = Edit | Callable[[Tensor], Tensor] | nn.Module | Sequence[Any]
+# What a user may write where an edit is asked for: several act in their order. A module is a function of a tensor, too;
+# were nn.Module named beside it, type checkers would no longer know what a lambda is given.
+EditLike = Edit | Callable[[Tensor], Tensor] | Sequence[Any]
 
 
 def as_edit(value: Any) -> Edit:

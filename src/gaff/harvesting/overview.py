@@ -6,7 +6,7 @@ import base64
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from gaff.views.page.harvest import Example, HarvestTold, Histogram, SiteTold, s
 from gaff.views.text import bytes_text, counted
 
 Shown = str | tuple[str, str, str] | Tensor | None
-Show = Callable[[int, Mapping[str, Any]], Shown]  # from the number of a row and its labels to its text or picture
+Show = Callable[[int, dict[str, Any]], Shown]  # from the number of a row and its labels to its text or picture
 
 _RUN = 4096  # rows that are read together
 _BINS, _EXAMPLES, _WIDEST = 40, 6, 1 << 17
