@@ -36,6 +36,12 @@ def enclosing_functions() -> list[Any]:
     return found
 
 
+def note_functions(run: Any) -> None:
+    """Note the custom Functions around a run that begins without grad mode, as its ``functions``."""
+    if not is_grad_enabled():
+        run.functions = enclosing_functions()
+
+
 def _is_forward_of(node: Any, code: CodeType) -> bool:
     """Whether ``code`` is the ``forward`` of the custom Function of ``node``, and none that torch made by compiling."""
     function = getattr(type(node), "_forward_cls", None)

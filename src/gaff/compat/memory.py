@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gaff.compat import distributed
 
@@ -17,10 +17,9 @@ from gaff.compat import distributed
 memory_of: Callable[[Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
 
 
-def storage_life(tensor: Tensor) -> Callable[[], bool]:
-    """Tells whether the memory of ``tensor`` is still held by anybody, without holding it."""
-    weak = StorageWeakRef(tensor.untyped_storage())
-    return lambda: not weak.expired()
+def storage_life(tensor: Tensor) -> Callable[[], object]:
+    """A function that returns None once nobody holds the memory of ``tensor`` any more; it does not hold it itself."""
+    return weakref.ref(tensor.untyped_storage())
 
 
 def is_freed(tensor: Tensor) -> bool:

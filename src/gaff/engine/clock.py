@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.nested import iter_deep
-from gaff.compat import autograd, checkpoints, distributed, memory, modes
+from gaff.compat import autograd, distributed, memory, modes
 from gaff.errors import PlanError
 
 
@@ -80,7 +80,7 @@ class Run:
     )
 
     def __init__(
-        self, index: int, step: int, size: int, arguments: dict[int, Callable[[], bool]], model: AbstractSet[int]
+        self, index: int, step: int, size: int, arguments: dict[int, Callable[[], object]], model: AbstractSet[int]
     ) -> None:
         self.index = index
         self.step = step
@@ -95,7 +95,7 @@ class Run:
         self.has_backward = False  # a gradient of this run has been seen
         self.first_node = 0  # sequence number of autograd nodes when it began
         self.last_node: int | None = None  # and when it had ended
-        self.functions: list[Any] | None = None  # custom Functions around it; None: it began with grad mode
+        self.functions: list[Any] | None = None  # custom Functions around it; None: with grad mode, or nobody asks
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
 
     def __repr__(self) -> str:
@@ -159,8 +159,6 @@ class Clock:
         run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._addresses)
         self.latest = run
         run.first_node = autograd.next_sequence()
-        if not torch.is_grad_enabled():
-            run.functions = checkpoints.enclosing_functions()
         for callback in self.at_begin:
             callback(run)
         return run
@@ -303,7 +301,7 @@ class Clock:
         by reference, not by a copy-on-write copy.
         """
         address = memory.memory_of(distributed.local_of(tensor))
-        return address in run.model or (address in run.arguments and run.arguments[address]())
+        return address in run.model or (address in run.arguments and run.arguments[address]() is not None)
 
     def close(self) -> None:
         """Begin no run any more, and drop those in progress without calling ``at_end``."""
@@ -337,12 +335,12 @@ def is_running(frame: FrameType | None) -> bool:
     return False
 
 
-def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], bool]]:
+def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], object]]:
     """Addresses of the memory of a call's tensors, also in attributes of objects; each with whether it still lives.
 
     Nothing inside a torch.func transform, where tensors are wrappers. The tensors are not held.
     """
-    found: dict[int, Callable[[], bool]] = {}
+    found: dict[int, Callable[[], object]] = {}
     if autograd.transform_level() is None:
         alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         for tensor in args if alone else iter_deep((args, kwargs)):

@@ -27,7 +27,7 @@ _NOT_KEPT = ("input", "input_grad", "grad_input")
 
 def trees_of(modules: Iterable[nn.Module]) -> list[GraphTree]:
     """The trees of exported graphs to which some of ``modules`` belong, each once."""
-    found = {id(tree): tree for module in modules if isinstance(tree := getattr(module, "tree", None), GraphTree)}
+    found = {id(tree): tree for module in modules if isinstance(tree := vars(module).get("tree"), GraphTree)}
     return list(found.values())
 
 

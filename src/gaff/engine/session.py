@@ -16,6 +16,7 @@ from torch import nn
 
 from gaff.address.nested import iter_tensors
 from gaff.compat import distributed
+from gaff.compat.checkpoints import note_functions
 from gaff.compat.flat_shards import FLAT
 from gaff.engine import placements, surroundings
 from gaff.engine.clock import Clock, Run
@@ -221,6 +222,8 @@ class Session:
         if self._around is not None and self._around.fused:
             slow = surroundings.SlowPath(self._around.fused, wiring.nodes.values(), self.notes)
             clock.at_begin.append(slow.note)
+        if wiring.has_marks:
+            clock.at_begin.insert(0, note_functions)
         if wiring.scopes:
             clock.at_begin.append(forget)
         if wiring.has_arms or wiring.has_edits:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,8 +71,8 @@ class Surroundings:
 
         Raises like ``look``.
         """
-        kinds = {type(tensor) for table in self.held for tensor in table.values()}
-        is_same = tuple([tuple(table.values()) for table in self.tables]) == self.inside
+        kinds = set(map(type, chain.from_iterable(map(dict.values, self.held))))
+        is_same = tuple(map(tuple, map(dict.values, self.tables))) == self.inside
         if not is_same or kinds - {nn.Parameter, Tensor, type(None)}:
             return look(model, allows_flat=self.has_flat)
         memory = _memory_of(self.held, self.own)
@@ -124,7 +126,7 @@ def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
             if type(parameter) is not nn.Parameter and parameter is not None:
                 _refuse(model, module, type(parameter).__name__)
         held += [inside["_parameters"], inside["_buffers"]]
-    insides = tuple([tuple(table.values()) for table in tables])
+    insides = tuple(map(tuple, map(dict.values, tables)))
     memory = _memory_of(held, own)
     return Surroundings(is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own), has_flat)
 
@@ -134,17 +136,16 @@ def _memory_of(held: Iterable[dict[str, Any]], own: Iterable[nn.Module]) -> froz
 
     Of DTensors that of the local part; sparse tensors and the like have none.
     """
-    tensors = [tensor for table in held for tensor in table.values()]
-    for module in own:
-        tensors += [value for value in module.__dict__.values() if type(value) is Tensor]
+    tensors = [tensor for table in held if table for tensor in table.values() if tensor is not None]
+    kept = [values for module in own if Tensor in map(type, values := module.__dict__.values())]
+    tensors += [value for values in kept for value in values if type(value) is Tensor]
+    with suppress(RuntimeError, ValueError):
+        if set(map(type, tensors)) <= {nn.Parameter, Tensor}:
+            return frozenset(map(memory_of, tensors))
     found = set()
     for tensor in tensors:
-        if tensor is not None:
-            try:
-                is_plain = type(tensor) is nn.Parameter or type(tensor) is Tensor
-                found.add(memory_of(tensor if is_plain else distributed.local_of(tensor)))
-            except (RuntimeError, ValueError):
-                continue
+        with suppress(RuntimeError, ValueError):
+            found.add(memory_of(distributed.local_of(tensor)))
     return frozenset(found)
 
 

@@ -29,7 +29,6 @@ from gaff.errors import ExactnessError, PlanError
 _WROTE = "the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
 _UNFIT = "the edit returned "
 _VIEW = "inside compiled code the gradient of a view cannot be edited"
-_CALLER = StandInForCaller.why_untold
 
 
 class TracedEdit(Receiver):
@@ -138,7 +137,7 @@ class TracedGradientEdit(TracedEdit):
 
     def _hook(self, tensor: Tensor) -> None:
         """Set the hook that edits; where none can be set (a view's gradient may come in parts) it is told why."""
-        why = _VIEW if is_view(tensor) else _CALLER if is_of_caller(tensor) else ""
+        why = _VIEW if is_view(tensor) else StandInForCaller.why_untold if is_of_caller(tensor) else ""
         ticket, place = self.ticket.clone(), new_place()
         tell([], self.token, ticket, place, why)
         if why:

@@ -21,7 +21,6 @@ from torch import Tensor
 from gaff.address.nested import Opaque, children
 
 _KINDS: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict"}
-
 _EAGER = "open the session under torch.compiler.set_stance('force_eager')"
 
 

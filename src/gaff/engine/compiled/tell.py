@@ -228,13 +228,13 @@ class Receiver(ABC):
 
     def has_living_graph(self) -> bool:
         """Whether an autograd graph is alive that may still bring gradients."""
-        return any(lives_on() for number, lives in self.lives.items() if number != self._latest for lives_on in lives)
+        return any(one() is not None for at, lives in self.lives.items() if at != self._latest for one in lives)
 
     def _drop_dead(self) -> None:
         """Forget the tickets that no autograd graph holds any more."""
         for number in list(self._numbers):
             lives = self.lives.get(number)
-            if number != self._latest and lives is not None and not any(lives_on() for lives_on in lives):
+            if number != self._latest and lives is not None and all(life() is None for life in lives):
                 _RECEIVERS.pop(number, None)
                 del self.lives[number]
                 self.tellers.pop(number, None)

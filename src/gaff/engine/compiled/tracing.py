@@ -17,8 +17,7 @@ def was_written(copied: Tensor) -> bool:
     Told by the version counter of what stands for the tensor then. ``copied`` must have been made by traced code.
     """
     comptime(_look)
-    found: bool = _answer()
-    return found
+    return bool(_answer())
 
 
 def is_of_caller(value: Tensor) -> bool:
@@ -28,8 +27,7 @@ def is_of_caller(value: Tensor) -> bool:
     on it there: what it needs of the region is not in the caller's graph.
     """
     comptime(_compare)
-    found: bool = _answer()
-    return found
+    return bool(_answer())
 
 
 def belongs_to_caller(context: Any) -> bool:
