@@ -15,11 +15,11 @@ DOCS = Path(__file__).resolve().parent
 AGAINST = SOURCE.parent.parent / "tests" / "traps" / "against"
 NAMED = {"raw": "hooks by hand", "torchlens": "TorchLens", "transformer_lens": "TransformerLens"}
 SIGNS = {
-    "right": "right",
-    "wrong": "**wrong**",
-    "missing": "**missing**",
-    "left": "**left**",
-    "refuses": "says no",
+    "right": '<span class="compared-right">right</span>',
+    "wrong": '<b class="compared-wrong">wrong</b>',
+    "missing": '<b class="compared-wrong">missing</b>',
+    "left": '<b class="compared-wrong">left</b>',
+    "refuses": "<em>says no</em>",
     "cannot": "-",
 }
 GROUPS = {"values": "Values", "gradients": "Gradients", "edits": "Edits", "traceless": "What is left behind"}
