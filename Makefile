@@ -75,6 +75,7 @@ partners: $(PEERS)/.ready  ## real trackers, tables and event files
 
 compare: $(VENV)/.ready $(COMPARED:%=.venv-compare/%/.ready)  ## every trap sprung on gaff, on hooks by hand and on seven other tools, each in its own environment
 	cd tests && ../$(RUN) -m traps --against gaff raw $(COMPARED) --write traps/against/answers.json
+	cd tests && for one in baukit transformer_lens; do ../.venv-compare/$$one/bin/python -W ignore -m peers.same_as_$$one || exit 1; done
 
 bench-peers: $(VENV)/.ready $(COMPARED:%=.venv-compare/%/.ready)  ## what keeping the outputs of many modules costs with each of them
 	$(RUN) -m benchmarks.peers --write tests/traps/against/prices.json
@@ -134,6 +135,7 @@ $(PEERS)/.ready: $(SETUP)
 .venv-compare/%/.ready: tests/traps/against/pins/%.txt
 	$(PYTHON) -m venv .venv-compare/$*
 	.venv-compare/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	.venv-compare/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 notebooks: $(VENV)/.ready  ## the notebooks of the documentation as .ipynb, into notebooks/

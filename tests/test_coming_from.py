@@ -115,8 +115,12 @@ def test_baukits_trace_keeps_changes_and_stops():
     assert torch.equal(ret.output, model.layer1[0](x))
     with pytest.raises(SiteError, match="no module 'layer9'"), Trace(model, "layer9"):
         model(x)
-    with pytest.raises(PlanError, match="retain_grad is not kept: expected an address of the gradient"):
-        Trace(model, "fc", retain_grad=True)
+    with Trace(twin, "0", retain_grad=True) as kept:
+        out = twin(given)
+    out.sum().backward()  # after the block, as there
+    value = F.linear(given, twin[0].weight, twin[0].bias)
+    assert torch.equal(kept.output, value)
+    assert torch.equal(kept.output.grad, (value > 0).float())
     with pytest.raises(ZeroDivisionError), Trace(model, "fc"):
         raise ZeroDivisionError
     with Trace(model, "fc") as ret:
@@ -160,8 +164,7 @@ def test_transformer_lens_hooks_change_heads():
 
     def without_head(z, hook):
         seen.append((hook.name, hook.layer(), tuple(z.shape)))
-        z = z.clone()
-        z[:, :, 2] = 0
+        z[:, :, 2] = 0  # of a copy
         return z
 
     changed = run_with_hooks(model, ids, fwd_hooks=[("blocks.1.attn.hook_z", without_head)]).logits

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse_site
 from gaff.address.nested import map_tensors
+from gaff.compat import autograd
 from gaff.errors import PlanError
 from gaff.sessions.capture import Capture
 from gaff.sessions.edit import edit
@@ -38,7 +39,7 @@ class LayerValues:
         self.layer = layer
         self.kept: dict[str, str] = {}  # the addresses of its output and its input, where they are kept
         self.got: Capture | None = None
-        self.last: Tensor | None = None  # what was given out where the forward was ended
+        self.last: Tensor | None = None  # where the forward was ended, or the gradient is retained
         self._is_cloned, self._is_detached = is_cloned, is_detached
 
     @property
@@ -50,6 +51,13 @@ class LayerValues:
     def input(self) -> Any:
         """The first tensor that the layer was given. Raises PlanError where it was not kept."""
         return self._read("input")
+
+    def retain(self, output: Tensor) -> Tensor:
+        """Have autograd fill ``output.grad``; a copy for the model to go on with, which may write into that."""
+        if autograd.backward_task() == -1:  # the call itself, not a checkpoint that runs it again
+            self.last = output if output.requires_grad else output.requires_grad_()
+            output.retain_grad()
+        return output.clone()
 
     def _read(self, what: str) -> Any:
         if what not in self.kept:
@@ -71,12 +79,13 @@ class TraceDict(Mapping[str, LayerValues]):
         layers: paths of modules, or addresses; an empty path is the model itself.
         retain_output, retain_input: what is kept; of a layer that runs several times the last is read.
         clone, detach: copies; values without their autograd graph. Without ``detach`` they keep it.
+        retain_grad: the output's ``grad`` is filled by backward passes, also after the block, and adds up as torch's
+            does; the model goes on with a copy of the output. It goes before ``clone`` and ``detach``.
         edit_output: a function of the output, and of ``layer`` where it has a parameter of that name, that returns what
             the model goes on with. Of a layer that returns several tensors say which: ``"layer:output[0]"``.
         stop: end the forward at the last of the layers; the block is left there.
 
-    Raises SiteError for a layer that there is not, PlanError for ``retain_grad``, whose address is
-    ``"layer:grad_output"``.
+    Raises SiteError for a layer that there is not, and NeverFiredError for one that was not called.
     """
 
     def __init__(  # noqa: PLR0913  # the arguments of the class that it stands for
@@ -92,14 +101,11 @@ class TraceDict(Mapping[str, LayerValues]):
         edit_output: Callable[..., Any] | None = None,
         stop: bool = False,
     ) -> None:
-        if retain_grad:
-            raise PlanError("retain_grad is not kept: expected an address of the gradient, "
-                            "gaff.capture(model, 'layer:grad_output')")  # fmt: skip
-        self._module, self._stop, self._edit = module, stop, edit_output
+        self._module, self._stop, self._edit, self._retains = module, stop, edit_output, retain_grad
         self._layers = {layer: LayerValues(layer, clone, detach) for layer in layers}
         self._last = list(self._layers)[-1] if self._layers else ""
         for layer, one in self._layers.items():
-            if retain_output and not (stop and layer == self._last):
+            if retain_output and not retain_grad and not (stop and layer == self._last):
                 one.kept["output"] = layer or _ROOT
             if retain_input:
                 one.kept["input"] = _input_of(layer)
@@ -118,7 +124,8 @@ class TraceDict(Mapping[str, LayerValues]):
 
     def __enter__(self) -> TraceDict:
         with ExitStack() as opening:
-            changed = self._layers if self._edit is not None else [self._last] if self._stop else []
+            is_any = self._edit is not None or self._retains
+            changed = self._layers if is_any else [self._last] if self._stop else []
             if changed:
                 opening.enter_context(
                     edit(self._module, {layer or _ROOT: self._change(layer) for layer in changed}, {})
@@ -143,8 +150,10 @@ class TraceDict(Mapping[str, LayerValues]):
         def change(output: Tensor) -> Tensor:
             if self._edit is not None:
                 output = self._edit(output, **more)
+            if self._retains:
+                output = self._layers[layer].retain(output)
             if self._stop and layer == self._last:
-                self._layers[layer].last = output
+                self._layers[layer].last = self._layers[layer].last if self._retains else output
                 raise LastLayer("the last layer that was wanted")
             return output
 

@@ -194,7 +194,7 @@ def run_with_hooks(
     """Run the model with functions at hooks of TransformerLens: what it returns.
 
     ``fwd_hooks``: pairs of a hook's name (or a function of names) and a function ``(activation, hook)`` that returns
-    another activation, or None for the same. It must not write into what it is given. Raises as ``run_with_cache``.
+    another activation, or None for the same. It is given a copy, and may write into that. Raises as ``run_with_cache``.
     """
     known = hook_names(model, args, kwargs)
     changes: dict[str, list[Any]] = {}
@@ -225,11 +225,12 @@ def _changed(
     model: nn.Module, name: str, hook: str, function: Callable[[Tensor, HookPoint], Tensor | None]
 ) -> Callable[[Tensor], Tensor]:
     def change(value: Tensor) -> Tensor:
-        given = _by_head(model, name, value)
+        copied = value.clone()
+        given = _by_head(model, name, copied)
         new = function(given, HookPoint(hook))
         if new is not None and new.shape != given.shape:
             raise PlanError(f"{hook}: the function returned shape {list(new.shape)}: expected {list(given.shape)}")
-        return value if new is None else new.reshape(value.shape)
+        return copied if new is None else new.reshape(value.shape)
 
     return change
 
