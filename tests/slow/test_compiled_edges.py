@@ -400,3 +400,29 @@ def test_a_module_under_compiled_checkpoints_that_returns_what_it_was_given(dept
             optimizer.step()
             optimizer.zero_grad()
     assert gaff.load(tmp_path / "run").steps == 3
+
+
+def test_a_leaf_that_a_compiled_module_returns_belongs_to_the_run_whose_pass_it_is():
+    """Hooks of all runs are on it; each run is told of its own pass alone."""
+    model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))
+    compiled = torch.compile(model, backend="aot_eager")
+    x, others = torch.randn(3, 4).requires_grad_(), [torch.randn(3, 4).requires_grad_() for _ in range(2)]
+    with gaff.capture(compiled, "0:grad_output") as got:
+        compiled(x)
+        compiled(x).pow(3).sum().backward()
+    assert torch.equal(got.run(1)["0:grad_output"], x.grad)
+    assert got.run(0).all("0:grad_output") == []
+    with gaff.capture(compiled, "0:grad_output") as got:
+        (compiled(others[0]).pow(2).sum() + compiled(others[1]).pow(3).sum()).backward()
+    assert torch.equal(got.run(0)["0:grad_output"], others[0].grad)
+    assert torch.equal(got.run(1)["0:grad_output"], others[1].grad)
+    with gaff.capture(compiled, "0:grad_output") as got:
+        compiled(x)
+        (x * 2).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="some runs used this leaf, and nothing tells whose pass it was"):
+        got.all("0:grad_output")
+    with pytest.raises(
+        gaff.PlanError, match="other runs may be given the same leaf, whose passes compiled code cannot"
+    ):
+        with gaff.edit(compiled, {"0:grad_output": gaff.edits.scale(2.0)}):
+            compiled(x).sum().backward()

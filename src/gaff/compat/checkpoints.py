@@ -38,8 +38,7 @@ def enclosing_functions() -> list[Any]:
 
 def note_functions(run: Any) -> None:
     """Note the custom Functions around a run that begins without grad mode, as its ``functions``."""
-    if not is_grad_enabled():
-        run.functions = enclosing_functions()
+    run.functions = None if is_grad_enabled() else enclosing_functions()
 
 
 def _is_forward_of(node: Any, code: CodeType) -> bool:

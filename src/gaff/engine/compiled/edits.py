@@ -19,9 +19,9 @@ from gaff.compat import autograd, checkpoints, memory
 from gaff.edits.arithmetic import Project
 from gaff.edits.compiled import may_write
 from gaff.edits.files import tensors_of
-from gaff.engine.compiled.structure import StandInForCaller
+from gaff.engine.compiled.structure import EAGER, StandInForCaller
 from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, sign_of_edge, tell
-from gaff.engine.compiled.tracing import is_of_caller, was_written
+from gaff.engine.compiled.tracing import CALLER, LEAF, oddity, was_written
 from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge
 from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
@@ -29,6 +29,8 @@ from gaff.errors import ExactnessError, PlanError
 _WROTE = "the edit wrote into what it was given: expected a new tensor, t * 2 not t.mul_(2)"
 _UNFIT = "the edit returned "
 _VIEW = "inside compiled code the gradient of a view cannot be edited"
+_LEAF = f"other runs may be given the same leaf, whose passes compiled code cannot tell apart: {EAGER}"
+_ODD = {CALLER: StandInForCaller.why_untold, LEAF: _LEAF}
 
 
 class TracedEdit(Receiver):
@@ -137,11 +139,9 @@ class TracedGradientEdit(TracedEdit):
 
     def _hook(self, tensor: Tensor) -> None:
         """Set the hook that edits; where none can be set (a view's gradient may come in parts) it is told why."""
-        why = _VIEW if is_view(tensor) else StandInForCaller.why_untold if is_of_caller(tensor) else ""
+        why = _VIEW if is_view(tensor) else _ODD.get(oddity(tensor), "")
         ticket, place = self.ticket.clone(), new_place()
         tell([], self.token, ticket, place, why)
-        if why:
-            return
 
         def arrived(gradient: Tensor) -> Tensor:
             old = gradient.detach()
@@ -149,7 +149,8 @@ class TracedGradientEdit(TracedEdit):
             torch.ops.gaff.arrive([old, new], ticket, place, sign_of_edge(1 if wrong == _WROTE else 2 if wrong else 0))
             return new
 
-        tensor.register_hook(arrived)
+        if not why:
+            tensor.register_hook(arrived)
 
 
 def _unfit(new: Any, old: Tensor) -> str:

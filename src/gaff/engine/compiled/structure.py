@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from gaff.address.nested import Opaque, children
+from gaff.engine.compiled.tracing import CALLER, LEAF, WRITTEN
 
 _KINDS: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict"}
-_EAGER = "open the session under torch.compiler.set_stance('force_eager')"
+EAGER = "open the session under torch.compiler.set_stance('force_eager')"
 
 
 def structure_of(value: Any, tensors: list[Tensor]) -> str:
@@ -51,21 +52,20 @@ def rebuild(what: str, tensor_of: Callable[[int], Any]) -> Any:
     return _build(_read(what), tensor_of)
 
 
-def stand_ins(what: str, untold: Mapping[int, type[Tensor]] = MappingProxyType({})) -> list[Tensor]:
+def stand_ins(what: str, odd: Mapping[int, str] = MappingProxyType({})) -> list[Tensor]:
     """Small tensors on which hooks can be set in the place of those of the value, in their order.
 
     They are empty, and require grad as those did; what stands for a view, or for one of the tensors with the numbers
-    in ``untold``, by the class that is given there, says why its gradient is not told.
+    in ``odd`` (see ``tracing.oddity``), says why its gradient is not told, or that it is a leaf.
     """
     found: dict[int, Tensor] = {}
     with torch.inference_mode(False), torch.enable_grad():
         for number, requires_grad, is_view in _leaves(_read(what)):
             stand: Tensor = torch.empty(0, requires_grad=requires_grad)
-            found[number] = stand.clone() if requires_grad else stand
-            if requires_grad and number in untold:
-                found[number] = found[number].as_subclass(untold[number])
-            elif requires_grad and is_view:
-                found[number] = found[number].as_subclass(StandInForView)
+            kind = _STAND_INS.get(odd.get(number, ""), StandInForView if is_view else Tensor)
+            if requires_grad:
+                stand = stand.clone() if kind is Tensor else Tensor._make_subclass(kind, stand, True)
+            found[number] = stand
     return [found[number] for number in sorted(found)]
 
 
@@ -77,14 +77,20 @@ class StandInForView(Tensor):
 
     why_untold = (
         "compiled code does not tell the gradient of a view, which may be changed in place later: capture the layer "
-        f"that makes it, or {_EAGER}"
+        f"that makes it, or {EAGER}"
     )
 
 
 class StandInForWritten(Tensor):
     """What a hook is set on in the place of a tensor that came into the graph and was written to in it."""
 
-    why_untold = f"compiled code does not tell the gradient of what came into it and was written to in place: {_EAGER}"
+    why_untold = f"compiled code does not tell the gradient of what came into it and was written to in place: {EAGER}"
+
+
+class StandInForLeaf(Tensor):
+    """What a hook is set on in the place of a leaf, of which it is not known which other runs were given it."""
+
+    is_of_any_run = True
 
 
 class StandInForCaller(Tensor):
@@ -92,8 +98,11 @@ class StandInForCaller(Tensor):
 
     why_untold = (
         "inside compiled code a module under a checkpoint returned what the checkpoint was given, whose gradient "
-        f"belongs to the code around it: ask for it there, or {_EAGER}"
+        f"belongs to the code around it: ask for it there, or {EAGER}"
     )
+
+
+_STAND_INS: dict[str, type[Tensor]] = {WRITTEN: StandInForWritten, LEAF: StandInForLeaf, CALLER: StandInForCaller}
 
 
 def _write(value: Any, tensors: list[Tensor]) -> str:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from gaff.compat import autograd, compiler, memory
-from gaff.engine.compiled.structure import StandInForCaller, StandInForWritten, stand_ins, structure_of
-from gaff.engine.compiled.tracing import belongs_to_caller, is_of_caller
+from gaff.engine.compiled.structure import stand_ins, structure_of
+from gaff.engine.compiled.tracing import CALLER, oddity
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
-_UNTOLD: dict[int, dict[int, type[Tensor]]] = {}  # by place and number: what stands for tensors that no graph tells of
+_ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
@@ -200,7 +200,7 @@ class Receiver(ABC):
 
     def wait(self, call: Call, what: str) -> list[Tensor]:
         """Make what stands for the tensors of a call, in their order, for hooks to be set on; see ``arrived``."""
-        self.waiting[call] = stands = stand_ins(what, _UNTOLD.get(call[1], {}))
+        self.waiting[call] = stands = stand_ins(what, _ODD.get(call[1], {}))
         return stands
 
     def forget(self) -> None:
@@ -263,22 +263,16 @@ def tell_gradients(
     """
     for number, value in enumerate(values):
         if value.requires_grad and not is_view(value):
-            torch._dynamo.comptime.comptime(_note_untold)
-            if not is_of_caller(value):
+            odd = oddity(value)
+            _note(place, number, odd)
+            if odd != CALLER:
                 value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
 
 
-def _note_untold(context: Any) -> None:
-    """As Dynamo traces ``tell_gradients``: note a tensor whose gradient no graph tells.
-
-    The hook of one that came into the graph and was written to in it is set on what came in, as it is after the graph
-    has run; what the graph made of it is not seen there.
-    """
-    value = context.get_local("value")
-    is_written = value.as_proxy().node.op == "placeholder" and value.as_fake()._version > 0
-    if is_written or belongs_to_caller(context):
-        place, number = (context.get_local(name).as_python_constant() for name in ("place", "number"))
-        _UNTOLD.setdefault(place, {})[number] = StandInForWritten if is_written else StandInForCaller
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note(place: int, number: int, odd: str) -> None:
+    """As Dynamo traces ``tell_gradients``: note what is odd about a tensor."""
+    _ODD.setdefault(place, {})[number] = odd
 
 
 def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:

@@ -8,47 +8,41 @@ import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
-_ANSWER = [False]
+_ANSWER: list[Any] = [None]
+WRITTEN, LEAF, CALLER = "written", "leaf", "caller"
 
 
-def was_written(copied: Tensor) -> bool:
-    """While Dynamo compiles: whether the traced code has written into ``copied`` or a view of it so far.
+def was_written(value: Tensor) -> bool:
+    """While Dynamo compiles: whether the traced code has written into ``value`` or a view of it so far.
 
-    Told by the version counter of what stands for the tensor then. ``copied`` must have been made by traced code.
+    Told by the version counter of what stands for the tensor then. ``value`` must have been made by traced code.
     """
-    comptime(_look)
-    return bool(_answer())
+    comptime(_examine)
+    return bool(_answer()[1])
 
 
-def is_of_caller(value: Tensor) -> bool:
-    """While Dynamo compiles: whether ``value`` belongs to the code around the region that is traced, a checkpoint's.
+def oddity(value: Tensor) -> str:
+    """While Dynamo compiles: what keeps a hook on ``value`` from telling its gradient; empty for an ordinary tensor.
 
-    A module in such a region that returns what the region was given returns it as the caller's own. No hook can be set
-    on it there: what it needs of the region is not in the caller's graph.
+    ``CALLER``: it belongs to the code around the region that is traced, a checkpoint's, and no hook can be set on it
+    there. The hook of what came into the graph is set on that tensor after the graph has run: of one that the graph has
+    ``WRITTEN`` to it does not hear of what the graph made of it, of a ``LEAF`` also of the passes of other runs.
     """
-    comptime(_compare)
-    return bool(_answer())
+    comptime(_examine)
+    return str(_answer()[0])
 
 
-def belongs_to_caller(context: Any) -> bool:
-    """The same of the variable ``value`` of what Dynamo traces, for code that runs at that time."""
+def _examine(context: Any) -> None:
+    """Run by Dynamo as it compiles one of these, with its variables."""
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     node = translator.symbolic_locals["value"].as_proxy().node
-    return node.graph is not translator.output.current_tracer.graph
-
-
-def _compare(context: Any) -> None:
-    """Run by Dynamo as it compiles ``is_of_caller``, with its variables."""
-    _ANSWER[0] = belongs_to_caller(context)
-
-
-def _look(context: Any) -> None:
-    """Run by Dynamo as it compiles ``was_written``, with its variables."""
-    variables = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
-    _ANSWER[0] = variables["copied"].as_proxy().node.meta["example_value"]._version > 0
+    fake = node.meta["example_value"]
+    of_input = WRITTEN if fake._version > 0 else LEAF if fake.is_leaf else ""
+    is_ours = node.graph is translator.output.current_tracer.graph
+    _ANSWER[0] = (of_input if node.op == "placeholder" else "") if is_ours else CALLER, fake._version > 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _answer() -> bool:
-    """What ``_look`` has found: a constant of the graph."""
+def _answer() -> Any:
+    """What was found: a constant of the graph."""
     return _ANSWER[0]

@@ -247,13 +247,13 @@ class ArmedLeaf(Armed):
         """Deliver the gradient if the pass is one of the run, or no other run may have brought it."""
         if self.handle is None:
             return None
-        met = gradients.met.runs_of(self)
-        marked = [run for run in gradients.runs_of(autograd.backward_task()) if run in met]
-        if self.run in marked or met == [self.run]:
+        met, is_any = gradients.met.runs_of(self), getattr(self.leaf(), "is_of_any_run", False)
+        marked = [run for run in gradients.runs_of(autograd.backward_task()) if is_any or run in met]
+        if self.run in marked or (met == [self.run] and not is_any):
             gradients.heard(self.run)
             return self.deliver(gradient)
         if not marked or self._is_used(gradients):
-            self.refuse(f"{len(met)} runs used this leaf, and nothing tells whose backward pass brought its gradient")
+            self.refuse(f"{'some' if is_any else len(met)} runs used this leaf, and nothing tells whose pass it was")
         return None
 
     def _is_used(self, gradients: Passes) -> bool:
