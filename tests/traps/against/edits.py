@@ -15,7 +15,7 @@ def half(value):
 
 
 def trap_edit_of_an_output(tool):
-    """The plain case."""
+    """The plain case: half of what a layer returned."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
     true = torch.tanh(model[0](x) * 0.5)
     same([tool.changed(model, {"0": half}, x)], [true])
@@ -52,12 +52,12 @@ def _recomputed(tool, use_reentrant, change, factor):
 
 
 def trap_edit_under_a_checkpoint(tool):
-    """The recomputation is edited, too: gradients are those of the edited model."""
+    """Under a checkpoint the recomputation is edited, too: gradients are those of the edited model."""
     _recomputed(tool, False, lambda value: value * 3, 3)
 
 
 def trap_edit_under_a_reentrant_checkpoint(tool):
-    """In a reentrant checkpoint, too, gradients are those of the edited model."""
+    """Under a reentrant checkpoint, too, gradients are those of the edited model."""
     _recomputed(tool, True, lambda value: value * 3, 3)
 
 
@@ -74,7 +74,7 @@ def trap_backward_after_the_edit_was_closed(tool):
 
 
 def trap_edit_that_draws_numbers_under_a_checkpoint(tool):
-    """A function that draws a factor from torch's random numbers: the recomputation draws the same."""
+    """An edit that draws torch's random numbers under a checkpoint: the recomputation draws the same."""
     model, x = Checkpointed(False), torch.randn(2, 4, requires_grad=True)
     torch.manual_seed(1)
     factor = 1 + torch.rand(())
@@ -85,7 +85,7 @@ def trap_edit_that_draws_numbers_under_a_checkpoint(tool):
 
 
 def trap_edit_with_a_state_of_its_own_under_a_checkpoint(tool):
-    """A function that gives another factor at each call, which torch forbids there: that of the forward, or a refusal."""
+    """An edit that is another at each call, which torch forbids under a checkpoint: that of the forward, or a refusal."""
     model, x = Checkpointed(False), torch.randn(2, 4, requires_grad=True)
     true = gradient_of(x, lambda h: square(model.second(torch.tanh(model.first[0](h) * 2.0))))
     factors = itertools.count(2.0, 3.0)

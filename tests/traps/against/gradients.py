@@ -68,7 +68,7 @@ class WritesToAView(nn.Module):
 
 
 def trap_gradient_of_a_view_that_is_written_to(tool):
-    """torch has no gradient for the view as it was: the chain rule's, or a refusal, never None or that of the new value."""
+    """A view that is written to, for which torch has no gradient: that of the chain rule, or a refusal."""
     model, x = WritesToAView(), torch.randn(3, 4)
     true = torch.full((3, 2), 5.0)
     same(tool.gradients(model, ["cut:grad_output"], lambda y: y.sum(), x)["cut:grad_output"], [true])
@@ -85,7 +85,7 @@ class Forked(nn.Module):
 
 
 def trap_gradient_of_an_output_that_is_used_twice(tool):
-    """The sum over all that use it."""
+    """An output that two layers use: the sum of what both bring back."""
     model, x = Forked(), torch.randn(2, 4)
     true = gradient_of(model.lin(x), lambda h: square(model.one(h) + torch.tanh(model.two(h))))
     close(tool.gradients(model, ["lin:grad_output"], square, x)["lin:grad_output"], [true])
@@ -102,7 +102,7 @@ class Residual(nn.Module):
 
 
 def trap_share_of_a_residual_block(tool):
-    """What a block passes back to its input: its own share, without that of the residual connection."""
+    """What a residual block passes back to its input: its own share, without that of the connection around it."""
     model, x = Residual(), torch.randn(2, 4)
     h = model.lin(x)
     arriving = gradient_of(h + model.block(h), square)
@@ -127,7 +127,7 @@ def trap_gradient_of_what_came_in(tool):
 
 
 def trap_gradients_of_a_module_that_serves_twice(tool):
-    """Each call its own gradient, in the order of the calls."""
+    """A layer that serves twice: each call its own gradient, in their order."""
     model, x = Shared(), torch.randn(2, 4)
     one = model.lin(x)
     true = [
@@ -178,7 +178,7 @@ class Unused(nn.Module):
 
 
 def trap_output_that_nobody_uses(tool):
-    """No gradient arrives: nothing, zeros, or a word about it, but no other number."""
+    """An output that nobody uses: no gradient, zeros, or a word about it, but no other number."""
     model, x, found = Unused(), torch.randn(2, 4), {}
 
     def ask():
@@ -189,7 +189,7 @@ def trap_output_that_nobody_uses(tool):
 
 
 def trap_layer_that_is_frozen(tool):
-    """Nothing before the site needs a gradient: the true one, nothing, or a word about it; and what is frozen stays so."""
+    """A frozen layer: the true gradient at its output, none, or a word about it; and it stays frozen."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
     model[0].requires_grad_(False)
     true, found = gradient_of(model[0](x), lambda h: square(model[1](h))), {}
@@ -206,7 +206,7 @@ def trap_layer_that_is_frozen(tool):
 
 
 def trap_gradient_of_the_branch_that_ran(tool):
-    """Control flow by data, backwards."""
+    """The gradient in the branch that the data chose."""
     model, x = Branches(), torch.ones(2, 4)
     true = gradient_of(model.one(x), square)
     same(tool.gradients(model, ["one:grad_output"], square, x)["one:grad_output"], [true])

@@ -246,7 +246,7 @@ def trap_values_under_a_reentrant_checkpoint(tool):
 
 
 def trap_somebodys_training_step_under_a_checkpoint(tool):
-    """A function that does a whole step: that the backward pass runs the layer again is no second value."""
+    """Somebody's training step under a checkpoint: that the backward pass runs the layer again is no second value."""
     model, x = Checkpointed(False), torch.randn(2, 4, requires_grad=True)
     true = model.first[0](x)
     found = tool.values_during(model, ["first.0:output"], lambda: model(x).pow(2).sum().backward())
@@ -264,7 +264,7 @@ class Casts(nn.Module):
 
 
 def trap_dtype_under_autocast(tool):
-    """The dtype is the one that passed."""
+    """Under autocast: the dtype that passed."""
     model, x = Casts(), torch.randn(2, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         true = model.lin(x)
@@ -329,7 +329,7 @@ class Drops(nn.Module):
 
 
 def trap_random_numbers_of_the_run(tool):
-    """Dropout draws what it draws without the tool."""
+    """Random numbers: dropout draws what it draws without the tool."""
     model, x = Drops(), torch.randn(8, 4)
     torch.manual_seed(1)
     true = model.drop(x)
