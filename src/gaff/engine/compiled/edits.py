@@ -121,9 +121,7 @@ class TracedGradientEdit(TracedEdit):
         return value
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
-        """Raise PlanError for ``what`` keeps the edit from being made; a hook's ticket is noted by the op itself."""
-        if what:
-            raise PlanError(f"{self.site}: {what}")
+        """Do nothing, though the gradient of a frame is to come: the op that told it has noted its ticket already."""
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
         """The backward has made the edit: tell the stream the old gradient and the new one.
@@ -138,10 +136,12 @@ class TracedGradientEdit(TracedEdit):
         self.stream.told(*gradients, "")
 
     def _hook(self, tensor: Tensor) -> None:
-        """Set the hook that edits; where none can be set (a view's gradient may come in parts) it is told why."""
+        """Set the hook that edits. Raises PlanError where none can be: a view's gradient may come in parts, say."""
         why = _VIEW if is_view(tensor) else _ODD.get(oddity(tensor), "")
+        if why:
+            raise PlanError(f"{self.site}: {why}")  # torch breaks the graph here, or tells it where none may be broken
         ticket, place = self.ticket.clone(), new_place()
-        tell([], self.token, ticket, place, why)
+        tell([], self.token, ticket, place, "")
 
         def arrived(gradient: Tensor) -> Tensor:
             old = gradient.detach()
@@ -149,8 +149,7 @@ class TracedGradientEdit(TracedEdit):
             torch.ops.gaff.arrive([old, new], ticket, place, sign_of_edge(1 if wrong == _WROTE else 2 if wrong else 0))
             return new
 
-        if not why:
-            tensor.register_hook(arrived)
+        tensor.register_hook(arrived)
 
 
 def _unfit(new: Any, old: Tensor) -> str:
