@@ -17,35 +17,13 @@ from benchmarks import pages as page_prices
 from benchmarks import sharded as sharded_prices
 from benchmarks import watch as watch_prices
 from benchmarks.harness import measure, peer, table
+from benchmarks.models import BLOCKS, Blocks
 
 # torchvision's wheel beside a CPU build of torch: its operators are missing, declaring two lets it be imported
 if torch.version.cuda is None:
     _LIBRARY = torch.library.Library("torchvision", "DEF")
     _LIBRARY.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _LIBRARY.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-BLOCKS = 48
-
-
-class Block(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.lin = nn.Linear(width, width)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return x + self.act(self.lin(x))
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def raw_hooks(modules, store, *, gradient=False):

@@ -121,6 +121,15 @@ def test_baukits_trace_keeps_changes_and_stops():
     value = F.linear(given, twin[0].weight, twin[0].bias)
     assert torch.equal(kept.output, value)
     assert torch.equal(kept.output.grad, (value > 0).float())
+    frozen = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    with Trace(frozen, "0", retain_grad=True) as kept:
+        out = frozen(given)
+    out.sum().backward()
+    torch.testing.assert_close(kept.output.grad, frozen[1].weight.sum(0).expand(3, 4))
+    assert not given.requires_grad  # what the caller gave stays as it was
+    with Trace(twin, "0", retain_grad=True, stop=True) as kept:
+        twin(given)
+    assert torch.equal(kept.output, value)
     with pytest.raises(ZeroDivisionError), Trace(model, "fc"):
         raise ZeroDivisionError
     with Trace(model, "fc") as ret:

@@ -5,15 +5,11 @@ A tool that is not installed beside this Python is asked in the environment that
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-from traps.against.run import GROUPS, TOOLS, apart, tool, traps, versions
+from traps.against.run import GROUPS, TESTS, TOOLS, apart, by_its_python, tool, traps, versions
 
-HERE = Path(__file__).resolve().parents[1]
-ENVIRONMENTS = HERE.parent / ".venv-compare"
 SIGNS = {"right": "right", "wrong": "WRONG", "missing": "missing", "left": "LEFT", "refuses": "refuses", "cannot": "-"}
 
 
@@ -28,7 +24,8 @@ def main():
     if given.here:
         print(json.dumps(asked(given.against[0], names)))
         return 0
-    found = {name: elsewhere(name, given.only) for name in TOOLS if name in given.against}
+    question = ("-m", "traps", "--only", given.only, "--here", "--against")
+    found = {name: by_its_python(name, *question, name, folder=TESTS) for name in TOOLS if name in given.against}
     for name in names:
         told = "  ".join(f"{one}: {SIGNS[answer['traps'][name][0]]:8}" for one, answer in found.items())
         print(f"{name:58} {told}")
@@ -46,19 +43,6 @@ def asked(name, names):
     """A tool's versions, and its answers."""
     one = tool(name)
     return {"versions": versions(one), "traps": {trap: apart(name, trap) for trap in names}}
-
-
-def elsewhere(name, only):
-    """The same by the Python that has the tool."""
-    own = ENVIRONMENTS / name / "bin" / "python"
-    python = str(own) if own.exists() else sys.executable
-    command = [python, "-W", "ignore", "-m", "traps", "--here", "--against", name, "--only", only]
-    done = subprocess.run(
-        command, cwd=HERE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    if done.returncode:
-        sys.exit(f"{name} could not be asked by {python}: `make compare` sets up an environment for each tool")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -19,12 +19,3 @@ def test_maybe_allows_it_and_the_receipt_says_so():
     with gaff.capture(model, "0", gaff.maybe("**<Conv2d>", "nope")) as got:
         model(torch.randn(1, 3))
     assert [row.reason for row in got.receipt.rows[1:]] == ["nothing in the model matches"] * 2
-
-
-class Skips(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.skipped = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.used(x)

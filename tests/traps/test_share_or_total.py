@@ -8,6 +8,15 @@ import gaff
 from zoo import Residual
 
 
+def test_the_share_of_a_residual_block_bit_by_bit():
+    model, x = Residual(blocks=2), torch.randn(2, 8)
+    first = (x + model.blocks[0](x)).detach().requires_grad_()
+    share = torch.autograd.grad(model.blocks[1](first), first, torch.full((2, 8), 2.0))[0]
+    with gaff.capture(model, "blocks.1:grad_input") as got:
+        model(x).mul(2).sum().backward()
+    assert torch.equal(got["blocks.1:grad_input"], share)
+
+
 def test_the_total_is_another_number():
     model, x = Residual(blocks=2), torch.randn(2, 8)
     with gaff.capture(model, "blocks.1:grad_input", "blocks.1:input_grad", "blocks.0:grad_output") as got:

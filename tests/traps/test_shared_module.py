@@ -2,18 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 import gaff
-
-
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.lin(torch.tanh(self.lin(x)))
+from traps.against.values import Shared
 
 
 def test_reading_one_of_two_needs_to_say_which():

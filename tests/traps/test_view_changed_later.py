@@ -4,24 +4,14 @@ import torch
 from torch import nn
 
 import gaff
+from traps.against.values import Views
 
 
-class Views(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cut = Cut()
-
-    def forward(self, x):
-        y = x * 2
-        view = self.cut(y)
-        y.add_(1)
-        view.mul_(5)
-        return y
-
-
-class Cut(nn.Module):
-    def forward(self, y):
-        return y[:, :2]
+def test_it_keeps_what_passed():
+    model, x = Views(), torch.randn(3, 4)
+    with gaff.capture(model, "cut") as got:
+        model(x)
+    assert torch.equal(got["cut"], (x * 2)[:, :2])
 
 
 def test_in_a_long_session_every_such_run_is_refused():

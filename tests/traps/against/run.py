@@ -7,6 +7,8 @@ import os
 import re
 import select
 import signal
+import subprocess
+import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +31,8 @@ TOOLS = {
 }
 SECONDS = 120
 QUIET = (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ResourceWarning)
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parents[1]
 
 
 def traps():
@@ -54,6 +57,17 @@ def versions(one):
     return {name: metadata.version(name) for name in (*one.distributions, "torch")}
 
 
+def by_its_python(name, *arguments, folder):
+    """What a command says in JSON, in its last line, run by the Python of the tool: that of ``make compare``, else this one."""
+    own = TESTS.parent / ".venv-compare" / name / "bin" / "python"
+    command = [str(own) if own.exists() else sys.executable, "-W", "ignore", *arguments]
+    around = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=around)
+    if done.returncode:
+        sys.exit(f"{name} could not be asked by {command[0]}: `make compare` sets up an environment for each tool")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def verdict(trap, one):
     """How a tool comes out of a trap, as ``suite`` tells the ways, and what was said."""
     torch.manual_seed(0)
@@ -67,7 +81,7 @@ def verdict(trap, one):
             where = Path(inspect.getinnerframes(error.__traceback__)[-1].filename)
             if where.parent != HERE:  # the tool's own
                 return "refuses", f"AssertionError: {_line(error)}"
-            said = [str(one.message) for one in told if not issubclass(one.category, (*QUIET,))]
+            said = [str(one.message) for one in told if not issubclass(one.category, QUIET)]
             kind = "left" if trap.__module__.endswith(".traceless") else "wrong"
             return "missing" if isinstance(error, Missing) else kind, _line(error) + "".join(
                 f"; warned: {line[:120]}" for line in dict.fromkeys(said)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from traps.against.suite import Cannot, must_be_told, nothing_told, refused, same
+from zoo import Checkpointed
 
 
 def trap_value_before_an_in_place_op(tool):
@@ -34,7 +34,7 @@ class Cut(nn.Module):
 
 
 class Views(nn.Module):
-    """The base of a view is written to after the view passed."""
+    """The base of a view is written to after the view passed, and then the view."""
 
     def __init__(self):
         super().__init__()
@@ -43,12 +43,13 @@ class Views(nn.Module):
     def forward(self, x):
         y = x * 2
         view = self.cut(y)
-        y.zero_()
-        return y.sum() + view.sum()
+        y.add_(1)
+        view.mul_(5)
+        return y
 
 
 def trap_view_whose_base_changes_later(tool):
-    """A slice, whose tensor is overwritten afterwards."""
+    """A slice, which is written to afterwards, as is the tensor that it is of."""
     model, x = Views(), torch.randn(3, 4)
     same(tool.values(model, ["cut:output"], x)["cut:output"], [(x * 2)[:, :2]])
 
@@ -212,20 +213,6 @@ def trap_output_that_is_a_named_tuple(tool):
 def trap_output_that_is_a_dataclass(tool):
     """A module that returns a plain dataclass."""
     _structure(tool, lambda y: Record(y, 3), lambda out: out.hidden)
-
-
-class Checkpointed(nn.Module):
-    """Two segments under activation checkpointing: the backward pass runs each forward again."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.second = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = checkpoint(self.first, x, use_reentrant=self.use_reentrant)
-        return checkpoint(self.second, x, use_reentrant=self.use_reentrant)
 
 
 def _recomputed(tool, use_reentrant):

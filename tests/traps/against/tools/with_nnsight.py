@@ -58,15 +58,7 @@ class Nnsight(Tool):
         return {sites[0]: list(found)[::-1]}
 
     def changed(self, model, changes, *args, loss=None, **kwargs):
-        ((place, change),) = changes.items()
-        path, call, key = parts(place)
-        change = of_entry(change, key)
-        envoy = NNsight(model)
-        with envoy.edit() as (tracer, edited):
-            for _ in tracer.iter[:] if call is None else tracer.iter[call]:
-                module = edited.get(path)
-                module.output = change(module.output)
-        with edited.trace(*args, **kwargs) as tracer:
+        with _edited(model, changes).trace(*args, **kwargs) as tracer:
             result = nnsight.save(tracer.result)
             if loss is not None:
                 loss(result).backward()
@@ -82,15 +74,7 @@ class Nnsight(Tool):
         return {sites[0]: list(found)}
 
     def changed_during(self, model, changes, program):
-        ((place, change),) = changes.items()
-        path, call, key = parts(place)
-        change = of_entry(change, key)
-        envoy = NNsight(model)
-        with envoy.edit() as (tracer, edited):
-            for _ in tracer.iter[:] if call is None else tracer.iter[call]:
-                module = edited.get(path)
-                module.output = change(module.output)
-        with edited.trace(None, fn=lambda _: program()) as tracer:
+        with _edited(model, changes).trace(None, fn=lambda _: program()) as tracer:
             result = nnsight.save(tracer.result)
         return result
 
@@ -113,6 +97,18 @@ class Nnsight(Tool):
                 tracer.cache(modules=modules)
 
         return run
+
+
+def _edited(model, changes):
+    """The model with a lasting change at one place."""
+    ((place, change),) = changes.items()
+    path, call, key = parts(place)
+    change = of_entry(change, key)
+    with NNsight(model).edit() as (tracer, edited):
+        for _ in tracer.iter[:] if call is None else tracer.iter[call]:
+            module = edited.get(path)
+            module.output = change(module.output)
+    return edited
 
 
 def _calls(envoy, path, args, kwargs):
