@@ -53,11 +53,12 @@ class LayerValues:
         return self._read("input")
 
     def retain(self, output: Tensor) -> Tensor:
-        """Have autograd fill ``output.grad``; a copy for the model to go on with, which may write into that."""
+        """Have autograd fill the ``grad`` of what is handed out; a copy for the model to go on with."""
+        kept = output if output.requires_grad else output.detach().requires_grad_()
         if autograd.backward_task() == -1:  # the call itself, not a checkpoint that runs it again
-            self.last = output if output.requires_grad else output.requires_grad_()
-            output.retain_grad()
-        return output.clone()
+            self.last = kept
+            kept.retain_grad()
+        return kept.clone()
 
     def _read(self, what: str) -> Any:
         if what not in self.kept:
@@ -153,7 +154,8 @@ class TraceDict(Mapping[str, LayerValues]):
             if self._retains:
                 output = self._layers[layer].retain(output)
             if self._stop and layer == self._last:
-                self._layers[layer].last = self._layers[layer].last if self._retains else output
+                if not self._retains:
+                    self._layers[layer].last = output
                 raise LastLayer("the last layer that was wanted")
             return output
 
