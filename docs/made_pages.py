@@ -173,15 +173,14 @@ def llms_text():
     return "\n".join([*lines, "", "## Short", "", (DOCS / "skill.md").read_text(encoding="utf-8")])
 
 
+MADE = {"all-messages": message_page, "commands": command_page, "compared-tables": compared_page}  # in reference/
+
+
 def setup(app):
     """Write the pages before Sphinx reads its sources, and ``llms.txt`` beside the site when it is done."""
 
     def begin(app):
-        for name, make in (
-            ("all-messages", message_page),
-            ("commands", command_page),
-            ("compared-tables", compared_page),
-        ):
+        for name, make in MADE.items():
             page, text = DOCS / "reference" / f"{name}.md", make()
             if not page.exists() or page.read_text(encoding="utf-8") != text:
                 page.write_text(text, encoding="utf-8")

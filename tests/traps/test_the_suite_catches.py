@@ -12,7 +12,11 @@ ANSWERS = json.loads((Path(__file__).parent / "against" / "answers.json").read_t
 REFUSED = {"gradients.gradient_of_a_view_that_is_written_to": "it is a view that was changed in place later"}
 
 
-@pytest.mark.parametrize("name", TRAPS)
+def slow_where_it_compiles(name):
+    return pytest.param(name, marks=[pytest.mark.slow] if name.endswith("compiled_already") else [])
+
+
+@pytest.mark.parametrize("name", [slow_where_it_compiles(name) for name in TRAPS])
 def test_gaff_is_right_or_says_why_not(name):
     kind, told = verdict(TRAPS[name], tool("gaff"))
     assert (kind, REFUSED.get(name, "") in told) == ("refuses" if name in REFUSED else "right", True), told
