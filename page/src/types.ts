@@ -13,6 +13,7 @@ export interface Finding {
   cause: string;
   remedy: string;
   evidence: Record<string, unknown>;
+  numbers: Record<string, unknown>; // the evidence as people are told it
   also: string[];
   look: string;
   rank: number;

@@ -19,7 +19,7 @@ import { linesOf, ownerOf } from "../src/views/tree";
 import { onOneAxis, rateChanges, savedFiles } from "../src/views/verdict";
 
 test("numbers are short and never hide what is odd", () => {
-  assert.deepEqual([0, 1, 1234.5, 1e-9, -2.5e7, Infinity, -Infinity, NaN].map(number), ["0", "1", "1230", "1.00e-9", "-2.50e7", "not finite", "not finite", ""]);
+  assert.deepEqual([0, 1, 1234.5, 1e-9, -2.5e7, Infinity, -Infinity, NaN].map(number), ["0", "1", "1230", "1e-9", "-2.5e7", "not finite", "not finite", ""]);
   assert.equal(number(null), "");
   assert.deepEqual([0.5, 0.0123].map(percent), ["50 %", "1.2 %"]);
 });

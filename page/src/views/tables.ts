@@ -80,8 +80,7 @@ export const origin: View = {
     const found = page.run.findings.filter((one) => one.rule === "nonfinite");
     const batches = await batchCards(page);
     return h("div", {}, ...found.map((one) => {
-      const { chain: told, ...rest } = one.evidence;
-      const chain = Array.isArray(told) ? told.map(evidence) : null;
+      const chain = Array.isArray(one.evidence["chain"]) ? one.evidence["chain"].map(evidence) : null;
       return h(
         "section",
         { class: "card error" },
@@ -89,7 +88,7 @@ export const origin: View = {
         h("p", {}, one.message),
         h("p", {}, h("b", {}, "Cause: "), one.cause),
         h("p", {}, h("b", {}, "What to do: "), one.remedy),
-        h("dl", { class: "evidence" }, ...Object.entries(rest).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, Array.isArray(value) ? h("ul", {}, ...value.map((line) => h("li", {}, evidence(line)))) : evidence(value))])),
+        h("dl", { class: "evidence" }, ...Object.entries(one.numbers).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, Array.isArray(value) ? h("ul", {}, ...value.map((line) => h("li", {}, evidence(line)))) : evidence(value))])),
         chain && h("h3", {}, "the ops before it"),
         chain && h("ol", { class: "chain" }, ...chain.map((line) => h("li", {}, line))),
       );

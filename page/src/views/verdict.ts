@@ -109,11 +109,11 @@ async function card(page: Page, finding: Finding): Promise<HTMLElement> {
     h("p", {}, finding.message, h("span", { class: "quiet" }, ` (${extent}${share}${page.run.ranks.length > 1 ? `, rank ${finding.rank}` : ""})`)),
     finding.cause && h("p", {}, h("b", {}, "Cause: "), finding.cause),
     finding.remedy && h("p", {}, h("b", {}, "What to do: "), finding.remedy),
-    Object.keys(finding.evidence).length > 0 &&
+    Object.keys(finding.numbers).length > 0 &&
       h(
         "dl",
         { class: "evidence" },
-        ...Object.entries(finding.evidence).flatMap(([name, value]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, evidence(value))]),
+        ...Object.entries(finding.numbers).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, evidence(value))]),
       ),
     finding.also.length > 0 && h("p", { class: "quiet" }, `Also at ${finding.also.slice(0, 12).join(", ")}${finding.also.length > 12 ? ` and ${finding.also.length - 12} more` : ""}`),
     series && stepChart(page, { title: `${stat} of ${known}`, x: series.x, curves: [{ name: `${stat} of ${known}`, values: series.values }], marks: [markOf(finding)], isLog: series.values.some((value) => value > 0), height: 110, pick: () => page.go("site", { site: known }) }),

@@ -448,7 +448,7 @@ def _evidence(finding: Finding) -> str:
     """A finding as a line of evidence: its rule, place, first step and numbers."""
     numbers = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in finding.evidence.items()
+        for name, value in finding.numbers.items()
     )
     return f"{finding.rule}{finding.place} since step {finding.since}{': ' if numbers else ''}{numbers}"
 

@@ -13,6 +13,7 @@ from typing import Any
 from gaff.errors import RecordError
 
 SEVERITIES = ("error", "warning", "info")  # worst first
+_NOT_TOLD = ("chain", "call_order")  # names of evidence: the ops before a NaN, a line each; which site was called first
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class Finding:
         if finding.severity not in SEVERITIES:
             raise RecordError(f"a finding of severity {finding.severity!r}: expected one of {', '.join(SEVERITIES)}")
         return finding
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The evidence as people are told it: names as words, without what is there for drawing and for order."""
+        return {name.replace("_", " "): value for name, value in self.evidence.items() if name not in _NOT_TOLD}
 
     @property
     def place(self) -> str:

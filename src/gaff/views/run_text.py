@@ -60,13 +60,12 @@ def alarm(finding: Finding) -> str:
 def body_of(finding: Finding) -> list[str]:
     """The lines of a finding below its title: message, evidence, further sites, cause, remedy, where to look.
 
-    The ``chain`` of evidence (the ops before a NaN) is left to the page, which has a line for each op. The texts are
-    not made safe for a terminal: see ``gaff.views.text.printable``.
+    The ops before a NaN are left to the page, which has a line for each. The texts are not made safe for a terminal:
+    see ``gaff.views.text.printable``.
     """
     lines = [finding.message, f"since step {finding.since}" + _extent(finding)]
-    known = {name: value for name, value in finding.evidence.items() if name != "chain"}  # for the page
-    if known:
-        lines.append("evidence: " + ", ".join(f"{name} {_shown(value)}" for name, value in known.items()))
+    if finding.numbers:
+        lines.append("evidence: " + ", ".join(f"{name} {_shown(value)}" for name, value in finding.numbers.items()))
     if finding.also:
         more = f" and {len(finding.also) - 5} more" if len(finding.also) > 5 else ""
         lines.append(f"also at: {', '.join(finding.also[:5])}{more}")

@@ -164,7 +164,7 @@ def _facts(record: Record, rank: int) -> dict[str, Any]:
         "began": _date(record.head.get("began")),
         "facts": _plain({**begin, **_flat(progress)}),
         "notes": notes,
-        "findings": [{**one.to_dict(), "address": one.address} for one in findings],
+        "findings": [{**one.to_dict(), "address": one.address, "numbers": one.numbers} for one in findings],
     }
 
 
