@@ -208,6 +208,32 @@ def test_times_leave_out_what_looking_at_the_calls_inside_took(monkeypatch):
     assert [row.time_s for row in trace.rows] == [6.0, 4.0, 2.0, 2.0, 2.0]
 
 
+def test_times_leave_out_what_hooks_on_gradients_and_counting_took(monkeypatch):
+    """By a clock that stands still, but for modules, a search behind gradients, and a name that is looked at."""
+    now = [0.0]
+    monkeypatch.setattr("gaff.inspection.call_log.time.perf_counter", lambda: now[0])
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            now[0] += 2.0
+            return super().forward(x)
+
+    class Heavy:
+        def search(self, name):
+            now[0] += 1000.0
+
+    def kept_by(module):
+        now[0] += 1000.0
+        return []
+
+    monkeypatch.setattr("gaff.engine.gradients.share._kept_by", kept_by)
+    monkeypatch.setattr("gaff.engine.flops._HEAVY", Heavy())
+    model = nn.Sequential(nn.Sequential(Slow(3, 3), Slow(3, 3)), Slow(3, 3))
+    trace = gaff.trace(model, torch.rand(2, 3), backward=lambda y: y.sum())
+    assert now[0] > 1000.0
+    assert [row.time_s for row in trace.rows] == [6.0, 4.0, 2.0, 2.0, 2.0]
+
+
 def test_the_tokens_of_a_text_are_kept_and_get_names():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
     trace = gaff.trace(model, torch.tensor([[3, 1, 2], [0, 0, 0]]))

@@ -379,7 +379,7 @@ def trace(
     Args:
         model: any module. It is left as it was: weights, buffers, ``.grad``, training flags, random state.
         backward: gets the output and returns a scalar loss; then gradients are told as well, None ones with the reason.
-        flops: count operations by torch's formulas; without it times are closer to those of a bare run.
+        flops: count operations by torch's formulas; without it no operation passes through a counter, some 10 us each.
         ops: also every op in the modules' own forwards, with its place in the code in the column of the class.
         pictures: also draw what passes, of the first example: images, feature maps, attention (also inside
             ``scaled_dot_product_attention``, computed from its inputs), tokens by channels; with ``backward`` also

@@ -86,7 +86,7 @@ export const calls: View = {
         filter("filter calls", words, (value) => again({ filter: value })),
         deepest > 0 && select("levels", Array.from({ length: deepest + 1 }, (_, at): [string, string] => [String(at), at === deepest ? "all" : String(at)]), String(levels), (value) => again({ levels: value })),
         sort && h("button", { type: "button", on: { click: () => again({ sort: null }) } }, `sorted by ${sort.replace(/^-/, "")} ×`),
-        h("span", { class: "quiet" }, `${shown.length} of ${trace.rows.length} calls; ▣ has a picture; times are without what measuring took${trace.has_backward ? ", but for hooks on gradients (some 0.2 ms a call)" : ""}; a click on a head sorts`),
+        h("span", { class: "quiet" }, `${shown.length} of ${trace.rows.length} calls; ▣ has a picture; times are without what measuring took; a click on a head sorts`),
       ),
       table(used.map((at) => COLUMNS[at]!), cells, used.filter((at) => at >= 4), { by: sort, key, again: (by) => again({ sort: by }) }),
       ...endings(trace),

@@ -242,15 +242,7 @@ class Clock:
         here (the run was never seen, or is over) is ignored.
         """
         run = self.open.get(get_ident())
-        if run is None or not any(frame.owner is owner for frame in run.frames):
-            return
-        is_found = False
-        while not is_found:
-            frame = run.frames.pop()
-            is_found = frame.owner is owner
-            for callback in frame.at_leave:
-                callback()
-        if not run.frames:
+        if run is not None and end_call(run.frames, owner) and not run.frames:
             del self.open[run.thread]
             run.outermost = None
             self.end(run, output)
@@ -314,6 +306,21 @@ class Clock:
         self.at_end.clear()
         self.at_recomputed.clear()
         self._replays.clear()
+
+
+def end_call(frames: list[Frame], owner: object) -> bool:
+    """Drop the latest call of ``owner`` from those in progress, with what inside it never left; whether there was one.
+
+    What was to be called when a call is over is called, from the inside out.
+    """
+    if not frames or (frames[-1].owner is not owner and not any(frame.owner is owner for frame in frames)):
+        return False
+    while True:
+        frame = frames.pop()
+        for callback in frame.at_leave:
+            callback()
+        if frame.owner is owner:
+            return True
 
 
 def _calling_frame(frame: FrameType | None) -> FrameType | None:

@@ -7,6 +7,7 @@ module.
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class FlopCount(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self.uncounted: set[str] = set()  # heavy operations without a formula
+        self.own_s = 0.0  # seconds that went into counting
+        self._whole: set[Any] = set()  # operations that are not made of smaller ones
 
     @classmethod
     def warm(cls) -> FlopCount:
@@ -46,16 +49,21 @@ class FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and count it, from its arguments and its output."""
+        began = time.perf_counter()
         kwargs = kwargs or {}
         count = flop_registry.get(func._overloadpacket)
-        if count is None and func is not torch.ops.prim.device.default:
+        if count is None and func not in self._whole and func is not torch.ops.prim.device.default:
             with self:
                 result = func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
+            self._whole.add(func)
+        ran = time.perf_counter()
         result = func(*args, **kwargs)
+        ended = time.perf_counter()
         if count is None and _HEAVY.search(func.name()):
             self.uncounted.add(func.name().removeprefix("aten::"))
         if count is not None:
             self.total += int(count(*args, **kwargs, out_val=result))
+        self.own_s += time.perf_counter() - began - (ended - ran)
         return result

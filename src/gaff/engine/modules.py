@@ -21,7 +21,7 @@ from gaff.address.nested import Arguments
 from gaff.compat import distributed
 from gaff.compat.autograd import backward_task, is_grad_enabled, is_outside_functions, transform_level
 from gaff.compat.checkpoints import saved_hooks
-from gaff.engine.clock import Frame, Run
+from gaff.engine.clock import Frame, Run, end_call
 from gaff.engine.forwards import StandIn
 from gaff.engine.node import Node
 from gaff.errors import PlanError
@@ -236,14 +236,8 @@ def ended(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         node.clock.leave(node, output)
         return
     frames = node.clock.replay_frames()
-    if any(frame.owner is node for frame in frames):
-        is_found = False
-        while not is_found:
-            frame = frames.pop()
-            is_found = frame.owner is node
-            for callback in frame.at_leave:
-                callback()
-        for callback in node.clock.at_recomputed if not frames else ():
+    if end_call(frames, node) and not frames:
+        for callback in node.clock.at_recomputed:
             callback()
 
 

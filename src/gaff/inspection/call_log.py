@@ -21,6 +21,8 @@ from gaff.address.grammar import Key, Site, print_key
 from gaff.address.nested import Arguments, iter_tensors, size_bytes
 from gaff.compat import distributed, elements
 from gaff.compat.memory import version_of
+from gaff.compat.modes import outside_modes
+from gaff.engine.flops import FlopCount
 from gaff.engine.streams import Stream
 from gaff.inspection.pictures import Album, are_probabilities
 from gaff.inspection.sketches import marks_of
@@ -56,7 +58,7 @@ class CallNotes:
 
     ``call`` counts entries, ``output_call`` returns, as call numbers of inputs and outputs do: they differ where a
     module calls itself. Made by ``CallLog.enter``; ``started`` and ``flops`` are what the clock and the counter showed
-    when it was done, and ``aside_s`` what looking had taken until then. ``makers`` are the calls whose values it is
+    when it began, and ``aside_s`` what looking had taken until then. ``makers`` are the calls whose values it is
     given, and whether that is known: else they came before, and who made it is not known. ``returned`` is ``NOT_YET``
     until ``CallLog.leave``, and stays so where an exception ended the call.
     """
@@ -77,7 +79,7 @@ class CallNotes:
 
 
 class CallLog:
-    """All calls of a traced run, in the order of entry. ``flops``: operations counted so far.
+    """All calls of a traced run, in the order of entry. ``counter`` counts their operations, None: nobody does.
 
     The tracer makes one for a run. Modules and ops are both calls here, and nest: what is open is a stack, and the
     depth of a call is its height. Beside the calls it knows who made each tensor that passed, by weak references and
@@ -86,7 +88,7 @@ class CallLog:
     found.
     """
 
-    def __init__(self, flops: Callable[[], int], device: torch.device, album: Album | None = None) -> None:
+    def __init__(self, counter: FlopCount | None, device: torch.device, album: Album | None = None) -> None:
         self.calls: list[CallNotes] = []
         self.album = album
         self.given: tuple[Tensor, Tensor] | None = None  # digest and sketch of what the model was given
@@ -99,7 +101,8 @@ class CallLog:
         self._latest: CallNotes | None = None  # the last call that ended
         self._open: list[CallNotes] = []
         self._aside_s = 0.0  # what looking has taken so far, which is no part of the calls that are open
-        self._flops = flops
+        self._since: float | None = None  # the end of the latest look, if nothing of the model has run since
+        self._counter = counter
         self._device = device
 
     def enter(self, site: Site, cls: str, given: Arguments, run: Any, call: int) -> CallNotes:
@@ -108,36 +111,53 @@ class CallLog:
         On a GPU it waits for the device first, so that the time of the call is its own. The first call of all tells
         what the model was given, of which digest and sketch are kept.
         """
-        self._settle()
-        entered = time.perf_counter()
-        self._forget_raised(site, run)
-        shapes = shapes_text((*given.args, given.kwargs) if given.kwargs else given.args)
-        notes = CallNotes(site, cls, len(self._open), call, run, self._flops(), shapes)
-        self._find_makers(notes, given)
-        if not self.calls:
-            self.given = marks_of([tensor for _, tensor in iter_tensors(given)])
-        if self.album is not None and not self._open and not site.path and site.op is None:
-            for key, tensor in iter_tensors(given):
-                if tensor.is_floating_point():
-                    self.album.add_input(f":input{print_key(key)}", tensor)
-        self.calls.append(notes)
-        self._open.append(notes)
-        self._settle()
-        notes.started = time.perf_counter()
-        self._aside_s += notes.started - entered
-        notes.aside_s = self._aside_s
+        taken = self._taken_s
+        with self.aside() as entered:
+            self._forget_raised(site, run)
+            shapes = shapes_text((*given.args, given.kwargs) if given.kwargs else given.args)
+            notes = CallNotes(site, cls, len(self._open), call, run, self._flops, shapes, entered, taken)
+            self._find_makers(notes, given)
+            if not self.calls:
+                self.given = marks_of([tensor for _, tensor in iter_tensors(given)])
+            if self.album is not None and not self._open and not site.path and site.op is None:
+                for key, tensor in iter_tensors(given):
+                    if tensor.is_floating_point():
+                        self.album.add_input(f":input{print_key(key)}", tensor)
+            self.calls.append(notes)
+            self._open.append(notes)
         return notes
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is done inside is no part of the calls that are open: their times leave it out."""
+    def aside(self) -> Iterator[float]:
+        """What is done inside is no part of the calls that are open: their times leave it out, and nobody counts it.
+
+        Gives the time at which it began. On a GPU it waits for the device before and after.
+        """
         self._settle()
         began = time.perf_counter()
         try:
-            yield
+            with outside_modes():
+                yield began
         finally:
             self._settle()
-            self._aside_s += time.perf_counter() - began
+            self._since = time.perf_counter()
+            self._aside_s += self._since - began
+
+    def go_on(self) -> None:
+        """All hooks of the latest event have run: what came after the log's own is left out of the times, too."""
+        if self._since is not None:
+            self._settle()
+            self._aside_s += time.perf_counter() - self._since
+            self._since = None
+
+    @property
+    def _taken_s(self) -> float:
+        """What all looking has taken so far, the counting of operations too."""
+        return self._aside_s + (self._counter.own_s if self._counter is not None else 0.0)
+
+    @property
+    def _flops(self) -> int:
+        return self._counter.total if self._counter is not None else 0
 
     def _forget_raised(self, site: Site, run: Any) -> None:
         """Close calls that an exception has left, and somebody has caught: they are no longer in progress.
@@ -163,22 +183,21 @@ class CallLog:
         it on the stack were left by an exception that somebody has caught: they stay incomplete. On a GPU it waits for
         the device.
         """
-        self._settle()
-        ended = time.perf_counter()
-        with self.aside():
+        taken_s = self._taken_s - notes.aside_s
+        with self.aside() as ended:
             while self._open.pop() is not notes:
                 pass  # left by an exception
             notes.output_call = call
-            self._left(notes, output, ended)
+            self._left(notes, output, max(0.0, ended - notes.started - taken_s))
 
-    def _left(self, notes: CallNotes, output: Any, ended: float) -> None:
-        """That call has returned ``output``, at the time ``ended``."""
+    def _left(self, notes: CallNotes, output: Any, time_s: float) -> None:
+        """That call has returned ``output``, after so long."""
         tensors = [tensor for _, tensor in iter_tensors(output)]
         notes.returned = Returned(
             shapes_text(output),
             str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            max(0.0, ended - notes.started - (self._aside_s - notes.aside_s)),
-            self._flops() - notes.flops,
+            time_s,
+            self._flops - notes.flops,
             sum(size_bytes(tensor) for tensor in tensors),
             measure(tensors[0]) if tensors else None,
             marks_of(tensors),

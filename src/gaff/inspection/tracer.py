@@ -22,7 +22,6 @@ from gaff.address.nested import Arguments, iter_tensors
 from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
 from gaff.compat import elements, libraries
 from gaff.compat.memory import version_of
-from gaff.compat.modes import outside_modes
 from gaff.engine.flops import FlopCount
 from gaff.engine.gradients.reach import used_leaves
 from gaff.engine.ops.calls import OpCall
@@ -73,12 +72,13 @@ def trace_run(
     counter = FlopCount.warm() if has_flops else None
     modules = [(path, module, chain) for path, module, chain in iter_modules(model)]
     album = Album(len(modules) * (2 if backward is not None else 1)) if has_pictures else None
-    log = CallLog(lambda: counter.total if counter is not None else 0, device, album)
+    log = CallLog(counter, device, album)
     log.class_name = partial(libraries.class_name, model)
     log.own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
     taps = _taps(model, modules, log, parameters if backward is not None else {}, has_ops=has_ops)
     session = Session(model, taps)
+    last = Session(model, [CallTap(found, _go_on(log), _go_on(log)) for found in called_modules(model)])
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
     tokens = _tokens_of(args, kwargs)
     versions = {path: version_of(parameter) for path, parameter in _iter_parameters(model)}
@@ -88,6 +88,7 @@ def trace_run(
         if backward is not None:
             stack.enter_context(torch.enable_grad())
         stack.enter_context(session)
+        stack.enter_context(last)  # its hooks come after those of the other
         with counter or nullcontext():
             output = model(*args, **kwargs)
         used = used_leaves([tensor for _, tensor in iter_tensors(output)])
@@ -176,6 +177,11 @@ def _leave(log: CallLog) -> Callable[[Any, Any, int], None]:
     return lambda output, run, call: log.leave(run.frames[-1].notes.pop(log), output, call)
 
 
+def _go_on(log: CallLog) -> Callable[[Any, Any, int], None]:
+    """The tap for when all that looks at the entry or the exit of a module is done."""
+    return lambda value, run, call: log.go_on()
+
+
 def _enter_op(log: CallLog, call: OpCall) -> None:
     """Note that an op begins, with its place in the code where a module has its class."""
     site = replace(call.site, call=None)
@@ -204,7 +210,7 @@ def _picture_op(log: CallLog, call: OpCall, output: Any) -> None:
     """Draw attention: what a softmax has returned, or what is inside a fused call."""
     album, name = log.album, str(call.site)
     assert album is not None
-    with log.aside(), outside_modes():  # what is computed here is not counted as the model's
+    with log.aside():
         op = call.site.op or ""
         found = attention_of(op, call.args, call.kwargs) if op in ATTENTIONS else None
         if found is not None:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gaff.compat.autograd import sequence_of
 from gaff.compat.compiler import uncompiled
 
 Gradients = Sequence["Tensor | None"]
@@ -24,16 +23,14 @@ class Seen:
 
     ``owner`` is whatever the caller of ``follow`` said when the node was first met. ``onward`` tells who gets its
     gradients, in the order of its inputs: another node and which of its inputs that is, None where no gradient goes.
-    ``sequence`` is its creation number within its thread.
     """
 
-    __slots__ = ("name", "node", "onward", "owner", "sequence", "variable")
+    __slots__ = ("name", "node", "onward", "owner", "variable")
 
     def __init__(self, node: Node, owner: Any) -> None:
         self.node = node
         self.owner = owner
         self.name = node.name().rpartition("::")[2]
-        self.sequence = sequence_of(node)
         self.variable: Tensor | None = getattr(node, "variable", None)  # of a leaf's accumulator
         self.onward: list[tuple[Seen, int] | None] = []
 

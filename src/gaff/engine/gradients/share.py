@@ -250,7 +250,7 @@ class _Share(Armed):
         refused = self.why_refused()
         if refused:
             self.refuse(refused)
-        elif total is not None:
+        else:
             self.deliver(total)
 
 
