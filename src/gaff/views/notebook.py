@@ -22,8 +22,9 @@ from gaff.views.text import blocks, printable
 _Row = TypeVar("_Row")
 _STYLE = (
     "<style>.gaff-cell{font-size:13px;line-height:1.45;overflow-x:auto}.gaff-cell table{border-collapse:collapse;"
-    "font-variant-numeric:tabular-nums;margin:4px 0}.gaff-cell th,.gaff-cell td{text-align:left;padding:2px 10px 2px 0;"
-    "border-bottom:1px solid #8884;background:none;vertical-align:middle}.gaff-cell .r{text-align:right}"
+    "font-variant-numeric:tabular-nums;margin:4px 0}.gaff-cell.gaff-cell th,.gaff-cell.gaff-cell td{text-align:left;"
+    "padding:2px 10px 2px 0;border-bottom:1px solid #8884;background:none;vertical-align:middle}"
+    ".gaff-cell.gaff-cell .r{text-align:right}"  # twice, to weigh more than a notebook's own rules for tables
     ".gaff-cell img{image-rendering:pixelated;border-radius:2px;display:block}.gaff-cell summary{cursor:pointer}"
     ".gaff-cell details{padding-left:14px}.gaff-cell .q{opacity:.7}.gaff-cell .error{color:#d64545}"
     ".gaff-cell .warning{color:#b97a00}.gaff-cell .fine{color:#1f9254}.gaff-cell .info{color:#3b82e0}"
