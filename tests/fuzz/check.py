@@ -114,7 +114,7 @@ class Checker:
             if not self.is_same(elsewhere):
                 raise RuntimeError(f"{self.setting.kind} computes something else")
             self.bare.surroundings = elsewhere.surroundings
-        if self.has_checkpoint and not self.is_pure():
+        if self.has_checkpoint and not self.is_pure(elsewhere if self.setting is not None else self.bare):
             raise RuntimeError("a checkpoint around what is no pure function")
         if self.setting is not None:  # which may run some forwards again
             self.bare.state = elsewhere.state
@@ -140,10 +140,10 @@ class Checker:
             self.fail("truth", ("", "truth", ()), None, "the program runs", f"{type(error).__name__}: {error}")
         return not self.tally.failures
 
-    def is_pure(self) -> bool:
-        """Whether checkpoints make no difference to the bare program."""
+    def is_pure(self, outcome: Outcome) -> bool:
+        """Whether checkpoints make no difference to ``outcome``, the bare program in its setting."""
         other = run(self.program, without_checkpoints=True)
-        return self.is_same(other) and all(self.close(one, other.state[name]) for name, one in self.bare.state.items())
+        return self.is_same(other) and all(self.close(one, other.state[name]) for name, one in outcome.state.items())
 
     def is_same(self, other: Outcome) -> bool:
         """Whether a run of the bare program has left what ``self.bare`` has."""

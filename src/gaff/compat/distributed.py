@@ -123,8 +123,20 @@ def parallel_first(module: Any) -> None:
 
     They make of what the layer itself returns, a sum that is still due, say, what its caller gets.
     """
-    hooks = module._forward_hooks
-    theirs = [number for number, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_PARALLEL)]
+    _put_first(module._forward_hooks, _PARALLEL)
+
+
+def checkpoint_first(module: Any) -> None:
+    """Move the hook by which torch's composable checkpoint begins at ``module`` before all others at its entry.
+
+    The recomputation calls the module with all its hooks, so what they do in the first pass must be inside the region.
+    """
+    _put_first(module._forward_pre_hooks, "torch.distributed._composable.checkpoint_activation")
+
+
+def _put_first(hooks: Any, origin: str) -> None:
+    """Move those of a table of hooks that are functions of the modules ``origin`` before the others."""
+    theirs = [number for number, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(origin)]
     for number in reversed(theirs):
         hooks.move_to_end(number, last=False)
 

@@ -79,6 +79,7 @@ def _order_entry(module: nn.Module) -> None:
         # an edited parameter stands in before hooks that use it, as those of weight_norm and pruning do
         _order(hooks, lambda hook: hook.func is entered and hook.args[0].has_swaps, is_last=False)
         _order(hooks, lambda hook: hook.func is entered and not hook.args[0].entry.is_edited, is_last=True)
+        distributed.checkpoint_first(module)
         distributed.fsdp_first(module)
         # ops are looked at in a run, which the hooks of nodes begin
         _order(hooks, lambda hook: type(hook.args[0]) is not Node, is_last=True)

@@ -75,7 +75,7 @@ class Swap:
             self._standing.add(self, new)
 
     def end_unit(self) -> None:
-        """Put the parameter back, which FSDP2 is about to free.
+        """Put the parameter back: the run is over, or FSDP2 is about to free it.
 
         Raises ExactnessError where the model wrote into what stood in.
         """
@@ -89,11 +89,7 @@ class Swap:
         """Put the parameter back: the run is over. Raises ExactnessError where the model wrote into what stood in."""
         self._crossings.pop(run, None)
         self._called.discard(run)
-        if not self.restore():
-            raise ExactnessError(
-                f"{self._found.site}: the model changed this parameter during the run, and the change fell on what "
-                "stood in for it: expected a parameter that the forward only reads"
-            )
+        self.end_unit()
 
     def scope(self, node: Node) -> SwapScope:
         """What repeats the edit when a checkpoint recomputes ``node``."""
