@@ -425,7 +425,11 @@ def why_not(source: str, setting: Setting) -> str:
         (kind == "FSDP2" and setting.rtol, "BatchNorm1d", "a norm over two rows makes signs of what is rounded"),
         (kind == "compile", r"autograd\.grad\(", "compiled code answers autograd.grad with more than was asked"),
         (kind == "compile", r"enable_grad\(\)", "a graph is compiled in the grad mode in which it is called"),
-        (kind == "checkpoint", "create_graph=True|retain_graph=True", "torch's composable checkpoint recomputes a region once"),
+        (
+            kind == "checkpoint",
+            "create_graph=True|retain_graph=True",
+            "torch's composable checkpoint recomputes a region once",
+        ),
         (
             kind != "checkpoint",
             r"\.register_hook\(",

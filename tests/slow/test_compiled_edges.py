@@ -1,6 +1,7 @@
 """The edges of compiled code: outputs that are used inside, code that calls backward, forwards of others."""
 
 import inspect
+import pickle
 import sys
 import types
 
@@ -430,3 +431,89 @@ def test_a_leaf_that_a_compiled_module_returns_belongs_to_the_run_whose_pass_it_
         torch.testing.assert_close(x.grad, 2 * bare)
         z.pow(3).sum().backward()
     torch.testing.assert_close(x.grad, 4 * bare)
+
+
+def test_a_leaf_that_was_returned_and_gets_a_gradient_in_a_pass_of_another_run_is_refused():
+    """By way of something that no run has made: the total belongs to the first run, which nothing tells."""
+    compiled = torch.compile(nn.Sequential(nn.Identity(), nn.Linear(4, 2)), backend="aot_eager")
+    x = torch.randn(3, 4).requires_grad_()
+    with gaff.capture(compiled, "0:grad_output") as got:
+        compiled(x).sum().backward()
+        compiled(x * 1.0).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="nothing tells whose pass it was"):
+        got.all("0:grad_output")
+
+
+class WritesLater(nn.Module):
+    """A module returns what it was given, and another writes into that, in a graph of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.same, self.writes = nn.Linear(4, 4), Second(), WritesPart()
+
+    def forward(self, x):
+        h = self.lin(x) * 1.0
+        torch._dynamo.graph_break()
+        return self.writes(self.same(x, h))
+
+
+class Second(nn.Module):
+    def forward(self, x, h):
+        return h
+
+
+class WritesPart(nn.Module):
+    def forward(self, h):
+        h[:, :2] = 0.5
+        return h
+
+
+def test_what_came_into_a_graph_and_is_written_to_after_a_module_has_returned_it(tmp_path):
+    """torch sets the hook of such a tensor after the graph has run: it hears of what was made of it."""
+    torch.manual_seed(0)
+    model, x = WritesLater(), torch.randn(3, 4)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        with gaff.capture(compiled, "same:grad_output", "lin:grad_output") as got:
+            compiled(x).pow(2).sum().backward()
+        with gaff.capture(model, "lin:grad_output") as true:
+            model(x).pow(2).sum().backward()
+        assert torch.equal(got["lin:grad_output"], true["lin:grad_output"])
+        with pytest.raises(gaff.ExactnessError, match="what came into it and was written to in place"):
+            got.all("same:grad_output")
+    with pytest.raises(gaff.ExactnessError, match="same:grad_output: .* was written to in place"):
+        with gaff.edit(compiled, {"same:grad_output": gaff.edits.scale(2.0)}):
+            compiled(x).pow(2).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gaff.watch(compiled, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            compiled(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    record = gaff.load(tmp_path / "run")
+    assert "lin:grad_output" in record.sites
+    assert "same:grad_output" not in record.sites
+    assert any("same: a view, or a tensor that is written to, inside compiled code" in note for note in record.notes)
+
+
+class Pickled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_compiled_model_is_pickled_while_a_session_is_open():
+    """Also one with modules that have no forward of their own."""
+    model, x = Pickled(), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="aot_eager")
+    with gaff.capture(compiled, "layers.0") as got:
+        compiled(x)
+        other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(got["layers.0"], model.layers[0](x))
+    assert all("forward" not in vars(one) for one in model.modules())

@@ -111,3 +111,20 @@ def test_a_copy_made_in_the_middle_of_a_run_works():
     assert torch.equal(F.linear(x, model.copied[0]), model(x) * 3) or torch.equal(
         F.linear(x, model.copied[0]), model(x)
     )
+
+
+def test_it_stands_in_where_torch_s_composable_checkpoint_recomputes():
+    """Its hook begins the region at the entry of the module, so that what is noted there must come after it."""
+    from torch.distributed._composable import checkpoint
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Holds("beside_the_module")), torch.randn(2, 3)
+    both = []
+    for is_recomputed in (False, True):
+        if is_recomputed:
+            checkpoint(model[1])
+        model.zero_grad()
+        with gaff.edit(model, {"1.lin.weight:param": edits.scale(3.0)}):
+            model(x).pow(2).sum().backward()
+        both.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other)

@@ -134,7 +134,7 @@ def checkpoint_first(module: Any) -> None:
     _put_first(module._forward_pre_hooks, "torch.distributed._composable.checkpoint_activation")
 
 
-def _put_first(hooks: Any, origin: str) -> None:
+def _put_first(hooks: Any, origin: str | tuple[str, ...]) -> None:
     """Move those of a table of hooks that are functions of the modules ``origin`` before the others."""
     theirs = [number for number, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(origin)]
     for number in reversed(theirs):

@@ -218,6 +218,7 @@ class Clock:
             if run is None:
                 return
             run.functions = None
+            run.first_node -= not autograd.is_outside_functions()  # the node of that code was made just before it ran
             self.open[run.thread] = run
         run.frames.append(Frame(owner, ticket))
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS, WEIGHTS, Site
-from gaff.address.nested import Arguments, dig
+from gaff.address.nested import dig
 from gaff.address.resolve import Found, is_container, iter_modules, unwrap
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import is_untold
@@ -316,9 +316,9 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
     both sides. ``is_exact`` is that of ``Tap``.
     """
     if site.port == "output":
-        node.exit.taps += (_output_tap(site, stream, is_exact),)
+        node.exit.taps += (_value_tap(site, stream, is_exact),)
     elif site.port == "input":
-        node.entry.taps += (_input_tap(site, stream, is_exact),)
+        node.entry.taps += (_value_tap(site, stream, is_exact),)
     elif site.port == WEIGHTS:
         node.exit.taps += (WeightsTap(site, stream),)
     elif site.port == "grad_output":
@@ -376,46 +376,25 @@ def _edit(side: Side, new: Act, before: Callable[[Act], bool] | None = None) -> 
     side.is_edited = True
 
 
-def _output_tap(site: Site, stream: Stream, is_exact: bool) -> Look:
-    """What hears of an output for ``stream``: the stream itself for the whole output of every call, else a filter.
+def _value_tap(site: Site, stream: Stream, is_exact: bool) -> Look:
+    """What hears of a module's output or of its arguments for ``stream``: of the call that is asked for, or of all.
 
-    The filter passes on the one call that is asked for, and what the key leads to; a key that leads nowhere raises
-    SiteError where ``is_exact``, else the stream is told of a skipped event.
+    The stream itself hears of the whole output of every call. Of arguments without a key the first tensor is meant; a
+    key that leads nowhere raises SiteError where ``is_exact``, else the stream is told of a skipped event.
     """
-    if site.call is None and not site.key:
+    is_first = site.port == "input" and not site.key
+    if site.call is None and not site.key and not is_first:
         return stream.add  # the common case pays nothing for the others
 
-    def tap(output: Any, run: Run, call: int) -> None:
-        if site.call is None or site.call == call:
-            try:
-                value = dig(output, site.key)
-            except KeyError as error:
-                report_missing(site, stream, is_exact, error)
-            else:
-                stream.add(value, run, call)
-
-    return tap
-
-
-def _input_tap(site: Site, stream: Stream, is_exact: bool) -> Look:
-    """What hears of the arguments for ``stream``; without a key the first tensor among them is meant.
-
-    As for outputs, only the call that is asked for is told, and a key that leads nowhere is reported.
-    """
-
-    def tap(given: Arguments, run: Run, call: int) -> None:
+    def tap(value: Any, run: Run, call: int) -> None:
         if site.call is not None and site.call != call:
             return
-        if not site.key:
-            tensor = find_input(given, site, stream, is_exact)
-            if tensor is not None:
-                stream.add(tensor, run, call)
-            return
         try:
-            value = dig(given, site.key)
+            found = find_input(value, site, stream, is_exact) if is_first else dig(value, site.key)
         except KeyError as error:
             report_missing(site, stream, is_exact, error)
         else:
-            stream.add(value, run, call)
+            if found is not None or not is_first:
+                stream.add(found, run, call)
 
     return tap

@@ -19,9 +19,9 @@ from gaff.compat import autograd, checkpoints, memory
 from gaff.edits.arithmetic import Project
 from gaff.edits.compiled import may_write
 from gaff.edits.files import tensors_of
-from gaff.engine.compiled.structure import EAGER, StandInForCaller
-from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, sign_of_edge, tell
-from gaff.engine.compiled.tracing import CALLER, LEAF, oddity, was_written
+from gaff.engine.compiled.structure import EAGER, StandInForCaller, StandInForWritten
+from gaff.engine.compiled.tell import ODD, Call, Inside, Receiver, is_view, new_place, note_odd, sign_of_edge, tell
+from gaff.engine.compiled.tracing import CALLER, LEAF, WRITTEN, oddity, was_written
 from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge
 from gaff.engine.value_edits import RETURNED, TWINS, find
 from gaff.errors import ExactnessError, PlanError
@@ -121,7 +121,9 @@ class TracedGradientEdit(TracedEdit):
         return value
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
-        """Do nothing, though the gradient of a frame is to come: the op that told it has noted its ticket already."""
+        """The gradient of a frame is to come. Raises ExactnessError where its hook hears of another tensor's."""
+        if ODD[call[1]][0] == WRITTEN:
+            raise ExactnessError(f"{self.site}: {StandInForWritten.why_untold}")
 
     def arrived(self, call: Call, number: int, gradients: list[Tensor]) -> None:
         """The backward has made the edit: tell the stream the old gradient and the new one.
@@ -141,6 +143,7 @@ class TracedGradientEdit(TracedEdit):
         if why:
             raise PlanError(f"{self.site}: {why}")  # torch breaks the graph here, or tells it where none may be broken
         ticket, place = self.ticket.clone(), new_place()
+        note_odd(place, 0, "")
         tell([], self.token, ticket, place, "")
 
         def arrived(gradient: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ def _with_exits(kind: Any) -> Any:
 
     code = forward.__code__.replace(co_name=f"forward of {kind.__qualname__}")
     names = getattr(kind.forward, "__globals__", globals())
-    return functools.update_wrapper(FunctionType(code, names, "forward", None, forward.__closure__), kind.forward)
+    made = FunctionType(code, names, "forward", None, forward.__closure__)  # a pickle finds it by this name
+    return functools.update_wrapper(made, kind.forward, ("__module__", "__qualname__", "__doc__", "__annotations__"))
 
 
 def _kind(module: nn.Module) -> Any:

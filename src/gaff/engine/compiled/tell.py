@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from gaff.compat import autograd, compiler, memory
 from gaff.engine.compiled.structure import stand_ins, structure_of
-from gaff.engine.compiled.tracing import CALLER, oddity
+from gaff.engine.compiled.tracing import CALLER, WRITTEN, oddity, when_written
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
-_ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
+ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
@@ -200,7 +200,7 @@ class Receiver(ABC):
 
     def wait(self, call: Call, what: str) -> list[Tensor]:
         """Make what stands for the tensors of a call, in their order, for hooks to be set on; see ``arrived``."""
-        self.waiting[call] = stands = stand_ins(what, _ODD.get(call[1], {}))
+        self.waiting[call] = stands = stand_ins(what, ODD.get(call[1], {}))
         return stands
 
     def forget(self) -> None:
@@ -264,15 +264,16 @@ def tell_gradients(
     for number, value in enumerate(values):
         if value.requires_grad and not is_view(value):
             odd = oddity(value)
-            _note(place, number, odd)
+            note_odd(place, number, odd)
             if odd != CALLER:
                 value.register_hook(_arrival(ticket, place, number, reduce, is_flexible))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note(place: int, number: int, odd: str) -> None:
-    """As Dynamo traces ``tell_gradients``: note what is odd about a tensor."""
-    _ODD.setdefault(place, {})[number] = odd
+def note_odd(place: int, number: int, odd: str) -> None:
+    """As Dynamo traces: note what is odd about the tensor of which ``oddity`` has just told, and what comes to be."""
+    ODD.setdefault(place, {})[number] = odd
+    when_written(partial(ODD[place].__setitem__, number, WRITTEN))
 
 
 def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:

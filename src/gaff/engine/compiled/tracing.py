@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
 
-_ANSWER: list[Any] = [None]
+_ANSWER: list[Any] = ["", False, None]  # what is odd; whether it was written to; what tells that later
 WRITTEN, LEAF, CALLER = "written", "leaf", "caller"
 
 
@@ -18,7 +19,7 @@ def was_written(value: Tensor) -> bool:
     Told by the version counter of what stands for the tensor then. ``value`` must have been made by traced code.
     """
     comptime(_examine)
-    return bool(_answer()[1])
+    return bool(_answer(1))
 
 
 def oddity(value: Tensor) -> str:
@@ -29,7 +30,17 @@ def oddity(value: Tensor) -> str:
     ``WRITTEN`` to it does not hear of what the graph made of it, of a ``LEAF`` also of the passes of other runs.
     """
     comptime(_examine)
-    return str(_answer()[0])
+    return str(_answer(0))
+
+
+def when_written(note: Callable[[], None]) -> None:
+    """As Dynamo traces: ``note()`` at the end, if the graph writes into what was asked about last, and was given to it.
+
+    The hook of such a tensor is set after the graph has run, and hears of what the graph has made of it.
+    """
+    later, _ANSWER[2] = _ANSWER[2], None
+    if later is not None:
+        later[0].add_cleanup_hook(lambda: note() if later[1]._version > 0 else None)
 
 
 def _examine(context: Any) -> None:
@@ -38,11 +49,12 @@ def _examine(context: Any) -> None:
     node = translator.symbolic_locals["value"].as_proxy().node
     fake = node.meta["example_value"]
     of_input = WRITTEN if fake._version > 0 else LEAF if fake.is_leaf else ""
-    is_ours = node.graph is translator.output.current_tracer.graph
-    _ANSWER[0] = (of_input if node.op == "placeholder" else "") if is_ours else CALLER, fake._version > 0
+    is_ours, is_input = node.graph is translator.output.current_tracer.graph, node.op == "placeholder"
+    odd = (of_input if is_input else "") if is_ours else CALLER
+    _ANSWER[:] = odd, fake._version > 0, (translator.output, fake) if is_ours and is_input else None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _answer() -> Any:
-    """What was found: a constant of the graph."""
-    return _ANSWER[0]
+def _answer(number: int) -> Any:
+    """A part of what was found: a constant of the graph."""
+    return _ANSWER[number]

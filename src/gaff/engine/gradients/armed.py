@@ -252,14 +252,20 @@ class ArmedLeaf(Armed):
         if self.run in marked or (met == [self.run] and not is_any):
             gradients.heard(self.run)
             return self.deliver(gradient)
-        if not marked or self._is_used(gradients):
+        if not marked or self._is_used(gradients, marked if is_any else None):
             self.refuse(f"{'some' if is_any else len(met)} runs used this leaf, and nothing tells whose pass it was")
         return None
 
-    def _is_used(self, gradients: Passes) -> bool:
-        """Whether the pass comes from a node that may be one of the run's, though by nothing that the run returned."""
-        nodes, made = gradients.pass_graph.handing_to(0), self.run.made
-        return nodes is None or any(autograd.sequence_of(node) in made and autograd.is_due(node) for node in nodes)
+    def _is_used(self, gradients: Passes, others: list[Run] | None) -> bool:
+        """Whether the pass comes from a node that may be one of the run's, though by nothing that the run returned.
+
+        ``others``, where it is not known which runs met the leaf: what none of these has made may be this run's, too.
+        """
+        nodes = gradients.pass_graph.handing_to(0)
+        due = [autograd.sequence_of(node) for node in nodes or () if autograd.is_due(node)]
+        if others is not None and not all(any(number in run.made for run in others) for number in due):
+            return True
+        return nodes is None or any(number in self.run.made for number in due)
 
 
 class MetLeaves:

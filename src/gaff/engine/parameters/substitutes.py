@@ -69,11 +69,9 @@ class Standing:
         was_there = all(any(value is self.now for value in owner._parameters.values()) for owner in self._owners)
         before = self.now
         self._rows.remove(row)
-        if not any(other.tensor is row.tensor for other in self._rows):
+        if row.tensor is not self.original and not any(other.tensor is row.tensor for other in self._rows):
             _BY_TENSOR.pop(id(row.tensor), None)
-        if self._rows:
-            _BY_TENSOR[id(self.original)] = self
-        else:
+        if not self._rows:
             _BY_TENSOR.pop(id(self.original), None)
             _step_back(self.original)
         if self.now is not before:

@@ -262,11 +262,13 @@ class SampledStep:
         if self._stands is not None:
             tensor = self._stands.get(id(tensor), tensor)
         has_graph = (self._stands is not None or torch.is_grad_enabled()) and tensor.requires_grad
-        if self.phase != "train" or not has_graph or tensor.is_leaf:
+        if self.phase != "train" or not has_graph:
             return False
-        if getattr(tensor, "why_untold", ""):
+        if getattr(tensor, "why_untold", ""):  # such a stand-in is a leaf itself
             self.notes.add(f"{entry.path}: a view, or a tensor that is written to, inside compiled code: its gradient "
                            "is not looked at")  # fmt: skip
+            return False
+        if tensor.is_leaf:
             return False
         if tensor._is_view():
             _ = tensor.grad_fn  # else a stale one is hooked: torch 2.13 crashes
