@@ -1,5 +1,7 @@
 """trace: one run told as a table, a tree and data."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -189,48 +191,45 @@ def test_what_is_no_model_is_refused():
         gaff.trace(torch.ones(1), torch.ones(1))
 
 
-def test_times_leave_out_what_looking_at_the_calls_inside_took(monkeypatch):
-    """By a clock that stands still, but for a measurement that takes a thousand seconds."""
+@pytest.fixture
+def clock(monkeypatch):
+    """The time in a list: it stands still, but for what is added to it."""
     now = [0.0]
     monkeypatch.setattr("gaff.inspection.call_log.time.perf_counter", lambda: now[0])
-
-    class Slow(nn.Module):
-        def forward(self, x):
-            now[0] += 2.0
-            return x + 1
-
-    def measure(tensor):
-        now[0] += 1000.0
-        return None
-
-    monkeypatch.setattr("gaff.inspection.call_log.measure", measure)
-    trace = gaff.trace(nn.Sequential(nn.Sequential(Slow(), Slow()), Slow()), torch.rand(2, 3))
-    assert [row.time_s for row in trace.rows] == [6.0, 4.0, 2.0, 2.0, 2.0]
+    return now
 
 
-def test_times_leave_out_what_hooks_on_gradients_and_counting_took(monkeypatch):
-    """By a clock that stands still, but for modules, a search behind gradients, and a name that is looked at."""
-    now = [0.0]
-    monkeypatch.setattr("gaff.inspection.call_log.time.perf_counter", lambda: now[0])
+class Slow(nn.Linear):
+    """Takes two seconds by a ``clock`` that stands still."""
 
-    class Slow(nn.Linear):
-        def forward(self, x):
-            now[0] += 2.0
-            return super().forward(x)
+    def __init__(self, clock):
+        super().__init__(3, 3)
+        self.clock = clock
 
-    class Heavy:
-        def search(self, name):
-            now[0] += 1000.0
+    def forward(self, x):
+        self.clock[0] += 2.0
+        return super().forward(x)
 
-    def kept_by(module):
-        now[0] += 1000.0
-        return []
 
-    monkeypatch.setattr("gaff.engine.gradients.share._kept_by", kept_by)
-    monkeypatch.setattr("gaff.engine.flops._HEAVY", Heavy())
-    model = nn.Sequential(nn.Sequential(Slow(3, 3), Slow(3, 3)), Slow(3, 3))
-    trace = gaff.trace(model, torch.rand(2, 3), backward=lambda y: y.sum())
-    assert now[0] > 1000.0
+def taking(clock, result):
+    """Something that takes a thousand seconds, whatever it is given."""
+
+    def take(*given):
+        clock[0] += 1000.0
+        return result
+
+    return take
+
+
+@pytest.mark.parametrize("backward", [None, torch.sum])
+def test_times_leave_out_what_looking_took(clock, monkeypatch, backward):
+    """Measuring, the search behind gradients, and counting operations, of which a name is looked at."""
+    monkeypatch.setattr("gaff.inspection.call_log.measure", taking(clock, None))
+    monkeypatch.setattr("gaff.engine.gradients.share._kept_by", taking(clock, []))
+    monkeypatch.setattr("gaff.engine.flops._HEAVY", SimpleNamespace(search=taking(clock, None)))
+    model = nn.Sequential(nn.Sequential(Slow(clock), Slow(clock)), Slow(clock))
+    trace = gaff.trace(model, torch.rand(2, 3), backward=backward)
+    assert clock[0] > 1000.0
     assert [row.time_s for row in trace.rows] == [6.0, 4.0, 2.0, 2.0, 2.0]
 
 
