@@ -217,7 +217,9 @@ def price():
             bare.append(_cpu(step, count))
             with gaff.watch() as watch:
                 pace = watch._watcher.pace
-                while len(pace._costs) < 5 or pace._charged_s + pace._cost_s <= pace._allowance_s:
+                while pace.total_s < 5 and (
+                    len(pace._costs) < 5 or pace._charged_s + pace._cost_s <= pace._limits.allowance_s
+                ):
                     step()
                 assert watch.findings is not None  # the looks so far are judged
                 spent, total = pace.spent_s, pace.total_s

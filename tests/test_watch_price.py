@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff.record.sample import address_of, path_of, port_of
@@ -39,6 +40,45 @@ def test_runs_that_are_only_counted_lose_no_sample(tmp_path):
             learn(model, optimizer, calls)
     assert watch.failure is None
     assert gaff.load(tmp_path / "run").scalar("samples").values == [3 * calls for calls in (1, 16, 17, 200, 40, 33)]
+
+
+def test_of_a_step_of_hundreds_of_runs_some_are_looked_at_and_the_others_counted(tmp_path):
+    model = policy()
+    optimizer = sgd(model)
+    seen = []
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        reporter = watch._watcher.reporter
+        hand_on = reporter.look
+        reporter.look = lambda sampled, *rest: (seen.append(sampled), hand_on(sampled, *rest))
+        for calls in (40, 45, 8, 9):
+            learn(model, optimizer, calls)
+    assert watch.failure is None
+    record, looked = gaff.load(tmp_path / "run"), [40, 8 + 1, 8, 8]  # of the first step all: it finds the models
+    assert [one.runs for one in seen] == [40, 45, 8, 9]
+    assert record.scalar("samples").values == [3 * calls for calls in (40, 45, 8, 9)]
+    assert record.series("0", "count").values == [3 * 8 * calls for calls in looked]
+    assert record.series("0:grad_output", "count").values == [3 * 8 * calls for calls in looked]
+    assert record.series("0.weight:grad", "count").values == [32] * 4
+
+
+def test_what_a_checkpoint_recomputes_is_looked_at_after_runs_that_were_only_counted(tmp_path):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(self.fc, x, use_reentrant=True)
+
+    model = nn.Sequential(nn.Linear(4, 4), Block())
+    optimizer = sgd(model)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        for _ in range(2):
+            learn(model, optimizer, 20)
+    assert watch.failure is None
+    counts = gaff.load(tmp_path / "run").series("1.fc:grad_output", "count").values
+    assert counts[0] == 20 * 12
+    assert counts[1] >= 8 * 12
 
 
 def test_runs_of_other_kinds_between_those_that_are_only_counted_are_told():

@@ -29,9 +29,13 @@ def passed_over(function: _Function) -> _Function:
 class _Room:
     """By how many frames the limit is higher now, what it was set to for that, and the thread that they are for."""
 
-    added = 0
-    limit = 0
-    thread = 0
+    __slots__ = ("added", "limit", "thread")
+
+    def __init__(self) -> None:
+        self.added = self.limit = self.thread = 0
+
+
+_ROOM = _Room()  # an object, since writing to a class makes Python forget what it knows of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,12 @@ def widen(frames: int) -> int:
     That is 0 where another thread has some. Takes one frame itself, which must be there.
     """
     here, limit = get_ident(), sys.getrecursionlimit()
-    if limit != _Room.limit:
-        _Room.added = 0  # the program has set one of its own, or this is the first time
-    if _Room.added and _Room.thread != here:
+    if limit != _ROOM.limit:
+        _ROOM.added = 0  # the program has set one of its own, or this is the first time
+    if _ROOM.added and _ROOM.thread != here:
         return 0
     sys.setrecursionlimit(limit + frames)
-    _Room.added, _Room.limit, _Room.thread = _Room.added + frames, limit + frames, here
+    _ROOM.added, _ROOM.limit, _ROOM.thread = _ROOM.added + frames, limit + frames, here
     return frames
 
 
@@ -85,19 +89,19 @@ def narrow(frames: int) -> None:
     but a few frames are taken back.
     """
     limit = sys.getrecursionlimit()
-    if not frames or limit != _Room.limit:
+    if not frames or limit != _ROOM.limit:
         return
-    known = min(frames, _Room.added)
+    known = min(frames, _ROOM.added)
     for left in (0, 2, 4, 6, 8):
         try:
             sys.setrecursionlimit(limit - known + left)
         except RecursionError:
             continue
-        _Room.added, _Room.limit = _Room.added - known + left, limit - known + left
+        _ROOM.added, _ROOM.limit = _ROOM.added - known + left, limit - known + left
         return
 
 
 def settle() -> None:
     """Take back all room that this thread has, at the end of what it was made for, whatever was left unfinished."""
-    if _Room.thread == get_ident():
-        narrow(_Room.added)
+    if _ROOM.thread == get_ident():
+        narrow(_ROOM.added)

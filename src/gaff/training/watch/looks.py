@@ -22,6 +22,8 @@ _EVER = 1 << 62
 _ODD = 4
 _OFTEN = 5  # steps: what runs without gradients more often than that is a rollout or a teacher, and no evaluation
 _MOST_RUNS = 256  # without any step
+_EACH = 8  # runs of a step of which each is looked at
+_THEN = 32  # of so many one
 
 
 class Looks:
@@ -55,6 +57,16 @@ class Looks:
         self._heard = EvaluationCalls(models, shield, heard)
 
     @property
+    def counted_only(self) -> int:
+        """How many of the runs that come next in the step that is looked at need only be counted.
+
+        None of the first step's, which has to find the models. A step of a policy has hundreds of small runs, of which
+        some tell what all would.
+        """
+        sampled = self.sampled
+        return _THEN - 1 if sampled is not None and sampled.step and sampled.looked >= _EACH else 0
+
+    @property
     def is_idle(self) -> bool:
         """Whether nobody looks at anything, and no hook of ours is on."""
         return self.sampled is None and self._target is None and not self._calls.is_on
@@ -62,11 +74,13 @@ class Looks:
     def begin(self, step: int) -> None:
         """Begin to look at step number ``step``: hooks are on from here until ``end``."""
         self.sampled = self._target = SampledStep(step, "train", self._models, self._shield)
+        self._calls.passing.passed = 0
         self._calls.look(is_on=True)
         self._setup.look(is_on=True)
 
     def end(self) -> SampledStep | None:
         """Look at nothing any more, and leave no hook on; the look that was in progress, None where there was none."""
+        self._count_passed()
         sampled, self.sampled, self._target = self.sampled, None, None
         self._calls.look(is_on=False)
         self._heard.over()  # first: it stands before what the look has put in the place of torch's functions
@@ -102,6 +116,8 @@ class Looks:
             self.is_endless = True
             return
         if sampled is not None:
+            self._count_passed()
+            self._calls.switch(is_on=True)
             sampled.root_given(model.name, args, kwargs)
             sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
             sampled.facts.setdefault("precision", step_facts.precision(module))
@@ -121,6 +137,7 @@ class Looks:
         where it has a dropout or a BatchNorm, and was so ten times in a row or for the first time in five steps: a
         rollout or a teacher that runs in each step is no evaluation.
         """
+        self._count_passed()
         runs = 1 + (self._calls.passing.passed if self._evals else 0)  # those before it that were only counted
         self._calls.passing.passed = 0
         self._evals += runs
@@ -165,7 +182,7 @@ class Looks:
             self._calls.look_inside(model, is_on=self.sampled is not None)
         elif target is not None:
             target.run_ends()
-        self._calls.switch(is_on=self.sampled is not None)
+        self._calls.switch(is_on=self.sampled is not None and not self._calls.passing.left)
 
     def pass_over(self) -> None:
         """Leave out a run that was noticed too late, when the hooks at its beginning are past."""
@@ -190,8 +207,14 @@ class Looks:
 
     def attended(self, _: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Fused attention has run: tell the sampled step, unless an evaluation is under way in its middle."""
-        if self._target is not None and self._target is self.sampled:
+        if self._target is not None and self._target is self.sampled and not self._calls.passing.is_inside:
             self._target.attended(calling_module(), args, kwargs)
+
+    def _count_passed(self) -> None:
+        """Count the runs of the step that is looked at which were only counted since this was last asked."""
+        if self.sampled is not None:
+            self.sampled.runs += self._calls.passing.passed
+            self._calls.passing.passed = 0
 
     def _may_evaluate(self, step: int, distance: int, *, is_odd: bool) -> bool:
         """Whether the last evaluation looked at is long enough ago, ten steps at least.

@@ -107,6 +107,7 @@ class SampledStep:
         self.numbers = Accumulator()
         self.routes = Routes(self.numbers)
         self.runs = 0
+        self.looked = 0  # at so many of them
         self.notes: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.modules_called: set[Key] = set()
@@ -156,6 +157,7 @@ class SampledStep:
     def root_given(self, model: str, args: Any, kwargs: Any) -> None:
         """The outermost module is about to be called: the first of its floating tensors are looked at."""
         self.runs += 1
+        self.looked += 1
         self.routes.run_begins()
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None

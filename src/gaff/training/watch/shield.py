@@ -46,17 +46,20 @@ class Shield:
     def run(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open and this is the thread that trains; no error of it gets out."""
         if self.is_open and self.is_mine():
-            self.run_on_any_thread(action, *arguments)
+            self._act(action, arguments, is_mine=True)
 
     def run_on_any_thread(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open: for gradients, which autograd may bring on a thread of its own."""
-        if not self.is_open:
-            return
-        room = stack_room.widen(FRAMES)
-        is_outer = self.is_mine() and not self._depth
+        if self.is_open:
+            self._act(action, arguments, is_mine=self.is_mine())
+
+    def _act(self, action: Callable[..., Any], arguments: tuple[Any, ...], *, is_mine: bool) -> None:
+        """Call ``action`` behind the wall. What comes first and last here counts as gaff's time, too."""
         began = perf_counter()
+        is_outer = is_mine and not self._depth
         if is_outer:
             self._depth, self._spent_s = 1, self._spent_s - began
+        room = stack_room.widen(FRAMES)
         try:
             with self.is_quiet, torch._C.DisableTorchFunction():
                 if not self.is_open:  # it was closed while this thread waited
@@ -73,7 +76,7 @@ class Shield:
             stack_room.narrow(room)
             if is_outer:
                 self._depth, self._spent_s = 0, self._spent_s + perf_counter()
-            elif not self.is_mine():
+            elif not is_mine:
                 self._elsewhere_s += perf_counter() - began
 
     def around(self, action: Callable[..., Any]) -> Callable[..., None]:

@@ -174,8 +174,9 @@ class Watcher:
         batch = self._batches.add(model, args, kwargs)
         self._alone.forward_begins()
         self._flight.begins(batch)
-        if self._batches.counted_only and self._looks.sampled is None:
-            self._calls.count_only(self._batches.counted_only, trains=True)
+        coming = (self._batches if self._looks.sampled is None else self._looks).counted_only
+        if coming:
+            self._calls.count_only(coming, trains=True)
 
     def _run_ends(self, model: Model, module: nn.Module) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
@@ -201,6 +202,7 @@ class Watcher:
         sampled = self._looks.sampled
         if sampled is not None:
             self._steps.clearing.look()
+            self._calls.switch(is_on=True)  # for what checkpoints recompute
         bad = ""
         for at, loss in _scalars(losses):
             noted = self._losses.note(loss, at, is_sampled=sampled is not None)
