@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 33_000
-MOST_OF_CORE = 12_100
+MOST_LINES = 33_300
+MOST_OF_CORE = 12_300
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

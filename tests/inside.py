@@ -43,6 +43,8 @@ COMPILED = {
     "test_jit_trace_is_refused": "torch refuses to script what is compiled",
     "test_a_site_inside_fires_and_the_receipt_says_not_bitwise": "the receipt tells of compiled code",
     "test_a_site_outside_leaves_the_fast_path_alone": "the receipt tells of compiled code",
+    "test_a_fake_value_is_kept_as_one": "fake values are what compiling works with",
+    "test_what_stands_in_and_is_no_leaf_has_a_gradient_of_its_own": "torch compiles no double backward",
     "test_recursion_is_one_run": "a model that calls itself inside compiled code is refused",
     "test_it_is_told": "what comes to require grad later inside compiled code has no gradient to tell",
     "test_a_region_recomputed_while_another_run_is_in_progress_gets_the_value_of_its_own": "compiled code stays eager",
@@ -98,6 +100,9 @@ SPREAD = {
     "test_gaff_is_right_or_says_why_not[traceless.model_that_raises]": HOOKS,
     "test_strength_is_mixed_or_refused": SPARSE,
     "test_sparse_gradients": SPARSE,
+    "test_a_mode_of_the_program_sees_what_the_program_does": "a mode sees the exchange of gradients, too",
+    "test_a_fake_value_is_kept_as_one": "processes exchange no fake values",
+    "test_a_parameter_that_another_tensor_was_swapped_into_is_refused": "torch swaps no tensor that it holds elsewhere",
     "test_a_factor_for_each_row_of_a_sparse_gradient": SPARSE,
     "test_several_edits_of_a_sparse_gradient": SPARSE,
     "test_export_and_script_after_use": "torch scripts no such model",
@@ -107,6 +112,9 @@ SPREAD = {
 
 SHARDED = {
     **SPREAD,
+    "test_the_gradient_of_the_old_one_is_still_told_where_another_stands_in_for_a_while": PARTS,
+    "test_what_stands_in_and_is_no_leaf_has_a_gradient_of_its_own": PARTS,
+    "test_a_parameter_that_is_frozen_when_the_session_opens_is_heard_of_once_it_is_not": PARTS,
     "test_jit_trace_is_refused": "torch traces no sharded module",
     "test_parameters_stay_where_they_are": PARTS,
     "test_an_edit_of_an_output_leaves_the_dict_that_the_module_keeps": PARTS,

@@ -54,7 +54,7 @@ def test_of_a_step_of_hundreds_of_runs_some_are_looked_at_and_the_others_counted
             learn(model, optimizer, calls)
     assert watch.failure is None
     record, looked = gaff.load(tmp_path / "run"), [40, 8 + 1, 8, 8]  # of the first step all: it finds the models
-    assert [one.runs for one in seen] == [40, 45, 8, 9]
+    assert [one.runs.all for one in seen] == [40, 45, 8, 9]
     assert record.scalar("samples").values == [3 * calls for calls in (40, 45, 8, 9)]
     assert record.series("0", "count").values == [3 * 8 * calls for calls in looked]
     assert record.series("0:grad_output", "count").values == [3 * 8 * calls for calls in looked]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gaff.compat import elements
+from gaff.compat.modes import beside, outside_modes, without_autocast
 from gaff.errors import PlanError
 
 Index = int | slice | tuple[int, ...]
@@ -135,13 +136,14 @@ class Projection:
         tensor = elements.dequantized(tensor)
         tensor = (tensor if tensor.dtype == torch.float64 else tensor.float()).movedim(self.dim, -1)
         matrix = _matrix(tensor.shape[-1], self.size, self.seed, tensor.device, tensor.dtype)
-        return (tensor @ matrix).movedim(-1, self.dim)
+        with without_autocast(tensor.device):
+            return (tensor @ beside(tensor, matrix)).movedim(-1, self.dim)
 
 
 @lru_cache(maxsize=64)
 def _matrix(width: int, size: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The matrix of a projection, drawn on the CPU in float32."""
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_modes(), torch.inference_mode(False), torch.no_grad():
         drawn = torch.randn(width, size, generator=torch.Generator().manual_seed(seed), device="cpu")
         return (drawn / math.sqrt(size)).to(device, dtype)
 

@@ -517,3 +517,194 @@ def test_a_compiled_model_is_pickled_while_a_session_is_open():
     assert torch.equal(other(x), model(x))
     assert torch.equal(got["layers.0"], model.layers[0](x))
     assert all("forward" not in vars(one) for one in model.modules())
+
+
+# found by a reviewer: sessions in another order, state that a graph writes, operators with code of their own
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("first", ["edit", "capture"])
+def test_a_gradient_is_that_of_the_edited_output_whichever_session_came_first(backend, first):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 4)
+    y = (model[0](x) * 2).detach().requires_grad_()
+    model[2](model[1](y)).sum().backward()
+    run = torch.compile(model, backend=backend)
+    captured, edited = gaff.capture(run, "0", "0:grad_output"), gaff.edit(run, {"0": gaff.edits.scale(2.0)})
+    for outer, inner in [(edited, captured) if first == "edit" else (captured, edited)]:
+        with outer, inner:
+            run(x).sum().backward()
+    assert torch.allclose(captured["0"], y)
+    assert torch.allclose(captured["0:grad_output"], y.grad)
+
+
+def test_a_capture_goes_on_to_tell_gradients_of_outputs_that_are_edited_for_a_while():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 4)
+    run, told = torch.compile(model, backend="aot_eager"), []
+    with gaff.capture(model, "0:grad_output") as eager:
+        model(x).sum().backward()
+        with gaff.edit(model, {"0": gaff.edits.scale(2.0)}):
+            model(x).sum().backward()
+        model(x).sum().backward()
+    with gaff.capture(run, "0:grad_output") as got:
+        run(x).sum().backward()
+        with gaff.edit(run, {"0": gaff.edits.scale(2.0)}):
+            run(x).sum().backward()
+        run(x).sum().backward()
+    told = list(zip(got.all("0:grad_output"), eager.all("0:grad_output"), strict=True))
+    assert len(told) == 3
+    assert all(torch.allclose(one, other) for one, other in told)
+
+
+class WritesWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.k.weight.mul_(0.5).add_(self.q.weight, alpha=0.5)
+            key = self.k(x)
+        return (self.q(x) * key).sum(1)
+
+
+def test_a_parameter_that_the_graph_has_written_to_is_refused_and_buffers_are_told_eagerly():
+    model, x = WritesWeight(), torch.randn(3, 4)
+    run = torch.compile(model, backend="aot_eager")
+    with gaff.capture(run, "k.weight:param", "q.weight:param") as got:
+        run(x)
+    assert torch.equal(got["q.weight:param"], model.q.weight)
+    with pytest.raises(gaff.ExactnessError, match="has written to it before"):
+        got.all("k.weight:param")
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    both = torch.compile(lambda x: norm(x) + norm(x * 3), backend="aot_eager")
+    both(x)
+    with gaff.capture(norm, "1.num_batches_tracked:buffer") as got:
+        both(x)
+    assert [int(one) for one in got.all("1.num_batches_tracked:buffer")] == [2, 3]
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    @torch.compile(backend="aot_eager")
+    def forward(self, x):
+        return self.l(x).relu()
+
+
+def test_a_class_whose_forward_is_compiled_inside_a_compiled_model():
+    model, x = nn.Sequential(nn.Linear(4, 4), Decorated(), nn.Linear(4, 2)), torch.randn(3, 4)
+    run = torch.compile(model, backend="aot_eager")
+    with gaff.capture(run, "1:grad_output") as got:
+        run(x).sum().backward()
+    assert torch.allclose(got["1:grad_output"], model[2].weight.sum(0).expand(3, 4))
+    bare = model[0].weight.grad.clone()
+    model.zero_grad()
+    with gaff.edit(run, {"*:grad_output": gaff.edits.scale(0.5)}):
+        run(x).sum().backward()
+    assert torch.allclose(model[0].weight.grad, bare / 8)
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.l(x).relu()
+
+
+@pytest.mark.parametrize("session", [gaff.watch, gaff.guard])
+def test_a_compiled_sequential_with_a_graph_break_inside(session):
+    model, x = nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Linear(4, 2)), torch.randn(3, 4)
+    run, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), 0.1)
+    with session(run, optimizer) if session is gaff.watch else session(run):
+        for _ in range(3):
+            run(x).sum().backward()
+            optimizer.step()
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.cond(x.sum() > 0, lambda x: self.l(x), lambda x: self.l(x * 2), (x,)))
+
+
+class Mapped(Branch):
+    def forward(self, x):
+        return self.head(torch.vmap(self.l)(x))
+
+
+class Jagged(Branch):
+    def forward(self, x):
+        jagged = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 3]))
+        return self.head(self.l(jagged).values())
+
+
+@pytest.mark.parametrize("kind", [Branch, Mapped, Jagged])
+def test_what_compiled_code_can_tell_nothing_of_is_refused_and_trains_as_it_is(kind, tmp_path):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 4)
+    run, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), 0.0)
+
+    def gradients():
+        model.zero_grad()
+        run(x).square().sum().backward()
+        optimizer.step()
+        return [one.grad.clone() for one in model.parameters()]
+
+    bare = gradients()
+    with gaff.watch(run, optimizer, out=tmp_path / "run", every=1):
+        watched = [gradients() for _ in range(3)]
+    assert any("Linear in compiled code: it ran in a transform" in one for one in gaff.load(tmp_path / "run").notes)
+    with gaff.guard(run):
+        watched.append(gradients())
+    with gaff.capture(run, gaff.maybe("l"), gaff.maybe("l:grad_output"), "head") as got:
+        watched.append(gradients())
+    assert all(torch.allclose(one, other) for row in watched for one, other in zip(row, bare, strict=True))
+    with pytest.raises(gaff.ExactnessError, match="such as torch.cond"):
+        got.all("l")
+    with pytest.raises(gaff.ExactnessError, match="such as torch.cond"):
+        got.all("l:grad_output")
+    with pytest.raises(gaff.ExactnessError, match="such as torch.cond"), gaff.edit(run, {"l": gaff.edits.scale(2.0)}):
+        gradients()
+
+
+@pytest.mark.parametrize("where", ["guard", "capture"])
+def test_parameters_of_a_branch_train_while_code_is_kept_eager(where):
+    model, x = Branch(), torch.randn(3, 4)
+    model(x).sum().backward()  # torch has compiled the branches
+    bare = model.l.weight.grad.clone()
+    model.zero_grad()
+    with gaff.guard(model) if where == "guard" else gaff.capture(model, "head/*"):
+        model(x).sum().backward()
+    assert torch.allclose(model.l.weight.grad, bare)
+
+
+def test_a_session_that_was_opened_in_inference_mode_and_is_used_outside():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    run = torch.compile(model, backend="aot_eager")
+    for sites in ({"0": gaff.edits.scale(0.5)}, {"0:grad_output": gaff.edits.scale(0.5)}):
+        with torch.inference_mode():
+            handle = gaff.edit(run, sites).attach()
+        run(x).sum().backward()
+        handle.remove()
+
+
+@pytest.mark.parametrize("site", ["0", "0:grad_output"])
+def test_a_whole_tensor_is_brought_to_a_part_as_in_eager_code(site):
+    whole, x = torch.arange(12.0).view(3, 4), torch.ones(3, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        with gaff.edit(run, {site: gaff.edits.at(gaff.keep.rows(1), gaff.edits.replace(whole))}):
+            run(x).sum().backward()
+        found.append(model[0].weight.grad.clone())
+    assert torch.allclose(*found)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gaff.compat.autograd import is_grad_enabled, is_outside_functions
+from gaff.compat.modes import outside_modes
 
 
 def enclosing_functions() -> list[Any]:
@@ -169,7 +170,7 @@ def sees_checkpoints() -> bool:
         return x.sin().sin()
 
     plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with plain, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with outside_modes(), plain, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         x = torch.zeros(1, device="cpu", requires_grad=True)
         checkpoint(region, x, use_reentrant=False, preserve_rng_state=False).backward()
     chains = [chain[0] for chain in seen if chain]

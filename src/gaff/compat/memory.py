@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gaff.compat import distributed
+from gaff.compat.modes import outside_modes
 
 # Address of the memory behind a tensor: equal for all views of it, and (unlike ``data_ptr``) without making a
 # copy-on-write copy real. Raises where there is no such memory (sparse, nested).
@@ -81,7 +82,7 @@ def _is_copy_on_write(function: Callable[[Tensor], Tensor]) -> bool:
     if state:  # version counters and views behave otherwise there; prove it in ordinary mode
         with torch.inference_mode(False):
             return _is_copy_on_write(function)
-    with torch.no_grad():
+    with outside_modes(), torch.no_grad():
         base = torch.arange(4, dtype=torch.float32, device="cpu") + 0
         view = base[1:3]
         kept_base, kept_view = function(base), function(view)

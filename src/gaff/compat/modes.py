@@ -10,6 +10,8 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -19,9 +21,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
+# How many dispatch modes are at work on this thread.
+dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 def outside_modes() -> AbstractContextManager[Any]:
     """Run what is inside unseen by dispatch modes, such as that of a selective checkpoint, which counts operations."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return _disable_current_modes() if dispatch_depth() else nullcontext()
+
+
+def beside(tensor: Tensor, constant: Tensor) -> Tensor:
+    """``constant`` as an operation with ``tensor`` takes it: a fake one beside a fake one."""
+    return tensor.fake_mode.from_tensor(constant) if isinstance(tensor, FakeTensor) else constant
 
 
 # The stack of function modes of this thread: the lowest pushed first.

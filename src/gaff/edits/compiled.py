@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Project, Reverse, Scale, Stop, orthonormal, wide
 from gaff.edits.event import Call, Edit, Event, like
-from gaff.edits.places import At, Chain
+from gaff.edits.places import At, Chain, is_placed
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
 
@@ -36,7 +36,7 @@ def traced(edit: Edit, *, is_gradient: bool) -> Change | None:
         return None if None in parts else _chain(tuple(part for part in parts if part is not None))
     if isinstance(edit, At):
         inner = traced(edit.edit, is_gradient=is_gradient)
-        if inner is None:
+        if inner is None or is_placed(edit.edit):
             return None
         part = replace(edit, edit=Call(inner))
         return lambda tensor: part.change(tensor, _ANY_EVENT)
@@ -81,7 +81,8 @@ def _chain(parts: tuple[Change, ...]) -> Change:
 
 def _number(value: float) -> Tensor:
     """A number as a tensor of one element: of one without dimensions torch guards the number itself."""
-    return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
+    with torch.inference_mode(False):
+        return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _scale(edit: Scale) -> Change:

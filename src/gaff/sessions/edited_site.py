@@ -48,7 +48,8 @@ class Switch:
         self.strength = self.strength if strength is None else strength
         self.is_plain = self.is_on and self.strength == 1.0
         if self.gate is not None:  # a new tensor: a graph in progress goes on with the old one
-            self.gate = torch.tensor([self.strength if self.is_on else 0.0])
+            with torch.inference_mode(False):
+                self.gate = torch.tensor([self.strength if self.is_on else 0.0])
 
 
 class Family:

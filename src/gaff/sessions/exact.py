@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.nn import Parameter
 
 from gaff.address.grammar import Site
 from gaff.address.nested import Opaque, iter_tensors, map_tensors, size_bytes
 from gaff.compat import distributed, memory
 from gaff.compat.compiler import is_reduced, mark_reduced
+from gaff.compat.modes import outside_modes
 from gaff.engine.ops.attention import Weights
 from gaff.errors import ExactnessError
 from gaff.keep import Reduce, is_pure
@@ -90,7 +91,7 @@ def own(value: Any, *, is_shared: bool) -> Any:
         if is_shared:  # torch itself refuses to write into expanded tensors
             if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
                 return tensor.clone()
-            if is_traceable_wrapper_subclass(tensor):  # copy_ into a plain tensor is not what such a class expects
+            if type(tensor) not in (Tensor, Parameter):  # copy_ into a plain tensor is not what such a class expects
                 return tensor.clone()
             if 0 in tensor.stride():
                 return tensor
@@ -152,6 +153,11 @@ class Keeper:
         Called inside hooks, of which it must not be felt: writes into nothing, and waits for no device unless
         ``reduce`` does. Objects that gaff does not follow are replaced by ``Opaque``.
         """
+        with outside_modes():  # a checkpoint's counts operations, and would take ours for the model's
+            return self._kept(value, run)
+
+    def _kept(self, value: Any, run: Any) -> Any:
+        """``value`` kept, unseen by modes of others."""
         if type(value) is Weights:
             value = self._made(value)
         number = self._number(value) if self._is_number and type(value) is Tensor else None
@@ -256,7 +262,7 @@ def hold(
         with torch.no_grad():
             local = hold(distributed.local_of(tensor), False, is_foreign, checks)
             return distributed.with_local(tensor, local)
-    is_parameter = isinstance(tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    is_parameter = isinstance(tensor, Parameter) and tensor.layout == torch.strided
     if is_parameter and not is_foreign(tensor):  # lent by FSDP2, which frees what it has gathered
         return tensor.clone() if has_graph else tensor.detach().clone()
     lazy = memory.lazy_clone()

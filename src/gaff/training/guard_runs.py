@@ -106,8 +106,11 @@ class Probe(Stream):
     def add(self, value: Any, run: Any, call: int) -> None:
         """Take in what the module has returned: a tensor, or tensors nested in lists, tuples and dicts.
 
-        Outside of a run of the model nothing is added, unless compiled code tells of one (``KeptRuns.unseen``).
+        Outside of a run of the model nothing is added, unless compiled code tells of one (``KeptRuns.unseen``), and
+        nothing in what ``torch.cond`` and the like compile for themselves: it would become part of that.
         """
+        if torch.compiler.is_compiling():
+            return
         batch = self._runs.current or self._runs.unseen()
         if batch is None:
             return

@@ -24,13 +24,30 @@ from torch import Tensor, nn
 from gaff.address.nested import NO_ARGUMENTS, Arguments, iter_tensors
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Run
-from gaff.engine.compiled.own_forward import OwnForward, calls_exits
+from gaff.engine.compiled.own_forward import OwnForward, calls_exits, changes_output
 from gaff.engine.compiled.structure import has_grad_mode, has_gradients, rebuild, structure_of
-from gaff.engine.compiled.tell import Call, Inside, Receiver, is_view, new_place, tell, tell_gradients
+from gaff.engine.compiled.tell import (
+    STALE,
+    Call,
+    Inside,
+    Receiver,
+    is_view,
+    new_place,
+    note_stale,
+    tell,
+    tell_gradients,
+)
+from gaff.engine.compiled.tracing import is_untold, was_written
 from gaff.engine.crossing import Crossing
 from gaff.engine.modules import MISSING
 from gaff.engine.node import Node
+from gaff.engine.parameters.values import StateValue
 from gaff.errors import PlanError
+
+GRAPH_WRITES = (
+    "compiled code has written to it before, and brings that into the parameter at its end: open the session under "
+    "torch.compiler.set_stance('force_eager')"
+)
 
 
 class HookInside(Receiver):
@@ -41,6 +58,7 @@ class HookInside(Receiver):
     """
 
     is_gaffs = True
+    changes_output = False
     edits: tuple[Any, ...] = ()
 
     def __init__(self, inside: Inside, func: Any, node: Node) -> None:
@@ -62,16 +80,24 @@ class EntryHook(HookInside):
         super().__init__(inside, func, node)
         self.taps = node.entry.taps
         self.is_bound = is_bound
+        self.states = tuple(tap for tap in self.taps if isinstance(tap, StateValue))
+        owned = [(name, one) for name, one in node.module._parameters.items() for tap in self.states if tap.is_of(one)]
+        self.names = tuple(name for name, _ in owned)  # of the parameters that are told
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not torch.compiler.is_compiling():
             return self.outside(self.node, module, args, kwargs)
         _refuse_export()
+        values: list[Tensor] = []
+        what = structure_of((args, kwargs), values)
+        if is_untold(module, values if self.taps else ()):
+            return None
         if self.taps or self.is_bound:
-            values: list[Tensor] = []
-            what = structure_of((args, kwargs), values)
             parts = self.parts(values) if self.taps else []
-            tell(parts, self.token, self.ticket, new_place(), what)
+            place = new_place()
+            for name in self.names:
+                note_stale(place, was_written(getattr(module, name)))
+            tell(parts, self.token, self.ticket, place, what)
         if not self.edits:
             return None
         value = given = Arguments(args, kwargs)
@@ -95,6 +121,9 @@ class EntryHook(HookInside):
             run.entered[self.node.index] = number + 1
             if self.taps:
                 given = Arguments(*rebuild(what, values.__getitem__))
+                if call[1] in STALE:
+                    for state in self.states:
+                        state.refuse(run, GRAPH_WRITES)
                 for tap in self.taps:
                     tap(given, run, number)
 
@@ -113,13 +142,8 @@ class ExitHook(HookInside):
         self.acts = () if node.exit.is_edited else node.exit.acts  # edits are part of the graph
 
     def with_forward(self, inside: Inside) -> None:
-        """Let gradients be heard inside the module's forward, where that can be.
-
-        Not where an older session changes what it returns: a gradient is then that of the changed tensor.
-        """
-        module = self.node.module
-        is_changed = any(edit.site.port == "output" for hook in module._forward_hooks.values() for edit in _edits(hook))
-        if calls_exits(module) and (self.acts or self.edits) and not is_changed:
+        """Let gradients be heard inside the module's forward, where that can be and nobody ``changes_output``."""
+        if calls_exits(self.node.module) and (self.acts or self.edits):
             self.at_forward = ForwardHook(inside, self.func, self.node)
             self.at_forward.edits = self.edits
             self.outside = torch.compiler.disable(self._left)
@@ -131,7 +155,9 @@ class ExitHook(HookInside):
         if is_copy:
             output = output.clone()  # of a product in two dimensions that nobody else sees
         values: list[Tensor] = []
-        is_told = self.at_forward is not None and has_gradients(structure_of(output, values))
+        is_told = self._is_by_forward() and has_gradients(structure_of(output, values))
+        if is_untold(module, values):
+            return output if is_copy else None
         edits = () if is_told else self.edits
         for edit in edits:
             output = edit.change(output, Arguments(args, kwargs or {}))
@@ -146,10 +172,14 @@ class ExitHook(HookInside):
                 tell_gradients(values, ticket, place, self.reduce)
         return output if is_copy or edits else None
 
+    def _is_by_forward(self) -> bool:
+        """Whether gradients are told by the module's forward."""
+        return self.at_forward is not None and not changes_output(self.node.module)
+
     def _left(self, node: Node, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Outside of compiled code: what ``func`` does, unless the forward has told of gradients already."""
         inner = self.at_forward
-        if inner is not None and output is not MISSING and inner.has_told(output):
+        if inner is not None and output is not MISSING and inner.has_told(output) and self._is_by_forward():
             return inner.left(output)
         return self.func(node, module, args, kwargs, output)
 
@@ -162,7 +192,7 @@ class ExitHook(HookInside):
         if clock.closed:
             return
         if autograd.backward_task() != -1:
-            if self.at_forward is None or not has_gradients(what):
+            if not self._is_by_forward() or not has_gradients(what):
                 self._told_again(call, what)
             return
         run = clock.run_of_compiled(self.node)
@@ -173,7 +203,7 @@ class ExitHook(HookInside):
                 output = rebuild(what, values.__getitem__)
                 for tap in self.taps:
                     tap(output, run, number)
-            if self.acts and not (self.at_forward is not None and has_gradients(what)):
+            if self.acts and not (self._is_by_forward() and has_gradients(what)):
                 self._pass(call, what, run, number)
 
     def _pass(self, call: Call, what: str, run: Run, number: int) -> None:
@@ -238,7 +268,7 @@ class ForwardHook(ExitHook):
             output = output.clone()  # of a product in two dimensions that nobody else sees
         values: list[Tensor] = []
         what = structure_of(output, values)
-        if not has_gradients(what):
+        if not has_gradients(what) or is_untold(module, values):
             return None
         for edit in self.edits:
             edit.change(output, Arguments(args, kwargs))
@@ -298,7 +328,7 @@ class LeaveHook(HookInside):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
         if not torch.compiler.is_compiling():
             self.outside(self.node, module, args, kwargs, output)
-        elif self.is_bound:
+        elif self.is_bound and not is_untold(module):
             values: list[Tensor] = []
             what = structure_of(output, values)
             ticket = self.ticket.clone() if self.has_marks else self.ticket
@@ -337,7 +367,8 @@ class LookHook(Receiver):
         self.at_forward: LookHook | None = None  # itself, where the forward calls it; known when it is put there
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self.at_forward is not None else self.exit(module, args, None, output)
+        is_told = self.at_forward is not None and not changes_output(module)
+        return None if is_told else self.exit(module, args, None, output)
 
     def exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The module returns ``output``: None, or a copy of it that has another memory."""
@@ -352,6 +383,8 @@ class LookHook(Receiver):
         structure_of(output, own)
         values: list[Tensor] = []
         what = structure_of((output, args if self.has_args else ()), values)
+        if is_untold(module, values):
+            return None if output is before else output
         ticket, place = self.ticket.clone(), new_place()
         tell(self.parts(values), self.token, ticket, place, what, is_flexible=True)
         if torch.is_grad_enabled():
@@ -408,11 +441,6 @@ class LookHooks:
         """Switch off for good: code that is still running with the hooks is not heard any more."""
         self.switch_off()
         self._inside.close()
-
-
-def _edits(hook: Any) -> tuple[Any, ...]:
-    """The edits that a hook of gaff makes in compiled code; of others none."""
-    return hook.edits if isinstance(hook, HookInside) else ()
 
 
 def _refuse_export() -> None:

@@ -65,6 +65,15 @@ class OwnForward:
                     inside["forward"] = known[2]
 
 
+def changes_output(module: nn.Module) -> bool:
+    """Whether an edit in compiled code changes what ``module`` returns: gradients are then those of the changed tensor.
+
+    Such an edit acts after the forward, where its hook does, so that the forward must leave telling to the hooks. Also
+    asked while Dynamo compiles, and of sessions that were opened in whatever order.
+    """
+    return any(getattr(hook, "changes_output", False) for hook in module._forward_hooks.values())
+
+
 def calls_exits(module: nn.Module) -> bool:
     """Whether the ``forward`` that would stand on ``module`` is to call the hooks at its exit.
 
@@ -91,6 +100,9 @@ def _with_exits(kind: Any) -> Any:
         output = type_of(self).forward(self, *args, **kwargs)
         hook: Any
         for hook in self._forward_hooks.values():
+            if read(hook, "changes_output", False):
+                return output
+        for hook in self._forward_hooks.values():
             inner = read(hook, "at_forward", None)
             if inner is not None:
                 changed = inner.exit(self, args, kwargs, output)
@@ -101,7 +113,10 @@ def _with_exits(kind: Any) -> Any:
     code = forward.__code__.replace(co_name=f"forward of {kind.__qualname__}")
     names = getattr(kind.forward, "__globals__", globals())
     made = FunctionType(code, names, "forward", None, forward.__closure__)  # a pickle finds it by this name
-    return functools.update_wrapper(made, kind.forward, ("__module__", "__qualname__", "__doc__", "__annotations__"))
+    functools.update_wrapper(made, kind.forward, ("__module__", "__qualname__", "__doc__", "__annotations__"))
+    for mark in [name for name in vars(made) if name.startswith("_torchdynamo")]:
+        delattr(made, mark)  # it was compiled by its class, and Dynamo would inline the original instead of this
+    return made
 
 
 def _kind(module: nn.Module) -> Any:

@@ -22,6 +22,7 @@ from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
 from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook
 from gaff.engine.compiled.own_forward import OwnForward
 from gaff.engine.compiled.tell import Inside
+from gaff.engine.compiled.tracing import UNSEEN, UNTOLD
 from gaff.engine.force_eager import EAGER, forced_eager
 from gaff.engine.modules import ended, entered, install
 from gaff.engine.node import Node
@@ -30,7 +31,10 @@ from gaff.engine.taps import CallTap, EditTap, Tap
 from gaff.errors import ExactnessError
 from gaff.views.text import counted
 
-_SEEN = ("output", "input", "grad_output", "param", "buffer", "grad")
+_SEEN = ("output", "input", "grad_output", "param", "grad")
+_ONLY_OUTPUTS = "graphs tell the gradients of outputs only"
+_WHY_UNSEEN = {"buffer": "a graph brings what it writes into a buffer there at its end"}
+_AT = ("output", "input", "grad_output")
 _EDITED = ("output", "input", "grad_output", "grad")
 
 
@@ -56,7 +60,7 @@ def why_not(taps: Sequence[Any]) -> str:
         if isinstance(tap, EditTap):
             reason = _why_no_edit(tap)
         else:
-            reason = "" if site.port in _SEEN else f"{site}: graphs tell the gradients of outputs only"
+            reason = "" if site.port in _SEEN else f"{site}: {_WHY_UNSEEN.get(site.port, _ONLY_OUTPUTS)}"
         if reason:
             return reason
     return _why_order([tap for tap in taps if isinstance(tap, EditTap)])
@@ -179,6 +183,8 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._inside = Inside(has_marks=has_marks, reduce=_reduction(model, taps))
         self._notes = notes
         self._edits = [tap for tap in taps if isinstance(tap, EditTap) and tap.found.site.port != "grad"]
+        self._taps = [tap for tap in taps if isinstance(tap, (Tap, EditTap))]
+        self._nodes: list[Node] = []
         self._made: list[TracedEdit] = []
         self._counts = compiler.compile_counts()
 
@@ -192,6 +198,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         is_followed = node.has_entry or bool(node.exit.taps or node.exit.acts)
         is_bound = is_region or (is_followed and not self._is_inside)
         node.has_entry = node.has_entry or is_bound
+        self._nodes.append(node)
         edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
 
         def make(func: Any, node: Node) -> HookInside:
@@ -205,6 +212,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             )
             ports = ("input",) if is_entry else ("output", "grad_output")  # gradients are those of what is edited
             made.edits = tuple(edit for port in ports for edit in edits if edit.site.port == port)
+            made.changes_output = any(edit.site.port == "output" for edit in made.edits)
             if isinstance(made, ExitHook) and all(edit.site.port == "grad_output" for edit in made.edits):
                 made.with_forward(self._inside)
             return made
@@ -225,6 +233,9 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             gc.collect()  # of graphs that nobody but a cycle holds
             is_to_come = self._has_gradients_to_come()
         self._inside.close()
+        for tap in self._taps if self._nodes and exc[0] is None else ():
+            if tap.found.module in UNSEEN and tap.found.site.port in _AT:
+                tap.stream.refuse(self._nodes[0].clock.latest, 0, UNTOLD)
         self._notes.append(
             f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
             f"and torch counted {counted(breaks, 'graph break')}"
@@ -247,7 +258,8 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         """Make the form that an edit has in a graph, and give its switch a gate that the graph reads."""
         kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
         switch = tap.stream.switch
-        switch.gate = torch.zeros(1)
+        with torch.inference_mode(False):
+            switch.gate = torch.zeros(1)
         switch.set()
         made: TracedEdit = kind(self._inside, tap.found.site, tap.stream, _traced(tap), is_cut=cuts(tap.stream.edit))
         self._made.append(made)

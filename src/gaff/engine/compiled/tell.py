@@ -29,6 +29,7 @@ from gaff.engine.compiled.tracing import CALLER, WRITTEN, oddity, when_written
 from gaff.engine.gradients.tensor_hooks import told_by_graph
 
 ODD: dict[int, dict[int, str]] = {}  # by place and number: what is odd about a tensor
+STALE: set[int] = set()  # places before which a graph has written to a parameter that is told there
 _NUMBERS = itertools.count(1)  # of receivers, one for each time that a frame of compiled code runs
 _PLACES = itertools.count(1)  # of calls in traced code
 _RECEIVERS: dict[int, Receiver] = {}
@@ -136,7 +137,8 @@ class Inside:
     def __init__(self, *, has_marks: bool, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
         _define()
         self.reduce = reduce  # what everybody who listens wants of a tensor, told in its place
-        self.token = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode(False):  # it is written to, whatever mode the session was opened in
+            self.token = torch.zeros(1, dtype=torch.int64)
         self.has_marks = has_marks  # somebody asks which backward pass comes by
         self.receivers: list[Receiver] = []
 
@@ -274,6 +276,16 @@ def note_odd(place: int, number: int, odd: str) -> None:
     """As Dynamo traces: note what is odd about the tensor of which ``oddity`` has just told, and what comes to be."""
     ODD.setdefault(place, {})[number] = odd
     when_written(partial(ODD[place].__setitem__, number, WRITTEN))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_stale(place: int, is_written: bool) -> None:
+    """As Dynamo traces: note that the graph has written to a parameter before the call at ``place``.
+
+    What it writes reaches the parameter when the graph has ended.
+    """
+    if is_written:
+        STALE.add(place)
 
 
 def _arrival(ticket: Tensor, place: int, number: int, reduce: Any, is_flexible: bool) -> Any:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_ANSWER: list[Any] = ["", False, None]  # what is odd; whether it was written to; what tells that later
+from gaff.compat.autograd import transform_level
+
+_ANSWER: list[Any] = ["", False, None, False]  # what is odd; whether written to; what tells that later; untellable
+UNSEEN: WeakSet[Any] = WeakSet()  # modules whose values graphs cannot tell
+UNTOLD = (
+    "it ran in a transform or in an operator such as torch.cond, or with a wrapper such as a DTensor, of which "
+    "compiled code can tell nothing: open the session under torch.compiler.set_stance('force_eager')"
+)
 WRITTEN, LEAF, CALLER = "written", "leaf", "caller"
 
 
@@ -33,6 +42,22 @@ def oddity(value: Tensor) -> str:
     return str(_answer(0))
 
 
+def is_untold(module: Any, values: Iterable[Tensor] = ()) -> bool:
+    """While Dynamo compiles: whether what passes ``module`` cannot be told, which is noted in ``UNSEEN``.
+
+    It cannot in the body of an operator (``torch.cond``, a nested region; not a checkpoint's) or a transform, and of
+    wrappers (DTensor, jagged): ops of ours mean nothing there.
+    """
+    comptime(_examine_place)
+    for value in values:
+        _examine_type_of(value, module)
+    return bool(_answer(3))
+
+
+def _examine_type_of(value: Tensor, module: Any) -> None:
+    comptime(_examine_type)
+
+
 def when_written(note: Callable[[], None]) -> None:
     """As Dynamo traces: ``note()`` at the end, if the graph writes into what was asked about last, and was given to it.
 
@@ -51,7 +76,34 @@ def _examine(context: Any) -> None:
     of_input = WRITTEN if fake._version > 0 else LEAF if fake.is_leaf else ""
     is_ours, is_input = node.graph is translator.output.current_tracer.graph, node.op == "placeholder"
     odd = (of_input if is_input else "") if is_ours else CALLER
-    _ANSWER[:] = odd, fake._version > 0, (translator.output, fake) if is_ours and is_input else None
+    _ANSWER[:3] = odd, fake._version > 0, (translator.output, fake) if is_ours and is_input else None
+
+
+def _examine_place(context: Any) -> None:
+    """Run by Dynamo: the tracers around the code that is compiled, each the body of an operator."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    operators = []
+    while tracer.parent is not None:
+        operators.append(str(tracer.source_target))
+        tracer = tracer.parent
+    _ANSWER[3] = transform_level() is not None or any("checkpoint" not in one for one in operators)
+    _note_unseen(context)
+
+
+def _examine_type(context: Any) -> None:
+    """Run by Dynamo: what stands for ``value`` while it compiles."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    fake = translator.symbolic_locals["value"].as_proxy().node.meta["example_value"]
+    _ANSWER[3] = _ANSWER[3] or is_traceable_wrapper_subclass(fake)
+    _note_unseen(context)
+
+
+def _note_unseen(context: Any) -> None:
+    """Note the module that Dynamo's function is about, if nothing of it can be told."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    module = getattr(translator.symbolic_locals["module"], "value", None)
+    if _ANSWER[3] and module is not None:
+        UNSEEN.add(module)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -17,6 +17,12 @@ from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
 
+SWAPPED = (
+    "torch.utils.swap_tensors has put another tensor into this one (as conversions do with swap_module_params), and "
+    "took the hook along: open the session after that"
+)
+REPLACED = "the parameter was replaced by another tensor, or one stood in for it, while the session was open"
+_MOST_HOOKED = 8
 OFFLOADED_GRADIENT = "it lies on the meta device between calls (offloaded): its gradient goes to a copy that is dropped"
 
 
@@ -46,14 +52,16 @@ class LeafGradient:
         self._clock = clock
         self._find = find
         self._tensor: Tensor | None = None
-        self._handle: Any = None
+        self._hooked: dict[int, tuple[Tensor, int, Any]] = {}  # by identity: a tensor, what it held then, its hook
         self._has_fired = False
         self._last: tuple[int, Any] = (-1, None)  # the backward pass and checkpoint of the last arrival
 
     def follow(self, run: Run | None = None) -> None:
-        """Hook the tensor that is there now: a parameter may have been replaced since the last run.
+        """Hook the tensor that is there now: a parameter may have been replaced, or have come to require grad.
 
-        The stream is told of a replacement. Of a sharded parameter the shard is followed.
+        Those that were there before keep their hooks, since a backward pass may still come to them. The stream is told
+        of a replacement. What stands in for a parameter and is no leaf (``functional_call``) has a gradient of its own,
+        which is none of the parameter. Of a sharded parameter the shard is followed.
         """
         if self._sharded is not None:
             if self not in self._sharded.listeners:
@@ -62,22 +70,25 @@ class LeafGradient:
             self._tensor = self._sharded._record.sharded_param
             return
         tensor = self._find()
-        if tensor is self._tensor:
-            return
-        if self._tensor is not None:
-            self.remove()
-            self._stream.skip("the parameter was replaced by another tensor while the session was open")
+        if tensor is not self._tensor and self._tensor is not None:
+            self._stream.skip(REPLACED)
         self._tensor = tensor
-        if tensor.requires_grad:
-            self._handle = on_gradient(tensor, self._arrived)
+        known = self._hooked.get(id(tensor))
+        if known is not None and known[1] != tensor._cdata:
+            self._hooked[id(tensor)] = tensor, tensor._cdata, known[2]
+            self._stream.refuse(run or self._clock.before, 0, SWAPPED)
+        elif known is None and tensor.requires_grad and (tensor.is_leaf or self._is_anywhere):
+            self._hooked[id(tensor)] = tensor, tensor._cdata, on_gradient(tensor, self._arrived)
+            if len(self._hooked) > _MOST_HOOKED:  # others for each run: the first, and the last few, are followed
+                self._hooked.pop(list(self._hooked)[1])[2].remove()
 
     def remove(self) -> None:
-        """Take the hook away; ``follow`` can set one again."""
+        """Take the hooks away; ``follow`` can set one again."""
         if self._sharded is not None:
             self._sharded.leave(self)
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
+        for _, _, handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
 
     def coming(self) -> None:
         """Note that backward has reached the gathered parameter, and whose run that is.
@@ -103,7 +114,7 @@ class LeafGradient:
     def close(self) -> None:
         """Remove the hook; tell the stream if the tensor needs no gradient, or if none came though backward ran."""
         self.remove()
-        if self._tensor is not None and not self._tensor.requires_grad:
+        if self._tensor is not None and not self._tensor.requires_grad and not self._has_fired:
             self._stream.absent(self._clock.latest, 0, NEEDS_NONE)
         elif not self._has_fired and self._gradients.has_backward:
             is_meta = self._tensor is not None and self._tensor.is_meta

@@ -44,6 +44,16 @@ class StateValue:
             else:
                 self._stream.add(tensor.clone() if self._is_lent else tensor, run, 0)
 
+    def is_of(self, tensor: Tensor | None) -> bool:
+        """Whether it tells the value of ``tensor``."""
+        return tensor is not None and tensor is self._found.tensor
+
+    def refuse(self, run: Run, reason: str) -> None:
+        """Refuse to tell the value in this run, if it has not been told."""
+        if self not in run.once:
+            run.once.add(self)
+            self._stream.refuse(run, 0, reason)
+
     def finish(self, run: Run, output: Any) -> None:
         """Tell the value at the end of a run in which no owner was entered, though the module around one was.
 

@@ -127,7 +127,7 @@ class _Call:
         if module is None:
             return self
         for wants in self.wants:
-            if wants(module):
+            if not torch.compiler.is_compiling() and wants(module):
                 return MethodType(self, module)
         return MethodType(self.own or self._inherited(), module)
 

@@ -54,6 +54,16 @@ class InsideCompiled:
             looks.switch_on()
         else:
             looks.switch_off()
+            self._note_unseen()
+
+    def _note_unseen(self) -> None:
+        """Note the classes of modules that graphs could tell nothing of."""
+        from gaff.engine.compiled.tracing import UNSEEN, UNTOLD
+
+        for name in sorted({type(module).__name__ for module in UNSEEN if module in self._models.entries}):
+            note = f"{name} in compiled code: {UNTOLD}"
+            if note not in self._models.missed:
+                self._models.missed.append(note)
 
     def close(self) -> None:
         """Take the hooks of all models away, so that nothing of gaff's stays on a module."""

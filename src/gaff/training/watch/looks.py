@@ -64,7 +64,7 @@ class Looks:
         some tell what all would.
         """
         sampled = self.sampled
-        return _THEN - 1 if sampled is not None and sampled.step and sampled.looked >= _EACH else 0
+        return _THEN - 1 if sampled is not None and sampled.step and sampled.runs.looked >= _EACH else 0
 
     @property
     def is_idle(self) -> bool:
@@ -87,7 +87,7 @@ class Looks:
         self._setup.look(is_on=False)
         if sampled is not None:
             sampled.facts.update(self._setup.take())
-            if not sampled.runs and self.eval_mode:
+            if not sampled.runs.all and self.eval_mode:
                 sampled.facts["eval_mode"] = sorted(self.eval_mode)
         self.eval_mode.clear()
         if sampled is not None:
@@ -112,7 +112,7 @@ class Looks:
         self._heard.over()
         self._in_training_mode.clear()
         sampled = self._target = self.sampled
-        if sampled is not None and sampled.runs >= _MOST_RUNS and step == 0:
+        if sampled is not None and sampled.runs.all >= _MOST_RUNS and step == 0:
             self.is_endless = True
             return
         if sampled is not None:
@@ -213,7 +213,7 @@ class Looks:
     def _count_passed(self) -> None:
         """Count the runs of the step that is looked at which were only counted since this was last asked."""
         if self.sampled is not None:
-            self.sampled.runs += self._calls.passing.passed
+            self.sampled.runs.all += self._calls.passing.passed
             self._calls.passing.passed = 0
 
     def _may_evaluate(self, step: int, distance: int, *, is_odd: bool) -> bool:

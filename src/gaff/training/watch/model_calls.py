@@ -126,7 +126,12 @@ class ModelCalls:
 
         What else happens ends it: a backward pass, a step, a look.
         """
-        if self._inside is not None and not self._inside_compiled.is_needed() and not self.has_compiled_function:
+        if (
+            runs
+            and self._inside is not None
+            and not self._inside_compiled.is_needed()
+            and not self.has_compiled_function
+        ):
             self.passing.begin(self._inside, runs, trains=trains)
             self._calls.pass_over(type(self._inside), self.passing)
 

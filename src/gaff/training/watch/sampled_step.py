@@ -92,6 +92,14 @@ class SampledOutput:
     is_followed: bool = False  # a hook of the first pass brings its gradient
 
 
+@dataclass(slots=True)
+class RunCount:
+    """Runs of models in a step: all of them, and those that were looked at."""
+
+    all: int = 0
+    looked: int = 0
+
+
 class SampledStep:
     """What is seen of one step of training (``phase`` "train"), or of one run of an evaluation ("eval").
 
@@ -106,8 +114,7 @@ class SampledStep:
         self.phase = phase
         self.numbers = Accumulator()
         self.routes = Routes(self.numbers)
-        self.runs = 0
-        self.looked = 0  # at so many of them
+        self.runs = RunCount()
         self.notes: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.modules_called: set[Key] = set()
@@ -156,8 +163,8 @@ class SampledStep:
 
     def root_given(self, model: str, args: Any, kwargs: Any) -> None:
         """The outermost module is about to be called: the first of its floating tensors are looked at."""
-        self.runs += 1
-        self.looked += 1
+        self.runs.all += 1
+        self.runs.looked += 1
         self.routes.run_begins()
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None

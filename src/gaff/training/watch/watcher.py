@@ -107,7 +107,7 @@ class Watcher:
                 self._outer.close()  # a failure could not: torch was going through its hooks
 
     def _finish(self, error: BaseException | None) -> None:
-        self.shield.run(self._complete_ended)
+        self.shield.run(self._complete)
         has_steps = bool(self.step or self._steps.skipped or not self._losses.names)
         if not has_steps and error is None:
             self.shield.run(self._end_look)  # all that there will ever be
@@ -174,9 +174,8 @@ class Watcher:
         batch = self._batches.add(model, args, kwargs)
         self._alone.forward_begins()
         self._flight.begins(batch)
-        coming = (self._batches if self._looks.sampled is None else self._looks).counted_only
-        if coming:
-            self._calls.count_only(coming, trains=True)
+        counted = self._batches if self._looks.sampled is None else self._looks
+        self._calls.count_only(counted.counted_only, trains=True)
 
     def _run_ends(self, model: Model, module: nn.Module) -> None:
         self._steps.at.enter(LoopEvent.RUN_ENDS)
@@ -202,7 +201,7 @@ class Watcher:
         sampled = self._looks.sampled
         if sampled is not None:
             self._steps.clearing.look()
-            self._calls.switch(is_on=True)  # for what checkpoints recompute
+            self._calls.switch(is_on=True)  # for recomputations
         bad = ""
         for at, loss in _scalars(losses):
             noted = self._losses.note(loss, at, is_sampled=sampled is not None)
@@ -221,7 +220,7 @@ class Watcher:
         if not self._steps.optimizers.has(optimizer):
             return
         if self._steps.has_stepped(optimizer):
-            self._complete_ended()
+            self._complete()
         self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
         sampled = self._looks.sampled
         self._steps.begins(optimizer, sampled, has_closure=has_closure)
@@ -254,12 +253,10 @@ class Watcher:
             self._looks.drop()
             self._begin_look()
 
-    def _complete_ended(self) -> None:
-        if self._steps.at.ended_at is not None:
-            self._complete()
-
     def _complete(self) -> None:
-        """A step of the run is over, with those of other optimizers: hand on what was seen; maybe look at the next."""
+        """A step of the run is over, if one has ended, with those of other optimizers: hand on what was seen of it."""
+        if self._steps.at.ended_at is None:
+            return
         ended = self._steps.at.complete()
         seconds, self._steps.at.began = ended - self._steps.at.began, ended
         sampled = self._end_look() if self._looks.sampled is not None else None
@@ -297,8 +294,9 @@ class Watcher:
         sampled, steps = self._looks.end(), self._steps
         if sampled is not None:
             counts, new = steps.optimizers.counts, list(map(step_facts.optimizer, steps.optimizers.take_new()))
-            sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped, runs=sampled.runs,
-                                 scale=self._losses.scale, backwards=self._losses.in_step, settings=new)  # fmt: skip
+            sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped, settings=new,
+                                 runs=sampled.runs.all, scale=self._losses.scale,
+                                 backwards=self._losses.in_step)  # fmt: skip
             known = step_facts.parameters(self._models, steps.updates.values(), counts, sampled.modules_called)
             self.reporter.look(sampled, known, self._losses.values())
         return sampled
