@@ -283,3 +283,19 @@ def test_a_function_that_names_no_module_of_its_own_is_an_edit():
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     with gaff.edit(model, {":output": space["twice"]}):
         assert torch.equal(model(x), (x @ model.weight.t() + model.bias) * 2)
+
+
+@pytest.mark.parametrize("index", [slice(None, None, -1), True, [True, False]])
+def test_places_that_torch_takes_otherwise_or_not_at_all_are_refused_where_they_are_written(index):
+    with pytest.raises(gaff.PlanError, match="given: "):
+        gaff.keep.rows(index)
+
+
+def test_a_number_is_added_to_integers():
+    class Counts(nn.Module):
+        def forward(self, x):
+            return x.round().long()
+
+    model = nn.Sequential(Counts())
+    with gaff.edit(model, {"0": gaff.edits.add(1)}):
+        assert model(torch.zeros(2)).tolist() == [1, 1]

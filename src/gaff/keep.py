@@ -219,7 +219,17 @@ def from_dict(data: dict[str, Any]) -> Any:
 
 
 def _index(index: int | slice | Sequence[int]) -> Index:
-    """A list as a tuple, which can be compared and saved; integers and slices as they are."""
+    """A list as a tuple, which can be compared and saved; integers and slices as they are.
+
+    Raises PlanError for what torch indexes by otherwise or not at all: truth values, slices that run backwards.
+    """
+    given = index if isinstance(index, Sequence) else (index,)
+    if any(isinstance(one, bool) for one in given):
+        raise PlanError(
+            f"index {index!r} given: expected numbers of places, as [1, 5]; truth values are gaff.keep.mask"
+        )
+    if isinstance(index, slice) and (index.step or 1) < 1:
+        raise PlanError(f"{index} given: torch takes no slice that runs backwards; expected the places, as [2, 1, 0]")
     return index if isinstance(index, (int, slice)) else tuple(index)
 
 

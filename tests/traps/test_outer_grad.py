@@ -234,3 +234,20 @@ def test_a_module_that_returns_its_input_under_no_grad_cuts_no_graph():
     assert x.grad.tolist() == [2.0, 2.0]
     assert got["same:outer_grad"].tolist() == [2.0, 2.0]
     assert got["same:grad_output"].tolist() == [2.0, 2.0]
+
+
+def test_a_container_that_cannot_be_made_anew_is_refused_at_that_site_and_does_not_stop_the_run():
+    class Pair(tuple):
+        def __new__(cls, one, other):
+            return super().__new__(cls, (one, other))
+
+    class Two(nn.Module):
+        def forward(self, x):
+            return Pair(x * 2, x * 3)
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Two()), torch.randn(2, 3)
+    with gaff.capture(model, "**:outer_grad") as got:
+        one, other = model(x)
+        (one + other).sum().backward()
+    assert got["0:outer_grad"].shape == (2, 3)
+    assert "ask for :grad_output" in str(got.receipt)

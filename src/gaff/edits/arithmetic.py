@@ -62,7 +62,7 @@ class Add:
         """The sum; a tensor is added in one operation, without a scaled copy of it. Gradients flow to both."""
         if isinstance(self.direction, Tensor):
             return torch.add(tensor, like(self.direction, tensor, self._known), alpha=_whole(self.strength, tensor))
-        return tensor + self.strength * self.direction
+        return tensor + (self.direction if self.strength == 1 else self.strength * self.direction)
 
 
 @dataclass(frozen=True, eq=False)

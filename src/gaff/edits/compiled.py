@@ -101,7 +101,7 @@ def _add(edit: Add) -> Change:
         if edit.strength == 1.0:
             return lambda tensor: tensor + like(direction, tensor)
         return lambda tensor: tensor + strength[0].to(tensor.dtype) * like(direction, tensor)
-    amount = _number(edit.strength * edit.direction)
+    amount = _number(edit.direction if edit.strength == 1 else edit.strength * edit.direction)
     return lambda tensor: tensor + amount[0]
 
 

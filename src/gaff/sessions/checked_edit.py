@@ -199,7 +199,14 @@ def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
 
 def _is_alike(new: Tensor, old: Tensor) -> bool:
     """Whether a tensor can take the place of another: the same dtype, shape, device and layout."""
-    return new.dtype is old.dtype and new.shape == old.shape and new.device == old.device and new.layout is old.layout
+    is_kind = new.dtype is old.dtype and new.device == old.device and new.layout is old.layout
+    return is_kind and new.is_nested == old.is_nested and _shape(new) == _shape(old)
+
+
+def _shape(tensor: Tensor) -> Any:
+    """The shape of a tensor, of a nested one in strides those of its parts."""
+    is_strided = tensor.is_nested and tensor.layout is torch.strided
+    return [part.shape for part in tensor.unbind()] if is_strided else tensor.shape
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -226,6 +233,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _text(tensor: Tensor, other: Tensor) -> str:
     """Shape and dtype for a message, and device and layout where they differ from those of ``other``."""
-    text = f"{'x'.join(map(str, tensor.shape)) or 'a scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+    shape = "nested" if tensor.is_nested else "x".join(map(str, tensor.shape)) or "a scalar"
+    text = f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
     text += f" on {tensor.device}" if tensor.device != other.device else ""
     return text + (f" as {tensor.layout}" if tensor.layout != other.layout else "")

@@ -17,10 +17,12 @@ from gaff.engine.crossing import Crossing
 from gaff.engine.gradients import tensor_hooks
 from gaff.engine.gradients.ports import GradientArm, ambiguous, report_missing
 from gaff.engine.replacements import Replacements
+from gaff.errors import PlanError
 
 ASIDE = (
     "the caller of the module was given a view of what it returned, at which the uses outside meet; where the module "
-    "uses it, too, sums of gradients may be in another order"
+    "uses it, too, sums of gradients may be in another order, and what the caller reads there by itself (h.grad, a "
+    "hook, autograd.grad) is the part from outside"
 )
 
 
@@ -55,13 +57,23 @@ class OuterGradient(GradientArm):
                 stream.refuse(run, call, refused)
                 continue
             alias = tensor_hooks.alias_of(tensor)
+            try:
+                output = _with_alias(output, tensor, alias)
+            except PlanError as error:
+                stream.refuse(run, call, f"{error}; ask for :grad_output, the total gradient")
+                continue
             stream.remark(ASIDE)
             self._gradients.arm(alias, stream, run, call)
             tensor_hooks.ORIGINALS[alias] = tensor
-            for place, other in list(iter_tensors(output)):
-                if other is tensor:
-                    output = put(output, place, alias)
         return output
+
+
+def _with_alias(output: Any, tensor: Tensor, alias: Tensor) -> Any:
+    """``output`` with ``alias`` wherever ``tensor`` is. Raises PlanError where a container cannot be made anew."""
+    for place, other in list(iter_tensors(output)):
+        if other is tensor:
+            output = put(output, place, alias)
+    return output
 
 
 _UNITS: list[Replacements] = []  # one for the process, made when FSDP2 is first met
