@@ -443,15 +443,17 @@ class Checker:
         self.tally.edits += 1
         change = Change(*where, kind.value, kind.gradient, kind.is_skip)
         address, expected = address_of(where), None
+        beside: list[tuple[Where, list[Event]]] = []
         try:
-            expected, _ = run_truth(self.program, change=change)
+            expected, edited = run_truth(self.program, change=change)
             expected.surroundings = self.bare.surroundings
+            beside = self.beside(where, edited.events)
         except Exception:
             expected = None  # the program does not survive the edit
         try:
             space = {"gaff": gaff, "torch": torch, "__name__": "program"}
             edit = eval(kind.text, space)
-            got = self.run(lambda model: gaff.edit(model, {gaff.maybe(address): edit}))
+            got = self.run(lambda model: self.editing(model, address, edit, beside))
         except gaff.GaffError as error:
             event = self.truth.events.get(where, [None])
             unclear = next((one for one in event if one is not None and one.unclear), None)
@@ -467,8 +469,33 @@ class Checker:
             self.tally.edits -= 1
         elif reason := self.why_no_truth(where, kind, expected):
             self.tally.unclear[reason] += 1
-        else:
-            self.compare(expected, got, "edit", False, where, kind.text)
+        elif not self.compare(expected, got, "edit", False, where, kind.text):
+            for one, events in beside:
+                for event in events:
+                    self.read_gradient(got.session, one, event, events)
+
+    def beside(self, where: Where, events: dict[Where, list[Event]]) -> list[tuple[Where, list[Event]]]:
+        """Gradients at outputs that a capture is asked for while a value is edited, in every other program.
+
+        Not where there is a checkpoint: an edit stays for the recomputation.
+        """
+        is_asked = where[1] in ("output", "input") and "/" not in where[0] and self.program.seed % 2
+        if not is_asked or self.has_checkpoint or self.only is not None:
+            return []
+        return [
+            (one, told)
+            for one, told in events.items()
+            if one[1] == "grad_output" and "/" not in one[0] and self.means_the_same(one)
+            and not any(event.in_thread for event in told)
+        ]  # fmt: skip
+
+    def editing(self, model: nn.Module, address: str, edit: Any, beside: list[tuple[Where, list[Event]]]) -> Any:
+        """An edit, and beside it a capture where something is asked for, the one or the other opened first."""
+        session = gaff.edit(model, {gaff.maybe(address): edit})
+        if not beside:
+            return session
+        capture = gaff.capture(model, gaff.maybe(*dict.fromkeys(address_of(one) for one, _ in beside)))
+        return Beside(capture, [capture, session] if self.program.seed // 2 % 2 else [session, capture])
 
     def why_no_truth(self, where: Where, kind: EditKind, expected: Outcome) -> str:
         """Why an edit may leave something else than its formula does; empty where it may not."""
@@ -519,6 +546,23 @@ class Sessions:
     def run(self, number: int) -> Any:
         """What both captures have of a run."""
         return SimpleNamespace(all=lambda address: self.holder[re.sub(r"@\d+", "", address)].run(number).all(address))
+
+
+class Beside:
+    """A capture and an edit, in the order in which they are opened; they are closed in the same order."""
+
+    def __init__(self, capture: Any, sessions: list[Any]) -> None:
+        self.run = capture.run
+        self.sessions = sessions
+
+    def __enter__(self) -> Beside:
+        for session in self.sessions:
+            session.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for session in self.sessions:
+            session.__exit__(*error)
 
 
 class Grabbed(BaseException):
