@@ -470,9 +470,13 @@ class Checker:
         elif reason := self.why_no_truth(where, kind, expected):
             self.tally.unclear[reason] += 1
         elif not self.compare(expected, got, "edit", False, where, kind.text):
-            for one, events in beside:
-                for event in events:
-                    self.read_gradient(got.session, one, event, events)
+            self.read_beside(got, beside)
+
+    def read_beside(self, got: Outcome, beside: list[tuple[Where, list[Event]]]) -> None:
+        """Compare what a capture beside an edit has been told."""
+        for where, events in beside:
+            for event in events:
+                self.read_gradient(got.session, where, event, events)
 
     def beside(self, where: Where, events: dict[Where, list[Event]]) -> list[tuple[Where, list[Event]]]:
         """Gradients at outputs that a capture is asked for while a value is edited, in every other program.
