@@ -708,3 +708,27 @@ def test_a_whole_tensor_is_brought_to_a_part_as_in_eager_code(site):
             run(x).sum().backward()
         found.append(model[0].weight.grad.clone())
     assert torch.allclose(*found)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_sweep_of_functions_leaves_torch_room_for_variants(fullgraph):
+    """Each function is another variant for torch, which raises or runs eagerly beyond its limit."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    notes = []
+    for factor in range(12):
+        with gaff.edit(run, {"0": lambda value, factor=factor: value * factor}) as edit:
+            found = run(x)
+        assert torch.allclose(found, torch.tanh(model[0](x) * factor))
+        notes.append(str(edit.receipt))
+    assert "inside compiled code" in notes[0]
+    assert "has been tapped in" in notes[-1]
+
+
+def test_a_function_that_is_made_anew_each_time_is_one_variant():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    run = torch.compile(model, backend="aot_eager")
+    for _ in range(12):
+        with gaff.edit(run, {"0": lambda value: value * 2}) as edit:
+            run(x)
+    assert "inside compiled code: 0 graphs" in str(edit.receipt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from types import NoneType
 from typing import Any
 
 import torch
@@ -165,9 +166,20 @@ def _in_graph(tap: Any) -> Any:
 
 def _kind_of(tap: Any, start: str) -> str:
     """What of a tap makes other compiled code: its place below ``start``, its port, and what is done there."""
-    kind = type(tap.stream.edit).__name__ if isinstance(tap, EditTap) else f"{_in_graph(tap)}"
+    kind = _kind_of_edit(tap.stream.edit) if isinstance(tap, EditTap) else f"{_in_graph(tap)}"
     site = tap.found.site
     return f"{site.path.removeprefix(start)}:{site.port} {kind}"
+
+
+def _kind_of_edit(edit: Any) -> str:
+    """What of an edit makes other compiled code: its class; of a function its code, and numbers that it closes over."""
+    function: Any = getattr(edit, "function", None)
+    if not hasattr(function, "__code__"):
+        return type(edit).__name__
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    known = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    plain = [one if isinstance(one, (int, float, str, NoneType)) else type(one).__name__ for one in known]
+    return f"{id(function.__code__)} {plain}"
 
 
 class CompiledHooks(AbstractContextManager["CompiledHooks"]):
