@@ -251,3 +251,12 @@ def test_a_container_that_cannot_be_made_anew_is_refused_at_that_site_and_does_n
         (one + other).sum().backward()
     assert got["0:outer_grad"].shape == (2, 3)
     assert "ask for :grad_output" in str(got.receipt)
+
+
+def test_a_pass_that_ends_at_the_view_is_named_where_a_total_is_missing():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    with gaff.capture(model, "0:outer_grad", gaff.maybe("0:grad_output")) as got:
+        h = model[0](x)
+        torch.autograd.grad(model[1](h).sum(), h)
+    assert got["0:outer_grad"].shape == (2, 3)
+    assert "the view which :outer_grad gives" in str(got.receipt)

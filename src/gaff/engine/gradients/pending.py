@@ -21,13 +21,14 @@ from gaff.compat.compiler import uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView, MetLeaves
 from gaff.engine.gradients.reach import PassGraph
-from gaff.engine.gradients.tensor_hooks import EDGE, is_at_edge, on_gradient, original
+from gaff.engine.gradients.tensor_hooks import EDGE, ORIGINALS, is_at_edge, on_gradient, original
 from gaff.engine.streams import Stream
 
 NEEDS_NONE = "the tensor does not require grad"
 GETS_NONE = "the tensor is a view made without grad mode: torch brings it no gradient"
 WRITTEN_LATER = "the tensor did not require grad; what was written into it later does"
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
+BEHIND_VIEW = f"{NOT_REACHED}; a pass that ends at the view which :outer_grad gives a module's caller does not"
 _MOST_PASSES = 4096  # that may be inside one another: each reentrant checkpoint has one of its own
 BATCHED = "this backward pass was batched (is_grads_batched, vectorize=True): its gradients are wrappers"
 
@@ -281,7 +282,7 @@ class Gradients:
                 armed.refuse(refused)
             else:
                 armed.fired = True
-                armed.stream.absent(armed.run, armed.call, NOT_REACHED)
+                armed.stream.absent(armed.run, armed.call, BEHIND_VIEW if ORIGINALS else NOT_REACHED)
 
 
 class _Unheard(Stream):
