@@ -58,7 +58,7 @@ class HookInside(Receiver):
     """
 
     is_gaffs = True
-    changes_output = False
+    changes_output = edits_gradient = False
     edits: tuple[Any, ...] = ()
 
     def __init__(self, inside: Inside, func: Any, node: Node) -> None:
@@ -90,7 +90,7 @@ class EntryHook(HookInside):
         _refuse_export()
         values: list[Tensor] = []
         what = structure_of((args, kwargs), values)
-        if is_untold(module, values if self.taps else ()):
+        if is_untold(module):
             return None
         if self.taps or self.is_bound:
             parts = self.parts(values) if self.taps else []
@@ -155,8 +155,9 @@ class ExitHook(HookInside):
         if is_copy:
             output = output.clone()  # of a product in two dimensions that nobody else sees
         values: list[Tensor] = []
-        is_told = self._is_by_forward() and has_gradients(structure_of(output, values))
-        if is_untold(module, values):
+        what = structure_of(output, values)
+        is_told = self._is_by_forward() and has_gradients(what)
+        if is_untold(module, values if self.acts or self.edits_gradient else ()):
             return output if is_copy else None
         edits = () if is_told else self.edits
         for edit in edits:

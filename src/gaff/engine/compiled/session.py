@@ -225,6 +225,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             ports = ("input",) if is_entry else ("output", "grad_output")  # gradients are those of what is edited
             made.edits = tuple(edit for port in ports for edit in edits if edit.site.port == port)
             made.changes_output = any(edit.site.port == "output" for edit in made.edits)
+            made.edits_gradient = any(edit.site.port == "grad_output" for edit in made.edits)
             if isinstance(made, ExitHook) and all(edit.site.port == "grad_output" for edit in made.edits):
                 made.with_forward(self._inside)
             return made

@@ -45,8 +45,8 @@ def oddity(value: Tensor) -> str:
 def is_untold(module: Any, values: Iterable[Tensor] = ()) -> bool:
     """While Dynamo compiles: whether what passes ``module`` cannot be told, which is noted in ``UNSEEN``.
 
-    It cannot in the body of an operator (``torch.cond``, a nested region; not a checkpoint's) or a transform, and of
-    wrappers (DTensor, jagged): ops of ours mean nothing there.
+    It cannot in the body of an operator (``torch.cond``, a nested region; not a checkpoint's) or a transform, nor where
+    one of ``values``, whose gradients are to be told, is a wrapper (DTensor, jagged): ops of ours mean nothing there.
     """
     comptime(_examine_place)
     for value in values:
