@@ -529,7 +529,22 @@ def is_of_parameter(where: Where) -> bool:
     return where[1] in ("param", "grad") or "parametrizations" in where[0]
 
 
-class Sessions:
+class Together:
+    """Several sessions, opened in their order, and closed in the same one."""
+
+    sessions: list[Any]
+
+    def __enter__(self) -> Any:
+        for session in self.sessions:
+            session.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for session in self.sessions:
+            session.__exit__(*error)
+
+
+class Sessions(Together):
     """Two captures, each of every other address, and between them an edit by one; closed in the order of opening."""
 
     def __init__(self, model: nn.Module, addresses: list[str]) -> None:
@@ -538,35 +553,17 @@ class Sessions:
         self.sessions = [self.captures[0], edit, self.captures[1]]
         self.holder = {address: self.captures[at] for at in range(2) for address in addresses[at::2]}
 
-    def __enter__(self) -> Sessions:
-        for session in self.sessions:
-            session.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for session in self.sessions:
-            session.__exit__(*error)
-
     def run(self, number: int) -> Any:
         """What both captures have of a run."""
         return SimpleNamespace(all=lambda address: self.holder[re.sub(r"@\d+", "", address)].run(number).all(address))
 
 
-class Beside:
-    """A capture and an edit, in the order in which they are opened; they are closed in the same order."""
+class Beside(Together):
+    """A capture and an edit, in the order in which they are opened."""
 
     def __init__(self, capture: Any, sessions: list[Any]) -> None:
         self.run = capture.run
         self.sessions = sessions
-
-    def __enter__(self) -> Beside:
-        for session in self.sessions:
-            session.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for session in self.sessions:
-            session.__exit__(*error)
 
 
 class Grabbed(BaseException):
