@@ -64,7 +64,7 @@ class Shield:
             with self.is_quiet, torch._C.DisableTorchFunction():
                 if not self.is_open:  # it was closed while this thread waited
                     return
-                if torch._C._len_torch_dispatch_stack():
+                if modes.dispatch_depth():
                     with modes.outside_modes():
                         action(*arguments)
                 else:
