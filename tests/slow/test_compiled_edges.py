@@ -8,11 +8,16 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import scan
+from torch._higher_order_ops.map import map as control_map
 from torch.utils.checkpoint import checkpoint
 
 import gaff
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo's own
+
+
+AS_PYTHON = pytest.mark.filterwarnings("ignore:gaff. not bitwise. a session keeps code eager, where torch.cond")
 
 
 class Two(nn.Module):
@@ -261,6 +266,8 @@ def test_a_forward_keeps_its_signature_and_its_identity():
 LOADED_AGAIN = """
 import torch
 from torch import nn
+from torch._higher_order_ops import scan
+from torch._higher_order_ops.map import map as control_map
 
 type = getattr = None  # names that code which stands for a forward must not look up here
 
@@ -647,8 +654,10 @@ class Jagged(Branch):
         return self.head(self.l(jagged).values())
 
 
+@AS_PYTHON
 @pytest.mark.parametrize("kind", [Branch, Mapped, Jagged])
-def test_what_compiled_code_can_tell_nothing_of_is_refused_and_trains_as_it_is(kind, tmp_path):
+def test_what_compiled_code_can_tell_nothing_of_is_refused_once_and_trains_as_it_is(kind, tmp_path):
+    """The first session meets it as the code is compiled; a later one knows, and lets the code run eagerly."""
     torch.manual_seed(0)
     model, x = kind(), torch.randn(3, 4)
     run, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), 0.0)
@@ -660,22 +669,96 @@ def test_what_compiled_code_can_tell_nothing_of_is_refused_and_trains_as_it_is(k
         return [one.grad.clone() for one in model.parameters()]
 
     bare = gradients()
-    with gaff.watch(run, optimizer, out=tmp_path / "run", every=1):
-        watched = [gradients() for _ in range(3)]
-    assert any("Linear in compiled code: it ran in a transform" in one for one in gaff.load(tmp_path / "run").notes)
-    with gaff.guard(run):
-        watched.append(gradients())
     with gaff.capture(run, gaff.maybe("l"), gaff.maybe("l:grad_output"), "head") as got:
-        watched.append(gradients())
-    assert all(torch.allclose(one, other) for row in watched for one, other in zip(row, bare, strict=True))
-    with pytest.raises(gaff.ExactnessError, match="such as torch.cond"):
-        got.all("l")
-    with pytest.raises(gaff.ExactnessError, match="such as torch.cond"):
-        got.all("l:grad_output")
-    with pytest.raises(gaff.ExactnessError, match="such as torch.cond"), gaff.edit(run, {"l": gaff.edits.scale(2.0)}):
-        gradients()
+        seen = [gradients()]
+    with gaff.watch(run, optimizer, out=tmp_path / "run", every=1):
+        seen += [gradients() for _ in range(3)]
+    assert any("Linear in compiled code is not looked at" in one for one in gaff.load(tmp_path / "run").notes)
+    with gaff.guard(run):
+        seen.append(gradients())
+    assert all(torch.allclose(one, other) for row in seen for one, other in zip(row, bare, strict=True))
+    for site in ("l", "l:grad_output"):
+        with pytest.raises(gaff.ExactnessError, match="it ran in a"):
+            got.all(site)
+    if kind is Mapped:
+        with pytest.raises(gaff.ExactnessError, match="vmap"), gaff.edit(run, {"l": gaff.edits.scale(2.0)}):
+            gradients()
+        return
+    with gaff.capture(run, "l", "l:grad_output") as again:
+        assert all(torch.allclose(one, other) for one, other in zip(gradients(), bare, strict=True))
+    with gaff.capture(model, "l", "l:grad_output") as eager, torch.compiler.set_stance("force_eager"):
+        model(x).square().sum().backward()
+    for site in ("l", "l:grad_output"):
+        found, true = ((one.values() if one.is_nested else one) for one in (again[site], eager[site]))
+        assert torch.allclose(found, true)
+    assert "ran eagerly" in str(again.receipt)
+    with gaff.edit(run, {"l": gaff.edits.scale(2.0)}):
+        edited = gradients()
+    hook = model.l.register_forward_hook(lambda module, args, output: output * 2)
+    with gaff.guard(model):  # keeps code eager
+        assert all(torch.allclose(one, other) for one, other in zip(edited, gradients(), strict=True))
+    hook.remove()
 
 
+class Loop(Branch):
+    """Torch's loop whose body uses a module's weights."""
+
+    def forward(self, x):
+        start = (torch.zeros((), dtype=torch.int64), x)
+        return self.head(torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, torch.tanh(self.l(x))), start)[1])
+
+
+class Rows(Branch):
+    def forward(self, x):
+        return self.head(control_map(lambda row: torch.tanh(self.l(row)), x))
+
+
+class Scanned(Branch):
+    def forward(self, x):
+        last, rows = scan(lambda carry, row: (torch.tanh(self.l(carry) + row), carry * row), x[0], x)
+        return self.head(torch.cat([last[None], rows]))
+
+
+@AS_PYTHON
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", [Branch, Loop, Rows, Scanned])
+def test_control_flow_of_torch_is_python_while_code_is_kept_eager(kind, is_compiled):
+    """Gradients reach what the functions close over, values are told, and operations inside are counted."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 4, requires_grad=True)  # else torch itself errs in a loop
+    run = torch.compile(model, backend="eager") if is_compiled else model
+
+    def gradients():
+        model.zero_grad()
+        run(x).square().sum().backward()
+        return [one.grad.clone() for one in model.parameters()]
+
+    bare = gradients()
+    with gaff.guard(run):
+        guarded = gradients()
+    with gaff.capture(run, "l:grad_output", "l/linear") as got:
+        captured = gradients()
+    trace = gaff.trace(model, x, backward=lambda out: out.square().sum())
+    for row in (guarded, captured):
+        assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(row, bare, strict=True))
+    assert sum(one.sum(0) if one.dim() > 1 else one for one in got.all("l:grad_output")).allclose(bare[1], atol=1e-6)
+    assert trace.rows[0].flops == sum(row.flops for row in trace.rows[1:]) > 0
+    assert [row.grad.norm for row in trace.parameters] == pytest.approx([float(one.norm()) for one in bare])
+
+
+def test_a_branch_that_is_not_taken_has_no_gradient_in_code_that_is_kept_eager_which_is_told():
+    class Other(Branch):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.l(x).sum(-1), lambda x: self.head(x).sum(-1), (x,))
+
+    model = Other()
+    with gaff.guard(model), pytest.warns(UserWarning, match="torch.cond is a branch of Python"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.head.weight.grad is None
+    assert model.l.weight.grad is not None
+
+
+@AS_PYTHON
 @pytest.mark.parametrize("where", ["guard", "capture"])
 def test_parameters_of_a_branch_train_while_code_is_kept_eager(where):
     model, x = Branch(), torch.randn(3, 4)

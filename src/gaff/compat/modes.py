@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -24,10 +25,47 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 # How many dispatch modes are at work on this thread.
 dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+# The dispatch modes at work on this thread, the innermost last.
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+
 
 def outside_modes() -> AbstractContextManager[Any]:
     """Run what is inside unseen by dispatch modes, such as that of a selective checkpoint, which counts operations."""
     return _disable_current_modes() if dispatch_depth() else nullcontext()
+
+
+def decomposed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation as the smaller ones that it is made of, for the mode that is on; NotImplemented if it is not."""
+    if isinstance(operation, HigherOrderOperator):
+        return plainly(operation, args, kwargs)
+    return operation.decompose(*args, **kwargs)
+
+
+def plainly(operation: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that calls functions (``torch.cond``, ``while_loop``) as the Python code that it stands for.
+
+    What autograd and the dispatch modes that are on see is what the functions do. NotImplemented for an operator
+    that torch cannot run in this way.
+    """
+    plain = operation.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    if not callable(plain):
+        return NotImplemented
+    around = dispatch_modes()
+    own = [_within(around, value) if callable(value) and not isinstance(value, Tensor) else value for value in args]
+    with outside_modes():
+        return plain(*own, **kwargs)
+
+
+def _within(around: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with these dispatch modes on, the innermost last."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as modes:
+            for mode in around:
+                modes.enter_context(mode)
+            return function(*args, **kwargs)
+
+    return run if around else function
 
 
 def beside(tensor: Tensor, constant: Tensor) -> Tensor:

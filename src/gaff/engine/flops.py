@@ -11,8 +11,11 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from gaff.compat.modes import decomposed
 
 _HEAVY = re.compile(
     r"lstm|gru|rnn|scaled_dot_product|_fft|grid_sampl|mm(_|\b)|gemm|quantized::(linear|conv)|int[48]pack"
@@ -24,8 +27,11 @@ class FlopCount(TorchDispatchMode):
 
     The formulas are ``torch.utils.flop_counter.flop_registry``; torch's FlopCounterMode itself would add its own hooks
     to every module. An operation without a formula is decomposed into smaller ones where torch can, and these are
-    counted; ``uncounted`` names those that look expensive and could not be, so that the total is a lower bound.
+    counted; ``uncounted`` names those that look expensive and could not be, so that the total is a lower bound. Of
+    torch's operators that call functions (``cond``, ``while_loop``) the operations inside are counted as they run.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,17 +57,20 @@ class FlopCount(TorchDispatchMode):
         """Run one operation and count it, from its arguments and its output."""
         began = time.perf_counter()
         kwargs = kwargs or {}
-        count = flop_registry.get(func._overloadpacket)
-        if count is None and func not in self._whole and func is not torch.ops.prim.device.default:
+        is_ragged = any(isinstance(value, Tensor) and value.is_nested for value in (*args, *kwargs.values()))
+        count = None if is_ragged else flop_registry.get(getattr(func, "_overloadpacket", func))
+        if count is None and not is_ragged and func not in self._whole and func is not torch.ops.prim.device.default:
             with self:
-                result = func.decompose(*args, **kwargs)
+                result = decomposed(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
             self._whole.add(func)
         ran = time.perf_counter()
         result = func(*args, **kwargs)
         ended = time.perf_counter()
-        if count is None and _HEAVY.search(func.name()):
+        if is_ragged:
+            self.uncounted.add("operations of nested tensors")
+        elif count is None and _HEAVY.search(func.name()):
             self.uncounted.add(func.name().removeprefix("aten::"))
         if count is not None:
             self.total += int(count(*args, **kwargs, out_val=result))

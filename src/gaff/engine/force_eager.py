@@ -6,16 +6,20 @@ Compiled code calls no hooks that came after it was compiled. Where a session ca
 
 from __future__ import annotations
 
+import functools
+import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from gaff.address.nested import iter_tensors
 from gaff.compat.compiler import has_asked_to_compile, is_loaded
-from gaff.compat.modes import dispatch_depth
+from gaff.compat.modes import dispatch_modes, plainly
+from gaff.engine.flops import FlopCount
 from gaff.engine.replacements import Held, Replacements
-from gaff.errors import PlanError
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
 
@@ -23,7 +27,8 @@ EAGER = "compiled code ran eagerly while the session was open (torch.compiler.se
 def _force() -> ExitStack:
     """Compiled code runs eagerly, and control flow with it, as long as what this returns is open.
 
-    In that stance ``torch.cond`` brings no gradient to what its branches close over, such as parameters of modules.
+    In that stance torch brings no gradient to what the functions of its operators close over, such as parameters of
+    modules.
     """
     forced = ExitStack()
     forced.enter_context(_CONTROL_FLOW)
@@ -31,36 +36,36 @@ def _force() -> ExitStack:
     return forced
 
 
-def _plain_branch(dispatch: Any) -> Any:
-    """``torch.cond`` as the branch of Python that it stands for."""
-
-    def run(key: Any, condition: Any, if_true: Any, if_false: Any, operands: Any) -> Any:
-        if dispatch_depth():  # something is traced, and needs both branches
-            return dispatch(key, condition, if_true, if_false, operands)
-        return (if_true if condition else if_false)(*operands)
-
-    return run
+def _is_traced() -> bool:
+    """Whether somebody's dispatch mode stands around what runs; gaff's own counter only counts."""
+    return any(not isinstance(mode, FlopCount) for mode in dispatch_modes())
 
 
-def _without_gradients(dispatch: Any) -> Any:
-    """A loop of torch's in code that needs no gradient; with grad mode it is refused."""
+_BRANCH = (
+    "gaff: not bitwise: a session keeps code eager, where torch.cond is a branch of Python: parameters of the branch "
+    "that is not taken get no gradient (None), where torch gives zeros, on which momentum and weight decay act"
+)
+
+
+def _as_python(dispatch: Any) -> Any:
+    """An operator of torch's for control flow as the branch or the loop of Python that it stands for."""
+    operator = dispatch.__self__
 
     def run(key: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not dispatch_depth():
-            raise PlanError(
-                "map, scan or while_loop of torch runs eagerly while the session is open, and would bring no gradient "
-                "to parameters that its function uses: open the session under torch.no_grad(), or on another model"
-            )
-        return dispatch(key, *args, **kwargs)
+        result = NotImplemented if _is_traced() else plainly(operator, args, kwargs)
+        if result is NotImplemented:
+            return dispatch(key, *args, **kwargs)
+        if operator is _OPS.cond and any(tensor.requires_grad for _, tensor in iter_tensors(result)):
+            warnings.warn(_BRANCH, stacklevel=2)
+        return result
 
     return run
 
 
-_LOOPS = ("while_loop", "map_impl", "scan", "associative_scan")
+_OPERATORS = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _OPS = torch.ops.higher_order
 _CONTROL_FLOW = Replacements(
-    (_OPS.cond, "dispatch", _plain_branch),
-    *((getattr(_OPS, name), "dispatch", _without_gradients) for name in _LOOPS if hasattr(_OPS, name)),
+    *((getattr(_OPS, name), "dispatch", _as_python) for name in _OPERATORS if hasattr(_OPS, name)),
 )
 forced_eager = Held(_force)
 
@@ -68,16 +73,37 @@ forced_eager = Held(_force)
 def keep_eager(opening: ExitStack, at_end: list[Callable[[Any, Any], None]], notes: list[str]) -> None:
     """Let code that is first compiled while the session is open run eagerly until ``opening`` closes.
 
-    ``generate`` of transformers may compile a model by itself, in the middle of a session. ``at_end`` is the list of
-    what a clock calls at the end of a run; there ``notes`` is told, once somebody has asked for a compilation. Does
-    nothing in a process that has not loaded the compiler.
+    ``generate`` of transformers may compile a model by itself, in the middle of a session, and ``torch.cond`` compiles
+    its branches. In a process that has not loaded the compiler, which takes a second, the first call of
+    ``torch.compile`` is waited for. ``at_end`` is the list of what a clock calls at the end of a run; there ``notes``
+    is told, once somebody has asked for a compilation.
     """
-    if not is_loaded():
-        return
-    opening.enter_context(forced_eager)
+    opening.enter_context(forced_eager if is_loaded() else _forced_later)
 
     def tell(run: Any, output: Any) -> None:
         if has_asked_to_compile() and EAGER not in notes:
             notes.append(EAGER)
 
     at_end.append(tell)
+
+
+def _force_later() -> ExitStack:
+    """Compiled code runs eagerly from the first call of ``torch.compile`` on, as long as what this returns is open."""
+    forced = ExitStack()
+
+    def stand_in(compile: Any) -> Any:
+        @functools.wraps(compile)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _first:
+                if not forced_eager.is_held:
+                    forced.enter_context(forced_eager)
+            return compile(*args, **kwargs)
+
+        return run
+
+    forced.enter_context(Replacements((torch, "compile", stand_in)))
+    return forced
+
+
+_first = threading.Lock()
+_forced_later = Held(_force_later)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import GRADIENT_PORTS, WEIGHTS, Site
 from gaff.address.nested import dig
-from gaff.address.resolve import Found, is_container, iter_modules, unwrap
+from gaff.address.resolve import Found, is_container, unwrap
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import is_untold
 from gaff.engine.gradients.edits import ShareChange
@@ -32,7 +32,7 @@ from gaff.engine.gradients.sharded import Shards, SwapUnit, SwapUnitEnd
 from gaff.engine.gradients.share import InputShare
 from gaff.engine.node import Node
 from gaff.engine.ops.attention import WeightsChange, WeightsTap
-from gaff.engine.ops.mode import ModuleScope, drop
+from gaff.engine.ops.mode import Scopes, drop
 from gaff.engine.ops.scope import OpListener, Scope, Want
 from gaff.engine.parameters.edits import ParameterEdits, Swap
 from gaff.engine.parameters.substitutes import original_of
@@ -71,15 +71,12 @@ class Wiring:
         self.nodes: dict[int, Node] = {}
         self.leaves: list[LeafGradient] = []
         self.swaps = ParameterEdits()
-        self.scopes: list[Scope] = []  # modules whose ops are asked for
+        self.scopes = Scopes(model, notes)
         self.has_arms = False
         self.has_edits = any(isinstance(tap, EditTap) for tap in taps) or bool(tensors and tensors[0].is_edit)
         self.gradients = Gradients(has_edits=self.has_edits)
-        self._model = model
         self._clock = clock
-        self._notes = notes
         self._shards = Shards(model)
-        self._known: set[int] = set()  # identities of all modules, where ops are asked for
         if model is not None:
             for tap in self.taps:
                 self._wire(model, tap)
@@ -201,19 +198,15 @@ class Wiring:
             scope.at_end.append(end)
 
     def _scope(self, found: Found) -> Scope:
-        """What sees to the ops of a module, made when they are first asked for; it shares the set of known modules."""
-        node = self._node(found.module)
-        if node.scope is None:
-            node.scope = ModuleScope(node, found.site.path)
-            node.has_entry = True
-            node.scope.notes = self._notes
-            if not self._known and self._model is not None:
-                inside = (module for _, module, _ in iter_modules(self._model))
-                self._known = {id(module) for module in (*self._model.modules(), *inside)}
-            node.scope.known = self._known
-            self.scopes.append(node.scope)
-        scope: Scope = node.scope
-        return scope
+        """What sees to the ops of a module, made when they are first asked for.
+
+        An ``nn.TransformerEncoder`` around it has one, too: torch's mode for functions must be there already where it
+        decides whether its layers get a nested tensor, which is for their fused path alone.
+        """
+        for module in found.chain:
+            if isinstance(module, nn.TransformerEncoder):
+                self.scopes.of(self._node(module), "")
+        return self.scopes.of(self._node(found.module), found.site.path)
 
     def _wire_swap(self, model: nn.Module, tap: EditTap) -> None:
         """Let an edited parameter's value stand in from the beginning of a run; a recomputation repeats that.

@@ -23,6 +23,7 @@ from gaff.compat import distributed, elements
 from gaff.compat.memory import version_of
 from gaff.compat.modes import outside_modes
 from gaff.engine.flops import FlopCount
+from gaff.engine.ops.names import COMPOSITES
 from gaff.engine.streams import Stream
 from gaff.inspection.pictures import Album, are_probabilities
 from gaff.inspection.sketches import marks_of
@@ -163,13 +164,15 @@ class CallLog:
         """Close calls that an exception has left, and somebody has caught: they are no longer in progress.
 
         Modules are in progress by the frames of the run; an op that is the innermost call, in the module whose op
-        begins now, has ended without returning.
+        begins now, has ended without returning, unless it is one that is opened to see the ops inside.
         """
         alive = {id(frame.notes.get(self)) for frame in run.frames}
         dead = (at for at, notes in enumerate(self._open) if notes.site.op is None and id(notes) not in alive)
         del self._open[next(dead, len(self._open)) :]
         inner = self._open[-1].site if self._open else None
-        if site.op is not None and inner is not None and inner.op is not None and inner.path == site.path:
+        if site.op is None or inner is None or inner.op is None or inner.path != site.path:
+            return
+        if inner.op not in COMPOSITES:
             self._open.pop()
 
     def notes_of(self, site: Site, run: Any, call: int) -> CallNotes:

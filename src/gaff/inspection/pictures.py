@@ -177,6 +177,8 @@ def are_probabilities(tensor: Any) -> bool:
     """Whether the last dimension holds shares of one: heads of queries and keys, or a square. Waits for the device."""
     if not isinstance(tensor, Tensor) or tensor.dim() not in (3, 4) or not tensor.is_floating_point():
         return False
+    if tensor.is_nested:
+        return False
     if min(tensor.shape[-2:]) < 2 or (tensor.dim() == 3 and tensor.shape[-1] != tensor.shape[-2]):
         return False  # shares of classes for each token are no attention
     with torch.no_grad():

@@ -48,7 +48,7 @@ def readable(tensor: Tensor) -> Tensor | None:
 
     A complex tensor becomes one of pairs, a sparse one is written out if it has at most 2**24 elements. May be a view.
     """
-    is_sparse = tensor.layout != torch.strided
+    is_sparse = tensor.layout not in (torch.strided, torch.jagged)
     if is_sparse and tensor.numel() > _DENSE:
         return None
     value = elements.elements(tensor.to_dense() if is_sparse and not tensor.is_meta else tensor)

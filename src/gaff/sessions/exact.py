@@ -25,7 +25,7 @@ from gaff.compat import distributed, memory
 from gaff.compat.compiler import is_reduced, mark_reduced
 from gaff.compat.modes import outside_modes
 from gaff.engine.ops.attention import Weights
-from gaff.errors import ExactnessError
+from gaff.errors import ExactnessError, PlanError
 from gaff.keep import Reduce, is_pure
 from gaff.sessions.request import Options
 
@@ -212,7 +212,10 @@ class Keeper:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
             if self.reduce is not None and not is_reduced(tensor):
                 exact = self._safe(tensor, is_foreign)
-                part = distributed.settled(self.reduce(exact))
+                part = self.reduce(exact)
+                if not isinstance(part, Tensor):
+                    raise PlanError(f"reduce= returned {type(part).__name__}: expected a function that gives a tensor")
+                part = distributed.settled(part)
                 is_part = memory.shares(part, exact)
                 tensor = part.clone() if is_part and (self._clone or part.numel() * 2 <= exact.numel()) else part
             moved = self._move(tensor, checks)

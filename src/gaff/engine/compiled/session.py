@@ -23,7 +23,7 @@ from gaff.engine.compiled.edits import TracedEdit, TracedGradientEdit
 from gaff.engine.compiled.hooks import EntryHook, ExitHook, HookInside, LeaveHook
 from gaff.engine.compiled.own_forward import OwnForward
 from gaff.engine.compiled.tell import Inside
-from gaff.engine.compiled.tracing import UNSEEN, UNTOLD
+from gaff.engine.compiled.tracing import OPERATED, UNSEEN
 from gaff.engine.force_eager import EAGER, forced_eager
 from gaff.engine.modules import ended, entered, install
 from gaff.engine.node import Node
@@ -111,12 +111,21 @@ def meet(
     ``opening`` closes, and then ``notes`` says why. ``has_marks``: somebody asks which backward pass belongs to which
     run.
     """
-    reason = reason or why_not(taps) or _why_full(model, taps)
+    reason = reason or why_not(taps) or _why_unseen(taps) or _why_full(model, taps)
     if not reason:
         return opening.enter_context(CompiledHooks(model, taps, notes, has_marks=has_marks))
     opening.enter_context(forced_eager)
     notes.append(f"{EAGER}: {reason}")
     return None
+
+
+def _why_unseen(taps: Sequence[Any]) -> str:
+    """Why a module that was met in compiled code before can be told in eager code alone; empty if there is none."""
+    for tap in taps:
+        is_at = isinstance(tap, (Tap, EditTap)) and tap.found.site.port in _AT
+        if is_at and UNSEEN.get(tap.found.module) == OPERATED:
+            return f"{tap.found.site}: {OPERATED}"
+    return ""
 
 
 _PATTERNS: dict[Any, set[frozenset[str]]] = {}  # by code that is compiled: in which ways it has been tapped
@@ -247,8 +256,10 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             is_to_come = self._has_gradients_to_come()
         self._inside.close()
         for tap in self._taps if self._nodes and exc[0] is None else ():
-            if tap.found.module in UNSEEN and tap.found.site.port in _AT:
-                tap.stream.refuse(self._nodes[0].clock.latest, 0, UNTOLD)
+            why = UNSEEN.get(tap.found.module)
+            if why is not None and tap.found.site.port in _AT:
+                way = "; the next session on it lets compiled code run eagerly" if why == OPERATED else ""
+                tap.stream.refuse(self._nodes[0].clock.latest, 0, why + way)
         self._notes.append(
             f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
             f"and torch counted {counted(breaks, 'graph break')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,12 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gaff.compat.autograd import transform_level
 
-_ANSWER: list[Any] = ["", False, None, False]  # what is odd; whether written to; what tells that later; untellable
-UNSEEN: WeakSet[Any] = WeakSet()  # modules whose values graphs cannot tell
-UNTOLD = (
-    "it ran in a transform or in an operator such as torch.cond, or with a wrapper such as a DTensor, of which "
-    "compiled code can tell nothing: open the session under torch.compiler.set_stance('force_eager')"
-)
+_ANSWER: list[Any] = ["", False, None, ""]  # what is odd; whether written to; what tells that later; why untellable
+TRANSFORMED = "it ran in a transform of torch.func (vmap, grad ...), whose values mean nothing outside"
+OPERATED = "it ran in an operator such as torch.cond or with a wrapper such as a DTensor: compiled code tells nothing"
+UNSEEN: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by module whose values graphs cannot tell: which of these
 WRITTEN, LEAF, CALLER = "written", "leaf", "caller"
 
 
@@ -86,7 +84,8 @@ def _examine_place(context: Any) -> None:
     while tracer.parent is not None:
         operators.append(str(tracer.source_target))
         tracer = tracer.parent
-    _ANSWER[3] = transform_level() is not None or any("checkpoint" not in one for one in operators)
+    is_operated = any("checkpoint" not in one for one in operators)
+    _ANSWER[3] = TRANSFORMED if transform_level() is not None else OPERATED if is_operated else ""
     _note_unseen(context)
 
 
@@ -94,7 +93,7 @@ def _examine_type(context: Any) -> None:
     """Run by Dynamo: what stands for ``value`` while it compiles."""
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     fake = translator.symbolic_locals["value"].as_proxy().node.meta["example_value"]
-    _ANSWER[3] = _ANSWER[3] or is_traceable_wrapper_subclass(fake)
+    _ANSWER[3] = _ANSWER[3] or (OPERATED if is_traceable_wrapper_subclass(fake) else "")
     _note_unseen(context)
 
 
@@ -103,7 +102,7 @@ def _note_unseen(context: Any) -> None:
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     module = getattr(translator.symbolic_locals["module"], "value", None)
     if _ANSWER[3] and module is not None:
-        UNSEEN.add(module)
+        UNSEEN[module] = _ANSWER[3]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -20,15 +20,17 @@ from threading import get_ident
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gaff.address.grammar import ATTENTIONS
+from gaff.address.resolve import iter_modules
 from gaff.compat import libraries, modes
 from gaff.compat.autograd import backward_task, transform_level
 from gaff.compat.modes import call_frames
 from gaff.engine.clock import Run, is_running
 from gaff.engine.modules import Hook
+from gaff.engine.node import Node
 from gaff.engine.ops.attention import attend
 from gaff.engine.ops.calls import CallShare, OpEvent, Written, check_place, enter_op, is_at, leave_op
 from gaff.engine.ops.names import COMPOSITES, NAMES, is_tensors, name_of, opened
@@ -65,6 +67,30 @@ class ModuleScope(Scope):
             return again
 
         return wrap
+
+
+class Scopes(list[Scope]):
+    """The scopes of one wiring, made when the ops of a module are first asked for; they share the model's modules."""
+
+    def __init__(self, model: nn.Module | None, notes: list[str]) -> None:
+        super().__init__()
+        self._model = model
+        self._notes = notes
+        self._known: set[int] = set()
+
+    def of(self, node: Node, path: str) -> Scope:
+        """The scope of the module of ``node``, which lies at ``path``."""
+        if node.scope is None:
+            node.scope = ModuleScope(node, path)
+            node.has_entry = True
+            node.scope.notes = self._notes
+            if not self._known and self._model is not None:
+                inside = (module for _, module, _ in iter_modules(self._model))
+                self._known = {id(module) for module in (*self._model.modules(), *inside)}
+            node.scope.known = self._known
+            self.append(node.scope)
+        scope: Scope = node.scope
+        return scope
 
 
 class ScopedCall:

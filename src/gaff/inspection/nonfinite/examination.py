@@ -26,6 +26,7 @@ from gaff.engine.raised import tell_where
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import NonFiniteError, PlanError
+from gaff.inspection.call_log import shape_text
 from gaff.inspection.nonfinite.attribution import Begun, Now, before, has_nan, is_mask, is_scaling, judge, ranges_of
 from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.backward_causes import STEEP
@@ -248,7 +249,7 @@ class Examination:
             self._marks.put(tensor, made)
             if made is not None and tensor._base is not None:
                 self._marks.put(tensor._base, made)
-        shapes = ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors[:2])
+        shapes = ", ".join(shape_text(tensor) for tensor in tensors[:2])
         self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))
         self._now.latest = ran.made
         if not call.site.path:

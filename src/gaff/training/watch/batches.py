@@ -48,7 +48,7 @@ class StepBatches:
         self._runs += 1
         if len(self.kept) > 1:
             self._make_room()
-        self._size = next((int(tensor.shape[0]) for tensor in tensors if tensor.dim()), 1)
+        self._size = next((int(tensor.size(0)) for tensor in tensors if tensor.dim()), 1)
         self._largest = max(self._largest, self._size)
         if tensors:  # keywords are not always seen
             self.samples += self._size

@@ -58,10 +58,11 @@ class InsideCompiled:
 
     def _note_unseen(self) -> None:
         """Note the classes of modules that graphs could tell nothing of."""
-        from gaff.engine.compiled.tracing import UNSEEN, UNTOLD
+        from gaff.engine.compiled.tracing import UNSEEN
 
-        for name in sorted({type(module).__name__ for module in UNSEEN if module in self._models.entries}):
-            note = f"{name} in compiled code: {UNTOLD}"
+        unseen = {(type(module).__name__, why) for module, why in UNSEEN.items() if module in self._models.entries}
+        for name, why in sorted(unseen):
+            note = f"{name} in compiled code is not looked at: {why}"
             if note not in self._models.missed:
                 self._models.missed.append(note)
 

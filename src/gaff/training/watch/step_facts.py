@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 def batch_size(args: Any, kwargs: Any) -> int:
     """The first dimension of the first tensor with a dimension that the model is given; 1 where there is none."""
     tensor = next((tensor for _, tensor in iter_tensors((args, kwargs)) if tensor.dim()), None)
-    return int(tensor.shape[0]) if tensor is not None else 1
+    return int(tensor.size(0)) if tensor is not None else 1
 
 
 def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:

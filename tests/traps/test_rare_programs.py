@@ -1,0 +1,122 @@
+"""Programs that few write, with tools that ask torch much: ragged tensors, torch's operators for control flow."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+
+import gaff
+
+
+def ragged(layout):
+    return torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], layout=layout)
+
+
+class Flexible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.lin(x)
+        return flex_attention(x, x, x)
+
+
+class Masked(nn.Module):
+    """An encoder that makes a nested tensor of what it is given, where nobody stands in the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        mask = torch.tensor([[False] * 5, [False, False, False, True, True]])
+        return self.head(self.encoder(x, src_key_padding_mask=mask))
+
+
+def layers():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+PROGRAMS = {
+    "strided": (layers, lambda: ragged(torch.strided)),
+    "jagged": (layers, lambda: ragged(torch.jagged)),
+    "flex": (Flexible, lambda: torch.randn(2, 2, 8, 4)),
+    "masked": (Masked, lambda: torch.randn(2, 5, 8)),
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:flex_attention called without"),
+    pytest.mark.filterwarnings("ignore:gaff. not bitwise", "ignore:enable_nested_tensor"),
+]
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request):
+    torch.manual_seed(0)
+    make, given = PROGRAMS[request.param]
+    return make().eval(), given()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", [{}, {"ops": True}, {"pictures": True}])
+def test_trace(program, how):
+    model, x = program
+    trace = gaff.trace(model, x, **how)
+    called = {name for name, one in model.named_modules() if not list(one.children()) and "out_proj" not in name}
+    assert {row.site for row in trace.rows} >= called
+    assert all(row.output for row in trace.rows)
+
+
+@torch.no_grad()
+def test_flops_of_functions_in_an_operator_and_of_what_has_no_shape():
+    model, x = Flexible(), torch.randn(2, 2, 8, 4)
+    assert gaff.trace(model, x).rows[0].flops == 4 * (2 * 8 * 4 * 4) + 4 * 2 * (2 * 8 * 4 * 8)
+    trace = gaff.trace(layers(), ragged(torch.strided))
+    assert trace.rows[0].flops == 0
+    assert any("operations of nested tensors" in note for note in trace.notes)
+
+
+@torch.no_grad()
+def test_ops_and_the_other_tools(program):
+    model, x = program
+    with gaff.capture(model, gaff.maybe("**/*"), gaff.maybe("/*")) as got:
+        model(x)
+    assert got.receipt
+    assert not gaff.find_nonfinite(lambda: model(x), model=model)
+    assert not gaff.diff(gaff.trace(model, x), gaff.trace(model, x))
+    assert gaff.sites(model, x, ops=True)
+
+
+def test_watching_nested_batches(tmp_path):
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(one.sum() for one in model(ragged(torch.strided)).unbind()).backward()
+            optimizer.step()
+    assert gaff.load(tmp_path / "run").steps == 3
+
+
+@torch.no_grad()
+def test_ops_inside_of_an_encoder_that_would_nest_its_input():
+    model, x = Masked().eval(), torch.randn(2, 5, 8)
+    with gaff.capture(model, "encoder.layers.*.self_attn/scaled_dot_product_attention:weights", "encoder/*") as got:
+        out = model(x)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert torch.equal(out, model(x))  # as torch itself goes where its fused path is off
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    weights = got["encoder.layers.0.self_attn/scaled_dot_product_attention:weights"]
+    assert torch.allclose(weights.sum(-1), torch.ones(2, 2, 5))
+    assert not weights[1, :, :, 3:].any()
+    assert any("fused fast path was not taken" in note for note in got.receipt.notes)
+
+
+def test_a_reduction_that_gives_no_tensor_is_told_so():
+    model = layers()
+    with pytest.raises(gaff.PlanError, match="reduce= returned NoneType: expected a function that gives a tensor"):
+        with gaff.capture(model, "0", reduce=lambda value: None):
+            model(torch.ones(2, 4))
