@@ -33,7 +33,7 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 33_300
+MOST_LINES = 33_500
 MOST_OF_CORE = 12_400
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 

@@ -299,3 +299,124 @@ def test_a_number_is_added_to_integers():
     model = nn.Sequential(Counts())
     with gaff.edit(model, {"0": gaff.edits.add(1)}):
         assert model(torch.zeros(2)).tolist() == [1, 1]
+
+
+def edited(module_output, edit, dtype=None):
+    """What a module's output becomes by an edit of a session."""
+    model = nn.Sequential(nn.Identity())
+    value = module_output if dtype is None else module_output.to(dtype)
+    with gaff.edit(model, {"0": edit}):
+        return model(value)
+
+
+@pytest.mark.parametrize("width", [64, 768, 4096])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_projections_by_directions_of_few_digits(dtype, width):
+    """The rank is that of the directions as they are, however wide; what is left is what rounding leaves."""
+    torch.manual_seed(0)
+    directions = torch.zeros(2, width, dtype=dtype)
+    directions[0, ::2], directions[1, 1::2] = 1.0, 0.5
+    x = torch.randn(5, width).to(dtype)
+    unit = directions.double() / directions.double().norm(dim=1, keepdim=True)
+    inside = x.double() @ unit.T @ unit
+    bound = torch.finfo(dtype).eps * float(x.abs().max())
+    assert torch.allclose(edited(x, edits.project(directions)).double(), x.double() - inside, atol=bound)
+    assert torch.allclose(edited(x, edits.project(directions, keep=True)).double(), inside, atol=bound)
+    alike = torch.stack([directions[0], 3 * directions[0], directions[1]])
+    assert torch.allclose(edited(x, edits.project(alike)).double(), x.double() - inside, atol=bound)
+
+
+def test_projections_by_integers_and_complex_directions():
+    x = torch.randn(3, 4)
+    assert torch.equal(edited(x, edits.project(torch.tensor([0, 2, 0, 0])))[:, 1], torch.zeros(3))
+    direction = torch.randn(4, dtype=torch.complex64)
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    assert (edited(z, edits.project(direction)) @ direction.conj()).abs().max() < 1e-5
+    with pytest.raises(gaff.PlanError, match="would lose something"):
+        edited(x, edits.project(direction))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [-1, 0]])
+def test_values_of_the_whole_at_all_places_in_any_order(order):
+    whole, x = torch.arange(4.0).view(2, 2), torch.full((2, 2), 9.0)
+    for edit in (edits.patch(whole), edits.replace(whole)):
+        assert torch.equal(edited(x, edits.at(keep.rows(order), edit)), whole)
+        assert torch.equal(edited(x, edits.at(keep.channels(order), edit)), whole)
+    mean = whole.mean(0).expand(2, 2)
+    assert torch.equal(edited(x, edits.at(keep.channels(order), edits.ablate("mean", whole))), mean)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "limit"), [(torch.float32, 1e20, 1.0), (torch.float16, 5e3, 1e-2), (torch.bfloat16, 1e30, 1.0)]
+)
+@pytest.mark.parametrize("per", ["tensor", "row"])
+def test_clips_of_finite_values_whose_squares_are_not(dtype, size, limit, per):
+    x = torch.full((2, 4), size, dtype=dtype)
+    new = edited(x, edits.clip(limit, per=per)).double()
+    norm = new.norm() if per == "tensor" else new.norm(dim=1)
+    assert torch.allclose(norm, torch.full_like(norm, limit), rtol=torch.finfo(dtype).eps, atol=1e-4 * limit)
+
+
+def test_complex_numbers_are_clipped_and_rounded_in_both_parts():
+    z = torch.tensor([[3.0 + 4.0j, 0.0], [0.1 + 0.123456789j, 0.0]])
+    assert torch.allclose(edited(z, edits.clip(1.0, per="row"))[0, 0], torch.tensor(0.6 + 0.8j))
+    rounded = edited(z, edits.quantize("bfloat16"))
+    assert torch.equal(torch.view_as_real(rounded), torch.view_as_real(z).bfloat16().float())
+    found = keep.project(2)(z)
+    assert torch.allclose(found.imag, keep.project(2)(z.imag))
+
+
+@pytest.mark.parametrize(
+    "runs", [-1, [0, -1], slice(-1, None), slice(None, -1), range(-1, 2), "12", 1.7, [1.7], True, slice(0, 4, 0)]
+)
+def test_numbers_that_count_nothing_are_refused(runs):
+    with pytest.raises(gaff.PlanError, match="names no numbers counted from 0"):
+        edits.when(edits.zero(), runs=runs)
+
+
+@pytest.mark.parametrize("runs", [torch.tensor([1, 2]), {1, 2}, range(1, 3), slice(1, 3), (1, 2)])
+def test_numbers_of_runs_in_each_form(runs):
+    model, x = nn.Sequential(nn.Identity()), torch.ones(2)
+    with gaff.edit(model, {"0": edits.when(edits.zero(), runs=runs)}):
+        assert [int(model(x)[0]) for _ in range(4)] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (torch.tensor([300]), torch.uint8),
+        (torch.tensor([-1]), torch.uint8),
+        (torch.tensor([1e300], dtype=torch.float64), torch.float32),
+    ],
+)
+def test_constants_out_of_range_are_refused(value, dtype):
+    with pytest.raises(gaff.PlanError, match="holds numbers that torch.* has not"):
+        edited(torch.ones(1, dtype=dtype), edits.replace(value))
+
+
+def test_places_that_are_none():
+    x = torch.ones(2, 2)
+    assert torch.equal(edited(x, edits.at(keep.rows([]), edits.zero())), x)
+    assert edited(torch.ones(2, 0), edits.patch(torch.ones(2, 0), rows={0: 1})).shape == (2, 0)
+    model = nn.Sequential(nn.Identity())
+    with gaff.capture(model, "0", reduce=keep.rows([])) as got:
+        model(x)
+    assert got["0"].shape == (0, 2)
+
+
+def test_each_of_several_edits_at_one_site_draws_its_own_noise():
+    """The first draws what it would draw alone; a recomputation and a second session draw the same again."""
+    x = torch.zeros(4, 1000)
+    alone = edited(x, edits.noise(1.0))
+    two = edited(x, [edits.noise(1.0), edits.noise(1.0)])
+    nested = edited(x, [[edits.noise(1.0), edits.noise(1.0)], edits.noise(1.0)])
+    assert abs(float(two.std()) - math.sqrt(2)) < 0.05
+    assert abs(float(nested.std()) - math.sqrt(3)) < 0.05
+    assert torch.equal(edited(x, [edits.noise(1.0)]), alone)
+    rows = edited(x, [edits.at(keep.rows(row), edits.noise(1.0)) for row in range(4)])
+    assert len({float(row[0]) for row in rows}) == 4
+    model = nn.Sequential(nn.Identity())
+    with gaff.edit(model, {"0": edits.noise(1.0), "*": edits.noise(1.0)}):
+        by_patterns = model(x)
+    assert torch.equal(by_patterns - alone != alone, torch.ones_like(x, dtype=torch.bool))
+    assert torch.equal(edited(x, [edits.noise(1.0), edits.noise(1.0)]), two)

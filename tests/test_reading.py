@@ -265,3 +265,29 @@ def test_what_it_says_of_itself_in_text_and_in_notebooks(model, x):
     html = got._repr_html_()
     assert html.count("<tr>") == 201
     assert html.endswith("<p>50 more sites</p></div>")
+
+
+class Pairs(nn.Module):
+    """Returns a tuple, of one tensor or of two."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.lin, self.count = nn.Linear(2, 2), count
+
+    def forward(self, x):
+        return (self.lin(x), None) if self.count == 1 else (self.lin(x), self.lin(x) * 2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_of_tensors_inside_a_value_by_the_address_of_the_whole(count):
+    model = nn.Sequential(Pairs(count))
+    with gaff.capture(model, "0*:grad_output" if count > 1 else "0:grad_output") as got:
+        sum(one.sum() for one in model(torch.ones(1, 2)) if one is not None).backward()
+    assert "0:grad_output" in got
+    assert len(got.all("0:grad_output")) == count
+    if count == 1:
+        assert torch.equal(got["0:grad_output"], torch.ones(1, 2))
+        assert torch.equal(got.get("0:grad_output"), torch.ones(1, 2))
+    else:
+        with pytest.raises(gaff.SiteError, match=r"names 2 tensors: say which, 0:grad_output\[0\], 0:grad_output\[1\]"):
+            got["0:grad_output"]

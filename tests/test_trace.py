@@ -303,3 +303,48 @@ def test_what_follows_a_caught_exception_is_not_inside_it(ops):
     if ops:
         assert depths["fc/linear#0"] == 2
         assert depths["/add#0"] == depths["/add#1"] == 1
+
+
+@pytest.mark.parametrize("model", [nn.Softmax(-1), nn.Sequential(nn.ReLU(), nn.Flatten())])
+def test_backward_through_a_model_without_parameters(model):
+    x = torch.tensor([[1.0, -2.0, 3.0]], requires_grad=True)
+    trace = gaff.trace(model, x, backward=lambda out: out.square().sum())
+    x.grad = None
+    model(x).square().sum().backward()
+    assert trace.rows[0].grad_input.norm == pytest.approx(float(x.grad.norm()))
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.5e38])
+def test_norms_of_gradients_whose_squares_no_float32_holds(size):
+    model = nn.Linear(2, 2)
+    trace = gaff.trace(model, torch.ones(1, 2), backward=lambda out: (out * size).sum())
+    assert trace.rows[0].grad_output.norm == pytest.approx(size * 2**0.5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model", "given", "name"),
+    [
+        (
+            nn.MultiheadAttention(8, 2, batch_first=True).eval(),
+            [torch.ones(1, 3, 8)] * 3,
+            "_native_multi_head_attention",
+        ),
+        (nn.Bilinear(2, 3, 4), [torch.ones(1, 2), torch.ones(1, 3)], "_trilinear"),
+        (nn.PairwiseDistance(), None, ""),
+    ],
+)
+def test_work_without_a_formula_is_named(model, given, name):
+    trace = gaff.trace(model, *(given or [torch.ones(2, 2)] * 2))
+    assert any(f"no formula for {name}" in note for note in trace.notes) is bool(name)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_passes_of_sparse_matrices_is_no_dense_product():
+    class Sparse(nn.Module):
+        def forward(self, x):
+            return torch.eye(5).to_sparse_csr() @ x
+
+    trace = gaff.trace(Sparse(), torch.ones(5, 4))
+    assert trace.rows[0].flops == 0
+    assert any("operations of sparse tensors" in note for note in trace.notes)

@@ -56,7 +56,12 @@ class Part:
             return tensor[tuple(at)]
         if isinstance(self.index, int):
             return tensor.narrow(self.dim, self.index % size, 1)
-        return tensor.index_select(self.dim, torch.tensor([number % size for number in chosen], device=tensor.device))
+        return tensor.index_select(self.dim, _places([number % size for number in chosen], tensor.device))
+
+
+def _places(numbers: list[int], device: torch.device) -> Tensor:
+    """Indices as a tensor; of none, torch would make a tensor of floats."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class Projection:
 
     The matrix has independent entries of a normal distribution of variance 1 / ``size``, so that lengths and dot
     products are kept on average (Johnson and Lindenstrauss, 1984). Computed in float32, or in float64 where the tensor
-    is; the result has that dtype. The matrix of a width is made once, and kept.
+    is; the result has that dtype, or the complex one of that precision. The matrix of a width is made once, and kept.
     """
 
     size: int
@@ -134,7 +139,10 @@ class Projection:
                 f"dimension {self.dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}"
             )
         tensor = elements.dequantized(tensor)
-        tensor = (tensor if tensor.dtype == torch.float64 else tensor.float()).movedim(self.dim, -1)
+        is_right = tensor.dtype in (torch.float64, torch.complex64, torch.complex128)
+        tensor = (tensor if is_right else tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)).movedim(
+            self.dim, -1
+        )
         matrix = _matrix(tensor.shape[-1], self.size, self.seed, tensor.device, tensor.dtype)
         with without_autocast(tensor.device):
             return (tensor @ beside(tensor, matrix)).movedim(-1, self.dim)

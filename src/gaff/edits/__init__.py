@@ -86,6 +86,8 @@ def clamp(low: float | None = None, high: float | None = None) -> Clamp:
 def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
     """Scale down to an L2 norm of at most ``norm``: factor min(1, norm / (total + 1e-6)), as ``clip_grad_norm_``.
 
+    The norm is added up in float64, and float16 and bfloat16 are multiplied in float32.
+
     ``per``: one norm for the whole "tensor", for each "row" (example: index of dimension 0), or for each "unit"
     (index of dimension ``dim``: 0 for the outputs of a weight, 1 for channels). What has a non-finite norm passes.
     """
@@ -101,7 +103,7 @@ def noise(std: float, seed: int = 0) -> Noise:
     """Add normal noise of standard deviation ``std``.
 
     Drawn anew for each site, run, call and step from ``seed`` alone: the same in a recomputation and in a second
-    session, and the global random state is not touched.
+    session, and the global random state is not touched. Of several edits at one site each draws its own noise.
     """
     if not isinstance(seed, Integral):
         raise PlanError(f"seed={seed!r} is no number: expected an integer")
@@ -167,7 +169,10 @@ def ablate(how: str = "zero", reference: Tensor | Source | None = None, seed: in
 
 
 def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project:
-    """Remove the part in the span of ``directions`` (``[width]`` or ``[k, width]``), or ``keep`` only that part."""
+    """Remove the part in the span of ``directions`` (``[width]`` or ``[k, width]``), or ``keep`` only that part.
+
+    The span is found in float64 (dependent directions count once); float16 and bfloat16 are computed with in float32.
+    """
     if not isinstance(directions, Tensor) or directions.dim() not in (1, 2) or not directions.any():
         raise PlanError(
             f"directions {directions!r} span nothing: expected a tensor [width] or [k, width], not all zero"
@@ -222,8 +227,11 @@ def chain(*edits: Any) -> Chain:
 def when(edit: Any, *, runs: Any = None, calls: Any = None, steps: Any = None) -> When:
     """Limit ``edit`` to some events: a number, range, slice or list of runs, of calls within a run, of steps.
 
-    Runs count root forwards of the session from 0: the steps of ``generate`` are runs, the prompt is run 0. Steps
-    count completed steps of all optimizers that hold parameters of the model.
+    Numbers count from 0; negative ones raise PlanError, since which is the last is not known before it is over. Runs
+    are those of the session: root forwards, and calls of edited parts, or of modules around them, by themselves (the
+    encoder that ``generate`` of an encoder-decoder calls first is a run of its own where a site lies in it). The steps
+    of ``generate`` are runs, the prompt of a decoder is run 0. Steps count completed steps of all optimizers that hold
+    parameters of the model.
     """
     return When(as_edit(edit), numbers_of(runs, "runs"), numbers_of(calls, "calls"), numbers_of(steps, "steps"))
 

@@ -8,6 +8,7 @@ constant is brought to it, or the basis of a projection made.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,16 +123,13 @@ class Clip:
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """The tensor times min(1, norm / (total + 1e-6)), which is computed in float32 for float16 and bfloat16.
+        """The tensor times min(1, norm / (total + 1e-6)).
 
-        What has a NaN or an infinite norm passes as it is: scaling would make NaN of all its elements, and hide where
-        it began.
+        The norm is added up in float64, where no sum of squares of a narrower type overflows, and float16 and bfloat16
+        are multiplied in float32, where a factor does not vanish. What has a NaN or an infinite norm passes as it is:
+        scaling would make NaN of all its elements, and hide where it began.
         """
-        total = torch.linalg.vector_norm(
-            tensor, dim=self._dims(tensor), keepdim=self.per != "tensor", dtype=wide(tensor)
-        )
-        factor = (self.norm / (total + 1e-6)).clamp(max=1.0)
-        return tensor * torch.where(total.isfinite(), factor, 1.0).to(tensor.dtype)
+        return clipped(tensor, self.norm, self._dims(tensor), keeps=self.per != "tensor")
 
     def _dims(self, tensor: Tensor) -> tuple[int, ...] | None:
         """The dimensions over which one norm is taken; None for all. Raises PlanError where ``dim`` does not exist.
@@ -180,30 +178,29 @@ class Project:
     _known: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """The rest, or the part, by two products with an orthonormal basis, in the precision of what passes.
+        """The rest, or the part, by two products with an orthonormal basis, in the precision of what passes or better.
 
-        Autocast is off for them: it would compute in a lower one. Raises PlanError where the widths differ.
+        Autocast is off for them: it would compute in a lower one. Raises PlanError where the widths differ, and for
+        complex directions in a real tensor.
         """
         basis = self._basis(tensor)
         if not tensor.dim() or tensor.shape[self.dim] != basis.shape[1]:
             raise PlanError(
                 f"directions of width {basis.shape[1]} given, dimension {self.dim} of {tuple(tensor.shape)} has another"
             )
-        moved = tensor.movedim(self.dim, -1)
         with modes.without_autocast(tensor.device):  # in the precision of what passes
-            inside = ((moved @ basis.T) @ basis).movedim(-1, self.dim)
-        return inside if self.keep else tensor - inside
+            return outside(tensor, basis, self.dim, keep=self.keep)
 
     def _basis(self, tensor: Tensor) -> Tensor:
-        """The orthonormal basis ``[rank, width]`` as the tensor needs it; made again after a write.
+        """The orthonormal basis ``[rank, width]`` as the tensor needs it, in float32 or more; made again after a write.
 
         Directions that are trained are decomposed at every event, since their gradient flows through the decomposition.
         """
-        given = torch.atleast_2d(self.directions)
+        given, work = torch.atleast_2d(self.directions), wide(tensor)
         if given.requires_grad:
-            return like(orthonormal(given), tensor)
-        key = (tensor.device, tensor.dtype, memory.version_of(self.directions))
-        return remember(self._known, key, lambda: like(orthonormal(given), tensor))
+            return like(orthonormal(given), tensor, dtype=work)
+        key = (tensor.device, work, memory.version_of(self.directions))
+        return remember(self._known, key, lambda: like(orthonormal(given), tensor, dtype=work))
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +249,12 @@ class Quantize:
     uses_event = False
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """The rounded tensor in its own dtype. What is out of range becomes what torch's conversion makes of it."""
+        """The rounded tensor in its own dtype. What is out of range becomes what torch's conversion makes of it.
+
+        Of complex numbers both parts are rounded.
+        """
+        if tensor.is_complex():
+            return torch.view_as_complex(self.change(torch.view_as_real(tensor.resolve_conj()), event))
         rounded: Tensor = _Round.apply(tensor, getattr(torch, self.dtype), self.scaled)  # type: ignore[no-untyped-call]
         return rounded
 
@@ -296,21 +298,42 @@ class _Round(torch.autograd.Function):
 def orthonormal(directions: Tensor) -> Tensor:
     """Rows that span what ``directions`` span, by singular values; dependent directions count once.
 
-    ``directions``: ``[k, width]``; returns ``[rank, width]`` in their dtype. Decomposed in float64. A singular value
-    counts as zero below largest * max(k, width) * eps of the dtype given, as in ``torch.linalg.matrix_rank``.
+    ``directions``: ``[k, width]``; returns ``[rank, width]`` in float64, or complex128. A singular value counts as zero
+    where the rounding of the directions to their dtype may have made it, largest * sqrt(k) * eps / 2 (the perturbation
+    is at most that by its Frobenius norm), or the decomposition, largest * max(k, width) * eps of float64.
     """
-    _, values, rows = torch.linalg.svd(directions.to(torch.float64), full_matrices=False)
-    kept = values > values.max() * max(directions.shape) * torch.finfo(directions.dtype).eps
+    exact = directions.to(torch.complex128 if directions.is_complex() else torch.float64)
+    _, values, rows = torch.linalg.svd(exact, full_matrices=False)
+    is_rounded = directions.is_floating_point() or directions.is_complex()
+    rounding = math.sqrt(len(directions)) * torch.finfo(directions.dtype).eps / 2 if is_rounded else 0.0
+    kept = values > values.max() * max(rounding, max(directions.shape) * torch.finfo(torch.float64).eps)
     basis: Tensor = rows[kept]
-    return basis.to(directions.dtype) if directions.is_floating_point() else basis
+    return basis
 
 
-def wide(tensor: Tensor) -> torch.dtype | None:
-    """The dtype in which the norm of a tensor is added up: float32 for float16 and bfloat16, else its own (None).
+def outside(tensor: Tensor, basis: Tensor, dim: int, *, keep: bool) -> Tensor:
+    """What of ``tensor`` is orthogonal to the rows of ``basis`` along ``dim``, or (``keep``) lies in their span.
 
-    In float16 a sum of squares overflows from 65504 on, a norm of 256.
+    Float16 and bfloat16 are computed with in float32, so that what is left is what rounding to them leaves.
     """
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+    work = wide(tensor)
+    moved, span = tensor.to(work).movedim(dim, -1), basis.to(work)
+    inside = ((moved @ span.mH) @ span).movedim(-1, dim)
+    return (inside if keep else tensor.to(work) - inside).to(tensor.dtype)
+
+
+def clipped(tensor: Tensor, norm: float | Tensor, dims: tuple[int, ...] | None, *, keeps: bool) -> Tensor:
+    """What ``Clip`` gives: one norm over ``dims`` (None: all), which stay with size 1 where it ``keeps`` them."""
+    exact = torch.complex128 if tensor.is_complex() else torch.float64
+    total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=exact)
+    factor = torch.where(total.isfinite(), (norm / (total + 1e-6)).clamp(max=1.0), 1.0)
+    work = wide(tensor)
+    return tensor * factor.to(work) if work == tensor.dtype else (tensor.to(work) * factor.to(work)).to(tensor.dtype)
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a tensor is computed with where its own is too narrow: float32 for float16 and bfloat16."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
 def _whole(strength: float, tensor: Tensor) -> float:

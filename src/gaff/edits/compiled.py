@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Project, Reverse, Scale, Stop, orthonormal, wide
+from gaff.edits.arithmetic import (
+    Add,
+    Clamp,
+    Clip,
+    Fill,
+    Project,
+    Reverse,
+    Scale,
+    Stop,
+    clipped,
+    orthonormal,
+    outside,
+    wide,
+)
 from gaff.edits.event import Call, Edit, Event, like
 from gaff.edits.places import At, Chain, is_placed
 from gaff.edits.sources import Ablate, Patch, Replace
@@ -134,10 +147,7 @@ def _clip(edit: Clip) -> Change:
     largest = _number(float(edit.norm))
 
     def change(tensor: Tensor) -> Tensor:
-        dims, keeps = edit._dims(tensor), edit.per != "tensor"
-        total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=wide(tensor))
-        factor = (largest[0].to(total.device, total.dtype) / (total + 1e-6)).clamp(max=1.0)
-        return tensor * torch.where(total.isfinite(), factor, 1.0).to(tensor.dtype)
+        return clipped(tensor, largest[0].to(tensor.device), edit._dims(tensor), keeps=edit.per != "tensor")
 
     return change
 
@@ -153,10 +163,8 @@ def _project(edit: Project) -> Change | None:
             raise PlanError(
                 f"directions of width {basis.shape[1]} given, dimension {edit.dim} of {tuple(tensor.shape)} has another"
             )
-        span, moved = like(basis, tensor), tensor.movedim(edit.dim, -1)
         with torch.autocast(tensor.device.type, enabled=False):
-            inside = ((moved @ span.T) @ span).movedim(-1, edit.dim)
-        return inside if edit.keep else tensor - inside
+            return outside(tensor, like(basis, tensor, dtype=wide(tensor)), edit.dim, keep=edit.keep)
 
     return change
 

@@ -24,13 +24,15 @@ class Event(NamedTuple):
     """One tensor passing one site, once. A gradient has the run, call and step of its forward.
 
     ``run`` counts the runs of the session and ``call`` those of the module in its run, from 0; ``step`` the optimizer
-    steps that were completed when the run began. Equal in the forward and in its recomputation.
+    steps that were completed when the run began. Equal in the forward and in its recomputation. ``which`` tells edits
+    apart that act here one after the other: its place among them, then in a list within it, and so on.
     """
 
     site: Site = Site()
     run: int = 0
     call: int = 0
     step: int = 0  # optimizer steps completed when the run began
+    which: tuple[int, ...] = ()
 
     @property
     def is_gradient(self) -> bool:
@@ -115,9 +117,12 @@ def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
     """Random numbers that depend on seed, site, run, call and step alone, and leave every global state untouched.
 
     The seed is a hash of all of them (BLAKE2b: Python's own ``hash`` of a text differs between processes), so that no
-    event repeats the numbers of another, and a recomputation or a second session draws the same.
+    event repeats the numbers of another, and a recomputation or a second session draws the same. Of several edits at
+    one site each draws its own; the first draws what it would draw alone.
     """
     text = f"{seed}|{event.site}|{event.run}|{event.call}|{event.step}"
+    last = max((at for at, number in enumerate(event.which) if number), default=-1)
+    text += "".join(f"|{number}" for number in event.which[: last + 1])
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return torch.Generator(device=device).manual_seed(number)
 
@@ -131,23 +136,42 @@ def logical(value: Tensor) -> Tensor:
     return value if placement is None else whole_of(value, placement)
 
 
-def like(value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None) -> Tensor:
-    """``value`` on the device and in the dtype of ``tensor``; converted once, as long as it is not written to.
+def like(
+    value: Tensor, tensor: Tensor, known: dict[Any, Tensor] | None = None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``value`` on the device and in the dtype of ``tensor``, or ``dtype``; converted once, if it is not written to.
 
     Of a tensor that is spread over processes ``value`` is the whole, or broadcast to it: this process takes its part.
     ``known`` is the edit's own memory for the converted constant; one that is trained is converted at every event, with
     its gradient. Raises PlanError where the conversion would lose something, such as a fraction or an imaginary part.
     """
     if distributed.is_spread(tensor) and not distributed.is_spread(value):
-        return distributed.part_of(like(value, distributed.local_of(tensor)), tensor)
-    if value.device == tensor.device and value.dtype == tensor.dtype:
+        return distributed.part_of(like(value, distributed.local_of(tensor), dtype=dtype), tensor)
+    wanted = tensor.dtype if dtype is None else dtype
+    if value.device == tensor.device and value.dtype == wanted:
         return value
-    if not elements.can_cast(value.dtype, tensor.dtype):
-        raise PlanError(f"a constant of {value.dtype} would lose something as {tensor.dtype}, which passes")
+    if not elements.can_cast(value.dtype, wanted):
+        raise PlanError(f"a constant of {value.dtype} would lose something as {wanted}, which passes")
     if known is None or value.requires_grad:
-        return value.to(tensor.device, tensor.dtype)
-    key = (tensor.device, tensor.dtype, memory.version_of(value))
-    return remember(known, key, lambda: value.to(tensor.device, tensor.dtype))
+        return _converted(value, tensor.device, wanted)
+    key = (tensor.device, wanted, memory.version_of(value))
+    return remember(known, key, lambda: _converted(value, tensor.device, wanted))
+
+
+def _converted(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``value`` there and in that dtype. Raises PlanError for numbers that are out of its range; waits for the device.
+
+    In compiled code, which cannot ask for a number, they are not looked at.
+    """
+    new = value.to(device, dtype)
+    if torch.compiler.is_compiling() or not elements.is_readable(new):
+        return new
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    old = value.detach().to(device)
+    fits = torch.equal(new.to(value.dtype), old) if is_whole else torch.equal(new.isfinite(), old.isfinite())
+    if not fits:
+        raise PlanError(f"a constant of {value.dtype} holds numbers that {dtype} has not, which passes")
+    return new
 
 
 def remember(known: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:

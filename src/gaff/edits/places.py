@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -69,8 +70,10 @@ class At:
         """Edit the part alone; values from elsewhere may have the shape of the part, or of the whole.
 
         Which of the two they have is found by trying: where the part does not fit, the whole is edited and the part
-        taken of it.
+        taken of it. A part as large as the whole, such as all its rows in another order, is of the whole.
         """
+        if part.shape == tensor.shape and is_placed(self.edit):
+            return self.index(self.edit.change(tensor, event))  # type: ignore[operator]  # no mask
         try:
             return self.edit.change(part, event)
         except PlanError:
@@ -106,9 +109,9 @@ class Chain:
         return all(acts_on_parts(edit) for edit in self.edits)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """What the last one returns. All of them get the same event."""
-        for edit in self.edits:
-            tensor = edit.change(tensor, event)
+        """What the last one returns. All of them get the same event, but for which of the edits they are."""
+        for at, edit in enumerate(self.edits):
+            tensor = edit.change(tensor, event._replace(which=(*event.which, at)))
         return tensor
 
 
@@ -206,19 +209,37 @@ def with_patches(edit: Edit, change: Callable[[Patch], Edit]) -> Edit:
 
 
 def numbers_of(value: Any, name: str) -> Numbers:
-    """A number, a range, a slice or a sequence of numbers as a value. Raises PlanError for anything else.
+    """A number, a range, a slice or several numbers, counted from 0, as a value. None, which means all, stays None.
 
-    A slice without an end goes on for ever. None, which means all, stays None.
+    A slice without an end goes on for ever. Raises PlanError for anything else, and for negative numbers: which one is
+    the last is not known before it is over.
     """
-    if value is None or isinstance(value, range):
-        return value
-    if isinstance(value, slice):
-        step = 1 if value.step is None else value.step
-        return range(value.start or 0, 2**62 if value.stop is None else value.stop, step)
+    if value is None:
+        return None
     try:
-        return (int(value),) if isinstance(value, int) else tuple(int(number) for number in value)
+        return _counts(value)
     except (TypeError, ValueError):
-        raise PlanError(f"{name}={value!r} names no numbers: expected 3, [0, 2], range(5) or slice(1, None)") from None
+        raise PlanError(
+            f"{name}={value!r} names no numbers counted from 0: expected 3, [0, 2], range(5) or slice(1, None)"
+        ) from None
+
+
+def _counts(value: Any) -> tuple[int, ...] | range:
+    """What ``numbers_of`` returns. Raises TypeError or ValueError where it raises PlanError."""
+    if isinstance(value, slice):
+        stop = 2**62 if value.stop is None else value.stop
+        return range(_count(value.start or 0), _count(stop), _count(1 if value.step is None else value.step))
+    if isinstance(value, range):
+        return range(_count(value.start), _count(value.stop), _count(value.step))
+    value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy or torch
+    return (_count(value),) if isinstance(value, Integral) else tuple(_count(one) for one in value)
+
+
+def _count(number: Any) -> int:
+    """A whole number, 0 or more. Raises ValueError for anything else."""
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 0:
+        raise ValueError
+    return int(number)
 
 
 def _plain(index: Any) -> Any:

@@ -189,7 +189,9 @@ def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor,
             raise PlanError(
                 f"{here}: {there} is outside dimension {dim} of {_text(tensor)} (here) or {_text(value)} (there)"
             )
-    here, there = (torch.tensor(side, device=tensor.device) for side in zip(*pairs, strict=True))
+    here, there = (
+        torch.tensor([pair[side] for pair in pairs], dtype=torch.int64, device=tensor.device) for side in (0, 1)
+    )
     return here, there
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch.utils.flop_counter import flop_registry
 
 from gaff.compat.modes import decomposed
 
+# Operations without a formula whose work grows faster than what they are given: products, decompositions, attention.
 _HEAVY = re.compile(
-    r"lstm|gru|rnn|scaled_dot_product|_fft|grid_sampl|mm(_|\b)|gemm|quantized::(linear|conv)|int[48]pack"
+    r"lstm|gru|rnn|attention|transformer_encoder|_fft|grid_sampl|m[mv](_|\b)|dot\b|gemm|quantized::(linear|conv)|"
+    r"int[48]pack|trilinear|[cp]dist|euclidean_dist|linalg_(?!check)|cholesky|inverse|_svd|eig|lu_|qr\b|lstsq|"
+    r"triangular_solve|matrix_exp|addr\b|ger\b"
 )
 
 
@@ -57,9 +61,9 @@ class FlopCount(TorchDispatchMode):
         """Run one operation and count it, from its arguments and its output."""
         began = time.perf_counter()
         kwargs = kwargs or {}
-        is_ragged = any(isinstance(value, Tensor) and value.is_nested for value in (*args, *kwargs.values()))
-        count = None if is_ragged else flop_registry.get(getattr(func, "_overloadpacket", func))
-        if count is None and not is_ragged and func not in self._whole and func is not torch.ops.prim.device.default:
+        odd = _odd_among(args) or _odd_among(kwargs.values())
+        count = None if odd else flop_registry.get(getattr(func, "_overloadpacket", func))
+        if count is None and odd != _NESTED and func not in self._whole and func is not torch.ops.prim.device.default:
             with self:
                 result = decomposed(func, args, kwargs)
                 if result is not NotImplemented:
@@ -68,11 +72,20 @@ class FlopCount(TorchDispatchMode):
         ran = time.perf_counter()
         result = func(*args, **kwargs)
         ended = time.perf_counter()
-        if is_ragged:
-            self.uncounted.add("operations of nested tensors")
-        elif count is None and _HEAVY.search(func.name()):
-            self.uncounted.add(func.name().removeprefix("aten::"))
+        if odd or (count is None and _HEAVY.search(func.name())):
+            self.uncounted.add(odd or func.name().removeprefix("aten::"))
         if count is not None:
             self.total += int(count(*args, **kwargs, out_val=result))
         self.own_s += time.perf_counter() - began - (ended - ran)
         return result
+
+
+_NESTED, _SPARSE = "operations of nested tensors", "operations of sparse tensors"
+
+
+def _odd_among(values: Iterable[Any]) -> str:
+    """What to say of tensors among ``values`` whose shape does not tell the work; empty where there is none."""
+    for value in values:
+        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+            return _NESTED if value.is_nested else _SPARSE
+    return ""

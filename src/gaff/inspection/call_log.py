@@ -395,7 +395,7 @@ def statistics_of(measured: tuple[Tensor, ...] | None) -> Statistics | None:
 
 
 def gradient_of(tensor: Tensor) -> Gradient:
-    """Shape, norm and share of zeros of a gradient, half precision summed in float32. Synchronises with the device.
+    """Shape, norm (added up in float64) and share of zeros of a gradient. Synchronises with the device.
 
     Of a tensor that is spread over processes those of this one's part. What a sparse gradient leaves out counts as
     zero; a complex number is zero where both of its parts are.
@@ -407,7 +407,7 @@ def gradient_of(tensor: Tensor) -> Gradient:
         x = elements.elements(tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor)
         if x is None:
             return Gradient(shape_text(tensor), reason=f"a {type(tensor).__name__} has no values")
-        norm = torch.linalg.vector_norm(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).item()
+        norm = torch.linalg.vector_norm(x, dtype=torch.float64).item()
         is_nonzero = (x.reshape(-1, 2) != 0).any(-1) if tensor.is_complex() else x != 0  # of pairs, where either is
         count = is_nonzero.numel() if tensor.layout == torch.strided else tensor.numel()  # of a sparse one all
         zeros = 1 - is_nonzero.sum().item() / max(count, 1)

@@ -76,7 +76,7 @@ def trace_run(
     log.class_name = partial(libraries.class_name, model)
     log.own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     parameters = {path: ParameterLog() for path, _ in _iter_parameters(model)}
-    taps = _taps(model, modules, log, parameters if backward is not None else {}, has_ops=has_ops)
+    taps = _taps(model, modules, log, parameters if backward is not None else None, has_ops=has_ops)
     session = Session(model, taps)
     last = Session(model, [CallTap(found, _go_on(log), _go_on(log)) for found in called_modules(model)])
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
@@ -135,19 +135,19 @@ def _notes(model: nn.Module, counter: FlopCount | None, versions: dict[str, int]
 
 
 def _taps(
-    model: nn.Module, modules: list[Any], log: CallLog, parameters: dict[str, ParameterLog], *, has_ops: bool
+    model: nn.Module, modules: list[Any], log: CallLog, parameters: dict[str, ParameterLog] | None, *, has_ops: bool
 ) -> list[Tap | CallTap | OpTap]:
     """What the session is opened with: every module once, with its gradients and its ops where they are asked for.
 
     A shared module is listened to once, under the first of its names; containers are never called. ``parameters``:
-    empty where no backward pass will run; then no gradients are asked for. A gradient of a module or an op that cannot
+    None where no backward pass will run; then no gradients are asked for. A gradient of a module or an op that cannot
     be told is no error (``is_exact=False``): its row says why.
     """
     taps: list[Tap | CallTap | OpTap] = []
     for found in called_modules(model):
         path, module, chain = found.site.path, found.module, found.chain
         taps.append(CallTap(found, _enter(log, found.site, type(module).__name__), _leave(log)))
-        for port in ("grad_output", "grad_input") if parameters else ():
+        for port in ("grad_output", "grad_input") if parameters is not None else ():
             log_gradient = GradientLog(log, found.site, port)
             taps.append(Tap(Found(Site(path, port=port), module, chain), log_gradient, is_exact=False))
             if has_ops:
@@ -157,7 +157,7 @@ def _taps(
         if log.album is not None:
             taps.append(OpTap(found, lambda call: None, partial(_picture_op, log)))
     for path, _ in _iter_parameters(model):
-        if path in parameters:
+        if parameters is not None and path in parameters:
             owner, chain, name = _owner(modules, path)
             taps.append(Tap(Found(Site(path, port="grad"), owner, chain, name), parameters[path]))
     return taps

@@ -41,11 +41,25 @@ class CheckedEdit:
     ``has_failed``: its last event ended in an error; closing must then not complain that the edit never acted.
     """
 
-    __slots__ = ("_any_event", "_constants", "_edit", "_is_pure", "_meshes", "_site", "_sources", "has_failed")
+    __slots__ = (
+        "_any_event",
+        "_constants",
+        "_edit",
+        "_is_pure",
+        "_meshes",
+        "_site",
+        "_sources",
+        "has_failed",
+        "number",
+    )
 
-    def __init__(self, edit: Edit, site: Site, meshes: Sequence[Any] = ()) -> None:
-        """``meshes``: those over which the model spreads its tensors while every process computes on the same rows."""
+    def __init__(self, edit: Edit, site: Site, meshes: Sequence[Any] = (), number: int = 0) -> None:
+        """``meshes``: those over which the model spreads its tensors while every process computes on the same rows.
+
+        ``number`` counts the edits of the session at this place.
+        """
         self.has_failed = False
+        self.number = number
         self._meshes = () if acts_on_parts(edit) else tuple(meshes)
         self._edit = edit
         self._site = site
@@ -89,12 +103,16 @@ class CheckedEdit:
         self.has_failed = False
         return new
 
+    def event(self, run: Any, call: int) -> Event:
+        """What the edit is told of the ``call``-th call in ``run``."""
+        return Event(self._site, run.index, call, run.step, (self.number,))
+
     def _made(self, value: Tensor, run: Any, call: int) -> Tensor:
         """What the edit makes of a whole tensor. Raises PlanError for what cannot take its place."""
         edit, is_pure = self._edit, self._is_pure
         version = 0 if is_pure else memory.version_of(value)
         new: Tensor | Any
-        event = self._any_event or event_at(self._site, run, call)
+        event = self._any_event or self.event(run, call)
         if value.is_sparse:
             new = _change_sparse(edit, value, event)
         elif is_pure and elements.is_small_float(value):
@@ -165,11 +183,6 @@ class CheckedEdit:
     def _versions(self) -> tuple[int, ...]:
         """How often each constant was written to: another number than before means that it has changed."""
         return tuple(memory.version_of(constant) for constant in self._constants)
-
-
-def event_at(site: Site, run: Any, call: int) -> Event:
-    """What an edit is told of the ``call``-th call in ``run``."""
-    return Event(site, run.index, call, run.step)
 
 
 def need_mixable(value: Tensor, strength: float, site: Site) -> None:

@@ -234,7 +234,8 @@ class Editing:
 
     def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditedSite:
         """A stream that belongs to this session from now on."""
-        stream = EditedSite(pattern, site, place, edit, self._family)
+        there = place if site.op is None else (site.path, site.port)  # several patterns may name the same ops
+        stream = EditedSite(pattern, site, place, edit, self._family, next(self._family.places[there]))
         self._streams.append(stream)
         return stream
 

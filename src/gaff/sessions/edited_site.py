@@ -6,7 +6,9 @@ the engine, and what must hold of an edit in ``checked_edit``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from gaff.address.nested import first_tensor
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.places import Skip, When
 from gaff.errors import ExactnessError, GaffError, PlanError
-from gaff.sessions.checked_edit import CheckedEdit, event_at, need_mixable
+from gaff.sessions.checked_edit import CheckedEdit, need_mixable
 from gaff.sessions.edit_size import EditSize
 from gaff.sessions.receipt import ReceiptRow, merge_reasons
 
@@ -63,17 +65,19 @@ class Family:
         self.meshes = meshes  # over which tensors are spread, every process computing on the same rows
         self.check_finite = check_finite
         self.streams: list[EditedSite] = []
+        self.places: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)  # numbers of edits at one place
 
 
 class EditedSite:
     """One edit at one site: the stream that the engine asks what the model goes on with.
 
-    ``place`` is equal for edits at the same site, which act one after the other. Made by ``Editing`` before anything is
-    installed; in recomputations of living autograd graphs it is called after the session, too. ``size`` counts events
+    ``place`` is equal for edits at the same site, which act one after the other; ``number`` counts them. Made by
+    ``Editing`` before anything is installed; in recomputations of living autograd graphs it is called after the
+    session, too. ``size`` counts events
     at which it acted, ``none`` those where there was no tensor.
     """
 
-    def __init__(self, pattern: str, site: Site, place: object, edit: Edit, family: Family) -> None:
+    def __init__(self, pattern: str, site: Site, place: object, edit: Edit, family: Family, number: int = 0) -> None:
         self.pattern = pattern
         self.family = family
         self.site = site
@@ -84,7 +88,7 @@ class EditedSite:
         self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
         self.size = EditSize()
         self.edit = edit
-        self.checked = CheckedEdit(edit, site, family.meshes)
+        self.checked = CheckedEdit(edit, site, family.meshes, number)
         self.check_finite = family.check_finite
         is_long = uses_event(edit) or self.check_finite or family.meshes
         self._direct_event = None if is_long else Event(site)  # for the short way
@@ -112,7 +116,7 @@ class EditedSite:
             return value
         new = self._apply(value, run, call, strength)
         if memo is not None:
-            memo[self] = self.checked.first_pass(value, new, strength, event_at(self.site, run, call))
+            memo[self] = self.checked.first_pass(value, new, strength, self.checked.event(run, call))
         return new
 
     def told(self, old: Tensor, new: Tensor, remark: str) -> None:
@@ -163,7 +167,7 @@ class EditedSite:
 
         ``known`` is that of another pattern for the same op; it edits, too, so it is not taken instead.
         """
-        new = EditedSite(self.pattern, site, (self.place, site), self.edit, self.family)
+        new = EditedSite(self.pattern, site, (self.place, site), self.edit, self.family, self.checked.number)
         new.switch = self.switch
         self.spawned.append(new)
         self.family.streams.append(new)
@@ -240,7 +244,7 @@ class EditedSite:
 
     def _strength(self, run: Any, call: int) -> float | None:
         """How strongly the edit acts at this event; None, counted as let pass, where it does not."""
-        is_now = not isinstance(self.edit, When) or self.edit.holds(event_at(self.site, run, call))
+        is_now = not isinstance(self.edit, When) or self.edit.holds(self.checked.event(run, call))
         if is_now and self.switch.is_on and self.switch.strength:
             return self.switch.strength
         self._passed += 1

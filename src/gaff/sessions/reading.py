@@ -152,8 +152,7 @@ class Reading:
         found = []
         for site in self.sites(address):
             for stream, rest in self._captured(site):
-                inside = [] if stream.records else list(stream.inner.values())
-                for one in inside or [stream]:
+                for one in _told_of(stream):
                     found.append(Group(str(one.site), one.site, list(self._select(one, site.call, rest))))
         if not found:
             raise SiteError(f"{wanted!r} was captured nowhere: expected one of {', '.join(self._near(str(wanted)))}")
@@ -178,7 +177,8 @@ class Reading:
         found = self._captured(site)
         if not found:
             raise SiteError(f"{name!r} was not captured: expected one of {', '.join(self._near(name)) or 'nothing'}")
-        return Group(name, site, [event for one, rest in found for event in self._select(one, site.call, rest)])
+        told = [(one, rest) for stream, rest in found for one in _told_of(stream)]
+        return Group(name, site, [event for one, rest in told for event in self._select(one, site.call, rest)])
 
     def _captured(self, site: Site) -> list[tuple[ReadSite, Key]]:
         """The streams of a site, each with the rest of its key.
@@ -200,6 +200,10 @@ class Reading:
         if not events:
             raise SiteError(self._nothing(name, site))
         ops = self._find_all(site) if site is not None and site.op is not None else []
+        inside = _told_of(self.find(site)) if site is not None and site.op is None else []
+        if len(inside) > 1:
+            names = ", ".join(str(one.site) for one in inside[:6])
+            raise SiteError(f"{name!r} names {len(inside)} tensors: say which, {names}; or got.all({name!r}) for all")
         if len(ops) > 1:
             names = ", ".join(str(replace(op.site, call=None)) for op in ops[:6])
             raise SiteError(f"{name!r} names {len(ops)} ops: say which, {names}; or got.all({name!r}) for all")
@@ -256,6 +260,11 @@ class Reading:
             calls = sorted({number for _, number, _ in stream.records})
             why = f"; it fired with calls {calls}"
         return f"{address!r} has no event{where}{why}"
+
+
+def _told_of(stream: ReadSite | None) -> list[ReadSite]:
+    """A stream, or those of the single tensors of its values, where gradients are told of these one by one."""
+    return [] if stream is None else list(stream.inner.values()) if stream.inner and not stream.records else [stream]
 
 
 def _parsed(wanted: Any) -> Site | Pattern | nn.Module | None:

@@ -169,7 +169,8 @@ class Take(nn.Module):
     ) -> dict[str, Tensor]:
         """Features of a whole data set, batches joined along dimension 0, without gradients, kept on ``to``.
 
-        Raises SiteError for a feature whose first dimension is not the batch's: its rows cannot be joined.
+        Raises SiteError for a feature whose first dimension is not the batch's: its rows cannot be joined. One that is
+        by chance as long as the batch (time first) is not noticed.
         Batches are moved to the model's device. A dict is passed as keywords, of a tuple or list the first element
         (the rest are labels); ``inputs`` turns a batch into what the model takes instead (a tuple: several
         arguments). ``progress`` draws a bar on stderr when the package ``rich`` is there and stderr is a terminal.
