@@ -288,3 +288,51 @@ def test_statistics_that_a_norm_only_updates_are_no_origin_of_what_it_returns():
         norm.eval()
         x = torch.randn(shape)
         assert gaff.find_nonfinite(lambda: model(x), model=model).site == "0.running_mean:buffer"
+
+
+class LogInPlace(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.lin, self.how = nn.Linear(6, 6), how
+
+    def forward(self, x):
+        hidden = self.lin(x)
+        if self.how == "log":
+            hidden.log_()
+        else:
+            hidden /= 0
+        return hidden
+
+
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "model",
+    [
+        LogInPlace("log"),
+        nn.Sequential(LogInPlace("log")),
+        LogInPlace("div"),
+        nn.Sequential(LogInPlace("log"), nn.ReLU(True)),
+    ],
+)
+def test_what_is_made_in_place_of_an_output_that_was_looked_at(model, grad):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with pytest.raises(NonFiniteError) as caught, gaff.guard(model), grad():
+        out = model(x)
+        if out.requires_grad:
+            out.sum().backward()
+            optimizer.step()
+    assert caught.value.report.op in ("log_", "div_")
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (6, 3, 8)])
+def test_what_came_in_through_an_autograd_graph_was_there_before(shape):
+    """The copy that a guard runs again is not the maker of what it copies."""
+    head = nn.Linear(8, 2)
+    encoder = nn.Linear(8, 8)
+    hidden = encoder(torch.randn(shape, generator=torch.Generator().manual_seed(0))).log()
+    with pytest.raises(NonFiniteError) as caught, gaff.guard(head):
+        head(hidden).sum().backward()
+        torch.optim.SGD(head.parameters(), 0.1).step()
+    assert caught.value.report.direction == "before"
+    assert str(caught.value.report.site) == ":input[0]"

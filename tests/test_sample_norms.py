@@ -328,3 +328,32 @@ def test_autocast_is_no_other_use(seed):
             y = model(x)
         (y.float() - 1).square().mean().backward()
     assert norms.total.isfinite().all()
+
+
+MASK = (torch.arange(10) < 3).float()[:, None]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: g * MASK, lambda g: g - g.mean(1, keepdim=True), lambda g: g.clamp(min=0), lambda g: g * 0.5]
+)
+@pytest.mark.parametrize("is_edit", [False, True])
+def test_gradients_that_somebody_projects_are_refused(change, is_edit):
+    """A projection of the sum has the inner product with the sum that its own square is."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)), torch.randn(8, 6)
+    if not is_edit:
+        model[0].weight.register_hook(change)
+    edit = gaff.edit(model, {gaff.maybe("0.weight:grad"): change}) if is_edit else torch.enable_grad()
+    with edit, gaff.sample_norms(model) as norms:
+        model(x).square().mean().backward()
+    with pytest.raises(gaff.ExactnessError, match="account for a part of its gradient only"):
+        norms["0.weight"]
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+def test_squares_that_float32_cannot_add_up_are_refused(size):
+    model = nn.Linear(6, 10)
+    with gaff.sample_norms(model) as norms:
+        (model(torch.ones(8, 6)).mean() * size).backward()
+    with pytest.raises(gaff.ExactnessError, match="out of float32's range"):
+        norms["weight"]

@@ -764,3 +764,53 @@ def test_a_nan_in_a_model_that_cannot_be_copied_is_told_where_it_was_seen():
     assert found.site == "fc2:input"
     assert "is not finite; the first NaN of the step is at fc2:input; the batch could not be run again" in found.message
     assert "(AssertionError: no copies of this one)" in found.message
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_module_has_changed_in_place_is_looked_at_again(mode, tmp_path):
+    """Also where torch does not count writes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Sequential(nn.Identity()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(16, 4)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        with mode():
+            model.eval()
+            out = model(x)
+    record = gaff.load(tmp_path / "run")
+    for site in ("1", "2", "2.0", ":output"):
+        assert record.series(site, "rms", phase="eval").values[-1] == pytest.approx(float(out.square().mean().sqrt()))
+
+
+def test_gradients_are_those_that_the_step_is_made_of(tmp_path):
+    """Hooks on the optimizer change them last, gaff's own clipping among them; of that the norm before is told, too."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def shrink(*_):
+        for one in model.parameters():
+            one.grad.mul_(0.1)
+
+    optimizer.register_step_pre_hook(shrink)
+    made, norms = [], []
+    optimizer.register_step_post_hook(lambda *_: made.append(model.weight.grad.norm().item()))
+    with (
+        gaff.watch(model, optimizer, out=tmp_path / "run", every=1),
+        gaff.clip_gradients(optimizer, model=model, norm=0.01),
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            norms.append(0.1 * math.hypot(*(one.grad.norm().item() for one in model.parameters())))
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    assert record.series("weight:grad", "norm").values == pytest.approx(made, rel=1e-4)
+    told = {name: [value for _, value in record.scalar(name)] for name in ("grad_norm", "unclipped_norm")}
+    assert told["grad_norm"] == pytest.approx([0.01] * 3, rel=1e-3)
+    assert told["unclipped_norm"] == pytest.approx(norms, rel=1e-3)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1

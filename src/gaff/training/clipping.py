@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gaff.address.resolve import need_module
 from gaff.compat import distributed, flat_shards, foreach
 from gaff.engine.process.optimizer import AccumulationWatch, StepGuard, unwrap_optimizer
+from gaff.engine.process.training_loop import tell_clipped
 from gaff.errors import NonFiniteError, PlanError
 from gaff.sessions.receipt import CHANGING
 from gaff.training.clipping_audit import Audit
@@ -210,6 +211,8 @@ class Clipping:
                     told = usual if told is None else told
                 else:
                     limit = told = usual if limit is None else usual.clamp(max=limit)
+            if limits.norm is not None:
+                tell_clipped(total, limits.norm)  # to who watches the training
             if limit is not None:
                 factor = (limit / (total + TINY)).clamp(max=1.0)
                 foreach.scale_all(gradients, factor)

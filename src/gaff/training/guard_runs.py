@@ -31,7 +31,8 @@ KEPT = 16  # runs of one step whose inputs are kept, for gradients that come fro
 class KeptRuns:
     """The runs since the last step, 16 at most: their inputs, by reference, and the gradients of their outputs.
 
-    ``current``: the run in progress. ``latest``: the tensor that was looked at last in it. ``is_traced``: whether the
+    ``current``: the run in progress. ``latest``: the tensor that was looked at last in it, and ``version`` how often it
+    had been written to (-1 where torch does not count). ``is_traced``: whether the
     numbers are made inside compiled code. ``is_examining``: whether some guard in this process runs a batch again,
     which no other guard is to take for a run of its own.
     """
@@ -42,6 +43,7 @@ class KeptRuns:
         """``full`` is called where more numbers have come than are to be kept; it must read and ``forget`` them."""
         self.current: Batch | None = None
         self.latest: Tensor | None = None
+        self.version = -1
         self.is_traced = False
         self.batches: deque[Batch] = deque(maxlen=KEPT)
         self._full = full
@@ -123,14 +125,17 @@ class Probe(Stream):
     def _add(self, tensor: Tensor, batch: Batch) -> None:
         """Add one tensor's number to the batch; compiled code may have computed that number already.
 
-        What the last module did return just now is passed over: its own output was looked at a moment ago. Grad mode is
-        set by hand, without a context manager's cost for each module of each step.
+        What the last module did return just now is passed over, unless somebody has written to it: its own output was
+        looked at a moment ago. Grad mode is set by hand, without a context manager's cost for each module of each step.
         """
         if is_reduced(tensor):
             batch.sums.append((self, _is_nan(tensor) if self.has_meant else tensor.clone()))
-        elif tensor is not self._runs.latest and (value := numbers_of(tensor)) is not None:
-            if not self._runs.is_traced:  # compiled code uses a tensor again for other values
-                self._runs.latest = tensor  # a container often returns what its last module did
+            return
+        runs, version = self._runs, -1 if tensor.is_inference() else tensor._version
+        is_known = tensor is runs.latest and version == runs.version != -1
+        if not is_known and (value := numbers_of(tensor)) is not None:
+            if not runs.is_traced:  # compiled code uses a tensor again for other values
+                runs.latest, runs.version = tensor, version  # a container often returns what its last module did
             had_grad = autograd.is_grad_enabled()
             autograd.set_grad_enabled(False)
             try:

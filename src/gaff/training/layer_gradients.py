@@ -43,8 +43,8 @@ Rule = Callable[[Any, str, Tensor, Tensor], Terms]
 class MeasuredLayer(NamedTuple):
     """What the terms of one parameter come to, and how well they explain the gradient that came.
 
-    ``squares`` [batch]: squared norms of the examples' gradients. ``explained``: inner product of their sum with the
-    gradient that came. ``reach``: how large that could be if nothing cancelled; rounding errors go with it.
+    ``squares`` [batch]: squared norms of the examples' gradients. ``explained``: inner product of their sum with what
+    was asked. ``reach``: how large the sum could be if nothing cancelled; rounding errors go with it.
     """
 
     squares: Tensor
@@ -52,23 +52,39 @@ class MeasuredLayer(NamedTuple):
     reach: float
 
 
-def measure(before: list[Terms], new: list[Terms], gradient: Tensor) -> MeasuredLayer:
-    """Measure the terms of a parameter whose ``gradient`` has come: norms, and how much of it they explain.
+def question(gradient: Tensor) -> Tensor:
+    """A direction in which a sum of terms and the gradient that came must agree, if they are equal.
+
+    The gradient itself, and as much of a random matrix of rank 4 from a seed of its own: the gradient alone would not
+    tell a sum from its projection, which is what a hook that masks or centres it makes. ``gradient`` is dense.
+    """
+    gradient = wide(gradient)
+    flat = gradient.reshape(len(gradient), -1) if gradient.dim() else gradient.reshape(1, 1)
+    draw = torch.Generator(gradient.device).manual_seed(0)
+    kind: dict[str, Any] = {"generator": draw, "dtype": flat.dtype, "device": flat.device}
+    noise = torch.randn(flat.shape[0], 4, **kind) @ torch.randn(4, flat.shape[1], **kind)
+    asked: Tensor = gradient + (torch.linalg.vector_norm(flat) / 2 * noise).reshape(gradient.shape)
+    return asked
+
+
+def measure(before: list[Terms], new: list[Terms], asked: Tensor) -> MeasuredLayer:
+    """Measure the terms of a parameter whose gradient has come: norms, and what they come to in a direction ``asked``.
 
     ``new``: terms that this gradient holds; ``before``: terms that an earlier gradient of it, in the same run, has
-    told; they add to the examples' norms and not to this gradient. Waits for the device.
+    told; they add to the examples' norms and not to this gradient. ``asked`` is dense, and not of half precision. Waits
+    for the device.
     """
     terms = before + new
     reach = float(sum((_bound(one) * one.inner.shape[2] ** 0.5).sum() for one in new))
     [only] = terms if len(terms) == 1 else [None]
     if only is not None and only.outer is not None and only.outer.is_floating_point() and _is_cheaper_whole(only, only):
-        weight = wide(gradient).reshape(only.outer.shape[1], only.outer.shape[3], only.inner.shape[3])
+        weight = asked.reshape(only.outer.shape[1], only.outer.shape[3], only.inner.shape[3])
         squares, explained = [], 0.0
         for mine in _iter_whole(only):
             squares.append(mine.square().sum((1, 2, 3)))
             explained += float((mine.sum(0) * weight).sum())
         return MeasuredLayer(torch.cat(squares), explained, reach)
-    return MeasuredLayer(_squares_of(terms), float(sum(_meeting(one, gradient) for one in new)), reach)
+    return MeasuredLayer(_squares_of(terms), float(sum(_meeting(one, asked) for one in new)), reach)
 
 
 def _squares_of(terms: list[Terms]) -> Tensor:
@@ -87,8 +103,7 @@ def _squares_of(terms: list[Terms]) -> Tensor:
 
 
 def _meeting(terms: Terms, gradient: Tensor) -> Tensor:
-    """The inner product of all examples' terms together with a gradient of the whole parameter."""
-    gradient = wide(gradient.to_dense() if gradient.is_sparse else gradient)
+    """The inner product of all examples' terms together with what has the shape of the whole parameter."""
     if terms.outer is None:
         return (terms.inner.sum((0, 1, 2)) * gradient.reshape(-1)).sum()
     if not terms.outer.is_floating_point():

@@ -25,7 +25,7 @@ from gaff.engine.session import Session
 from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
 from gaff.errors import ExactnessError, NeverFiredError, PlanError, SiteError
-from gaff.training.layer_gradients import Terms, find_rule, is_batched, measure, wide
+from gaff.training.layer_gradients import Terms, find_rule, is_batched, measure, question, wide
 
 
 class _Use:
@@ -185,15 +185,18 @@ class SampleNorms:
         explained, reach = 0.0, 0.0
         reached = []
         with torch.no_grad(), modes.without_autocast(value.device):
+            total = value.to_dense() if value.is_sparse else value
+            asked = question(total)
             for index in [index for index in self._uses if index not in self._refused]:
                 before, new = self._terms_of(index, name)
                 if new:
                     reached.append(index)
-                    found = measure(before, new, value)
+                    found = measure(before, new, asked)
                     explained += found.explained
                     reach += found.reach
                     self._squares.setdefault(index, {})[name] = found.squares
-        self._check(name, value, explained, reach, reached or [run.index])
+            missing = float((total * asked).sum()) - explained
+            self._check(name, total, missing, reach, reached or [run.index])
 
     def _terms_of(self, index: int, name: str) -> tuple[list[Terms], list[Terms]]:
         """What the layers add to a parameter in one run: terms that an earlier gradient has told, and new ones."""
@@ -212,20 +215,21 @@ class SampleNorms:
                 use.told.add((path, own))
         return before, new
 
-    def _check(self, name: str, total: Tensor, explained: float, reach: float, runs: Iterable[int]) -> None:
+    def _check(self, name: str, total: Tensor, missing: float, reach: float, runs: Iterable[int]) -> None:
         """Refuse ``runs`` where the layers do not account for the gradient that came.
 
-        If they account for all of it, the inner product of their sum with the gradient is its squared norm; else a part
-        of it is of another use of the parameter. The tolerance is 1e-3 of that (5e-2 where half precision took part),
-        and more where large numbers may have cancelled.
+        If they account for all of it, their sum gives what the gradient gives in the direction that was asked, and
+        nothing is ``missing``; else a part of it is of another use of the parameter, or somebody has changed it. The
+        tolerance is 1e-3 of the squared norm (5e-2 where half precision took part), and more where large numbers may
+        have cancelled. Squares that float32 cannot add up (below 1e-30, above 1e37) are refused, too.
         """
-        total = total.to_dense() if total.is_sparse else total
         paths = {path for path, _ in self._names[name]}
         narrow = (use for index in runs for (path, _), use in self._uses.get(index, {}).items() if path in paths)
         is_wide = total.element_size() >= 4 and not any(use.is_narrow() for use in narrow)
         square = float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
         lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
-        if abs(explained - square) > (1e-3 if is_wide else 5e-2) * square + lost:
+        is_out = square and total.dtype != torch.float64 and not 1e-30 < square < 1e37
+        if is_out or not abs(missing) <= (1e-3 if is_wide else 5e-2) * square + lost:
             for index in runs:
                 self._refuse(
                     index,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -43,6 +44,7 @@ class Told:
 _OPEN: list[Told] = []
 _UNDO: list[Callable[[], None]] = []
 _STEPPING: set[int] = set()  # optimizers inside a step
+_LATE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by optimizer: the hook that tells that its step begins
 _FINISHED = [0]  # steps; to see that a GradScaler has made none
 
 
@@ -62,6 +64,7 @@ class Outer:
         if not _OPEN:
             _UNDO.append(register_optimizer_step_pre_hook(_step_begins).remove)
             _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
+            _UNDO.append(_forget_late)
             _replace("backward", _backward, torch.autograd)
             _replace("scale", _scale, torch.amp.GradScaler)
             _replace("step", _scaler_step, torch.amp.GradScaler)
@@ -209,14 +212,40 @@ def _save(original: Any, live: list[bool]) -> Any:
     return save
 
 
+def tell_clipped(norm: Any, most: Any) -> None:
+    """Tell that gradients of this norm are about to be scaled down to one of ``most``, by other code than torch's."""
+    for told in list(_OPEN):
+        told.clipped(norm, most)
+
+
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A step begins; not told for a step inside another step of the same optimizer."""
+    """A step begins; not told for a step inside another step of the same optimizer.
+
+    Hooks that others have set on the optimizer may change gradients yet, and come after torch's global ones: they are
+    let go first, by a hook of the optimizer's own that is the last of them in this step.
+    """
     if id(optimizer) in _STEPPING and is_nested_step(optimizer):
         return
     _STEPPING.add(id(optimizer))
+    own = _LATE.pop(optimizer, None)
+    if own is not None:
+        own.remove()  # a step before has not ended
+    if optimizer._optimizer_step_pre_hooks:
+        _LATE[optimizer] = optimizer.register_step_pre_hook(_tell_begin)
+    else:
+        _tell_begin(optimizer, args, kwargs)
+
+
+def _tell_begin(optimizer: Any, args: Any, kwargs: Any) -> None:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     for told in list(_OPEN):
         told.step_begins(optimizer, closure is not None)
+
+
+def _forget_late() -> None:
+    """Take away the hooks of steps that have not ended."""
+    while _LATE:
+        _LATE.popitem()[1].remove()
 
 
 def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -228,6 +257,9 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     _STEPPING.discard(id(optimizer))
     _FINISHED[0] += 1
+    late = _LATE.pop(optimizer, None)
+    if late is not None:
+        late.remove()
     found = getattr(optimizer, "found_inf", None)  # a GradScaler's, which fused optimizers read themselves
     is_skipped = found is not None and bool(found.item())
     for told in list(_OPEN):

@@ -19,6 +19,9 @@ from gaff.views.notebook import Shown, cell, colored, framed, safe, table_html
 from gaff.views.run_text import number
 from gaff.views.text import table
 
+# Unit roundoff: half the distance from 1 to the next number (IEEE 754-2019; Micikevicius et al. 2022 for float8).
+ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8,
+            "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # fmt: skip
 STATES = ("same", "close", "parted")
 _RIGHT = ("step", "difference", "tolerance")
 _ROWS = 30  # of the text

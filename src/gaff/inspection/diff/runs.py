@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
+from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown, state_of
 from gaff.inspection.diff.pairs import pair_up
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
@@ -23,6 +23,7 @@ _NUMBERS = ("rms", "mean", "min", "max", "zeros", "nonfinite")
 _LEAST = 1e-3  # of the median rms of a port: gradients below it are rounding of the others
 _ROUNDING = 1e-5  # what another order of summation makes of single precision in a few steps
 _DEVIATIONS = 4.0
+_COARSE = 4.0  # roundings of one element that the numbers of a batch in another type may differ by: chosen
 _CHECKED = "checksum of the first 64 KiB"
 _PHASES = {"input": "forward", "output": "forward", "grad_output": "backward", "grad": "parameter",
            "update": "parameter", "param": "parameter"}  # fmt: skip
@@ -58,14 +59,16 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
         lambda line: line.name,
         [("order and size", lambda line: (line.phase, line.port, line.elements))],
     )
-    rows = _batches(a, b) + _losses(a, b, tolerance)
+    types = _types(a), _types(b)
+    rounding = max(_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1]))
+    rows = _batches(a, b, types, (lines_a, lines_b)) + _losses(a, b, tolerance, rounding)
     notes = []
     least = _least([*lines_a, *lines_b])
     looked = [_looked(record) for record in (a, b)]
     for pair in pairs:
         one, other = lines_a[pair.a], lines_b[pair.b]
         row = _absent(one, other, pair.how, looked[0] & looked[1])
-        row = row or _site(one, other, pair.how, tolerance, least.get(one.port, 0.0))
+        row = row or _site(one, other, pair.how, tolerance, rounding, least.get(one.port, 0.0))
         if row is None:
             notes.append(f"{lines_a[pair.a].name} was never looked at in the same step")
         else:
@@ -145,17 +148,18 @@ def _absent(one: Line, other: Line, how: str, looked: frozenset[int]) -> DiffRow
     return DiffRow(one.name, other.name, phase, "parted", math.inf, 0.0, "presence", *told, how, step)
 
 
-def _site(one: Line, other: Line, how: str, tolerance: float | None, least: float) -> DiffRow | None:
+def _site(one: Line, other: Line, how: str, tolerance: float | None, rounding: float, least: float) -> DiffRow | None:
     """How one site differs, at the first look of both at which it does by more than is allowed.
 
     Where it never does, the look with the largest difference is told. None where both were never looked at in the same
-    step. ``least``: see ``_least``; ``how``: what they were matched by.
+    step. ``rounding``: what is allowed in any case without a ``tolerance``; ``least``: see ``_least``; ``how``: what
+    they were matched by.
     """
     steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
     if not len(steps):
         return None
     deltas = {name: _deltas(one, other, name, here, there, least) for name in _NUMBERS}
-    allowed = tolerance if tolerance is not None else _noise(one.values["rms"], other.values["rms"])
+    allowed = tolerance if tolerance is not None else _noise(one.values["rms"], other.values["rms"], rounding)
     table = np.stack([deltas[name] for name in _NUMBERS])
     worst = table.max(0)
     parted = np.flatnonzero(worst > allowed)
@@ -190,11 +194,11 @@ def _deltas(one: Line, other: Line, name: str, here: Any, there: Any, least: flo
     return np.where(np.isnan(found), np.where(np.isnan(a) == np.isnan(b), 0.0, math.inf), found)
 
 
-def _noise(a: Any, b: Any) -> float:
+def _noise(a: Any, b: Any, rounding: float) -> float:
     """How much a number changes from look to look by itself, as a bound on the difference of its logarithms.
 
     The smaller of both runs' median change, turned into a standard deviation as of a normal distribution (whose median
-    magnitude is 0.6745 of it), times four, which is chosen; never less than rounding makes in a few steps.
+    magnitude is 0.6745 of it), times four, which is chosen; never less than what ``rounding`` makes in a few steps.
     """
     found = []
     for values in (a, b):
@@ -202,7 +206,7 @@ def _noise(a: Any, b: Any) -> float:
         if len(known) > 2:
             found.append(float(np.median(np.abs(np.diff(known)))))
     spread = min(found, default=0.0) / 0.6745  # the median of |normal| is 0.6745 deviations
-    return max(_ROUNDING, _DEVIATIONS * spread)
+    return max(rounding, _DEVIATIONS * spread)
 
 
 def _first_bit(pairs: list[tuple[Line, Line]]) -> str:
@@ -220,8 +224,14 @@ def _first_bit(pairs: list[tuple[Line, Line]]) -> str:
     return "" if best is None else f"the first number that differs at all is {best[2]} of {best[1]} at step {best[0]}"
 
 
-def _batches(a: Record, b: Record) -> list[DiffRow]:
-    """Whether both were given the same batches, by the checksums of looks: one row, or none without checksums."""
+def _batches(
+    a: Record, b: Record, types: tuple[set[str], set[str]], lines: tuple[list[Line], list[Line]]
+) -> list[DiffRow]:
+    """Whether both were given the same batches, by the checksums of looks: one row, or none without checksums.
+
+    Runs in other types are given other bits: their batches are alike where the numbers of what the models were given
+    differ by no more than rounding.
+    """
     prints = [
         {step: one["fingerprint"] for step, one in record.events("look", record.ranks[0])
          if one.get("phase") == "train" and isinstance(one.get("fingerprint"), str)}
@@ -233,11 +243,32 @@ def _batches(a: Record, b: Record) -> list[DiffRow]:
     step = next((step for step in common if prints[0][step] != prints[1][step]), None)
     if step is None:
         return [DiffRow("the batch", "the batch", "batch", "same", 0.0, 0.0, _CHECKED, step=common[-1])]
+    allowed = _COARSE * max((ROUNDOFF.get(one, 2.0**-24) for one in types[0] | types[1]), default=0.0)
+    if types[0] != types[1] and (delta := _given_apart(lines)) <= allowed:
+        told = ", ".join(sorted(types[0])), ", ".join(sorted(types[1]))
+        return [DiffRow("the batch", "the batch", "batch", "close", delta, allowed, "type", *told, step=step)]
     a_print, b_print = (one[step] for one in prints)
     return [DiffRow("the batch", "the batch", "batch", "parted", math.inf, 0.0, _CHECKED, a_print, b_print, step=step)]
 
 
-def _losses(a: Record, b: Record, tolerance: float | None) -> list[DiffRow]:
+def _types(record: Record) -> set[str]:
+    """The types of the parameters of a run's models."""
+    models = [one.get("weights") for _, one in record.events("model", record.ranks[0])]
+    return {str(weight[2]) for weights in models if isinstance(weights, list) for weight in weights}
+
+
+def _given_apart(lines: tuple[list[Line], list[Line]]) -> float:
+    """The largest difference of numbers of what models were given, over all common looks; infinite without any."""
+    given = [{one.name: one for one in side if one.port == "input" and one.phase == "train"} for side in lines]
+    found = []
+    for name in given[0].keys() & given[1].keys():
+        one, other = given[0][name], given[1][name]
+        _, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
+        found += [float(_deltas(one, other, number, here, there, 0.0).max(initial=0.0)) for number in _NUMBERS]
+    return max(found, default=math.inf)
+
+
+def _losses(a: Record, b: Record, tolerance: float | None, rounding: float) -> list[DiffRow]:
     """A row for each loss that both have noted, at the first step at which it differs by more than is allowed."""
     rows = []
     for name in a.scalars:
@@ -255,7 +286,7 @@ def _losses(a: Record, b: Record, tolerance: float | None) -> list[DiffRow]:
         is_nan = np.isnan(values[0]), np.isnan(values[1])
         delta = np.where(is_nan[0] & is_nan[1], 0.0, np.where(is_nan[0] | is_nan[1], math.inf, delta))
         delta = np.where(np.isnan(delta), math.inf, delta)
-        allowed = tolerance if tolerance is not None else _noise(np.abs(values[0]), np.abs(values[1]))
+        allowed = tolerance if tolerance is not None else _noise(np.abs(values[0]), np.abs(values[1]), rounding)
         parted = np.flatnonzero(delta > allowed)
         at = int(parted[0]) if len(parted) else int(delta.argmax())
         rows.append(

@@ -11,18 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gaff.inspection.diff.difference import Difference, DiffRow, shown, state_of
+from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown, state_of
 from gaff.inspection.diff.pairs import Pair, pair_up
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
 
-# Unit roundoff: half the distance from 1 to the next number (IEEE 754-2019; Micikevicius et al. 2022 for float8).
-_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8,
-             "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # fmt: skip
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
 _LITTLE = 2.0**-60  # a difference too small to be told
 _LEAST = 1e-3  # of the median norm of gradients
 _NUMBERS = ("mean", "std", "min", "max")
+_WHOLE = ("int", "uint", "bool")  # beginnings of the names of types
 
 
 def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | None) -> Difference:
@@ -116,18 +114,22 @@ def _allowed(tolerance: float | None, order: int, *rows: CallRow | ParameterRow)
     """The relative difference that rounding explains after ``order`` calls; ``tolerance`` itself where it is given.
 
     Errors of rounding that are independent add up as a random walk, with the root of their number (Higham & Mary,
-    2019). The unit roundoff is that of the coarser type of the rows; eight roundings a call are chosen.
+    2019). The unit roundoff is that of the coarser type of the rows; eight roundings a call are chosen. Whole numbers
+    and truth values do not round.
     """
     if tolerance is not None:
         return tolerance
-    coarsest = max((_ROUNDOFF.get(row.dtype, 2.0**-24) for row in rows), default=2.0**-24)
+    if rows and all(row.dtype.startswith(_WHOLE) for row in rows):
+        return 0.0 if len({row.dtype for row in rows}) == 1 else _LITTLE
+    coarsest = max((ROUNDOFF.get(row.dtype, 2.0**-24) for row in rows), default=2.0**-24)
     return _OFTEN * coarsest * math.sqrt(order + 1)
 
 
 def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:
     """The row of a pair of calls, in a list; empty where one has neither numbers nor a sketch.
 
-    Digests decide first, then sketches; where the shapes differ, only moments can be compared. A pair that is not the
+    Digests decide first, then sketches; where the shapes differ, only moments can be compared, of as many elements (a
+    batch of another size is another one, whatever its mean). A pair that is not the
     same to the last bit, but shows no difference, gets the smallest one, so that it does not count as the same.
     """
     if one.fingerprint.is_same_as(other.fingerprint) and (one.dtype, one.output) == (other.dtype, other.output):
@@ -137,7 +139,8 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     number, delta = _farthest(one, other)
     values = [getattr(row.statistics, number) for row in (one, other)]
     if one.output != other.output:
-        number, delta = "shape", max(delta, _LITTLE)
+        is_as_many = _count(one.output) == _count(other.output)
+        number, delta = "shape", max(delta, _LITTLE) if is_as_many else math.inf
         state = state_of(delta, tolerance)
         return [
             DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, one.output, other.output, how)
@@ -151,6 +154,14 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
     state = state_of(delta, tolerance)
     told = shown(values[0]), shown(values[1])
     return [DiffRow(one.site, other.site, "forward", state, delta, tolerance, number, *told, how)]
+
+
+def _count(shapes: str) -> list[int] | str:
+    """How many elements the tensors of an output have, by their shapes as text; the text itself where it has others."""
+    try:
+        return sorted(math.prod(int(size) for size in one.split("x") if size != "scalar") for one in shapes.split(", "))
+    except ValueError:
+        return shapes
 
 
 def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[DiffRow]:

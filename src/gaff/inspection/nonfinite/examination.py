@@ -91,6 +91,12 @@ class Examination:
         self._bad_gradients: set[int] = set()  # of parameters, before the step
         self.notes: list[str] = []
 
+    def meet(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark what the model will be given as there before the step, whatever autograd graph lies behind it."""
+        for key, tensor in iter_tensors(Arguments(args, kwargs)):
+            if can_hold(tensor) and has_nonfinite(tensor):
+                self._marks.put(tensor, before(tensor, Site("model", port="input", key=key), is_meant=is_mask(tensor)))
+
     def run(self, step: Callable[[], Any]) -> Report:
         """Call ``step`` once, as it is, and tell what was found; its exceptions pass through, perhaps with a note."""
         around = Step(step, self._model)

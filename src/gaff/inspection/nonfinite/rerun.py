@@ -88,6 +88,7 @@ def run_again(
         with ExitStack() as stack:
             stack.enter_context(untouched(model, inputs))
             replayed(stack, batch)
+            examination.meet(args, kwargs)
             return examination.run(lambda: _again(model, args, kwargs, batch.gradients, assume_ones)), ""
     except _FAILURES as error:  # what fails when it is run again must not take the place of the alarm
         return Report(False), f"the batch could not be run again: {type(error).__name__}: {error}".partition("\n")[0]

@@ -66,7 +66,7 @@ class LatestTensor:
     def is_same(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is that one, and nobody has written to it since."""
         known = self._tensor
-        return known is not None and known() is tensor and memory.version_of(tensor) == self._version
+        return known is not None and known() is tensor and self._is_untouched(tensor)
 
     def is_shown_by(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is that one or shows its very elements, and nobody has written to them since.
@@ -74,7 +74,11 @@ class LatestTensor:
         FSDP2 gives the module of a unit such an alias of each input.
         """
         known = self._tensor() if self._tensor is not None else None
-        return known is not None and memory.version_of(tensor) == self._version and memory.is_alias(known, tensor)
+        return known is not None and self._is_untouched(tensor) and memory.is_alias(known, tensor)
+
+    def _is_untouched(self, tensor: Tensor) -> bool:
+        """Whether nobody has written to it; where torch does not count writes (inference mode) somebody may have."""
+        return self._version == memory.version_of(tensor) != -1
 
 
 @dataclass(eq=False, slots=True)
