@@ -239,9 +239,23 @@ def any_of(flag: bool, group: Any, device: Any) -> bool:
 
 
 def replicas_of(model: Any) -> Any:
-    """The process group over which DistributedDataParallel averages gradients; None for any other model."""
-    is_replicated = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    """The process group over which DistributedDataParallel averages gradients; None for any other model.
+
+    None also inside its ``join``, where processes that have no more batches answer to nothing but its own collectives.
+    """
+    is_replicated = isinstance(model, torch.nn.parallel.DistributedDataParallel) and not model._join_config.enable
     return model.process_group if is_replicated else None
+
+
+def unreplicated(model: Any) -> Any:
+    """``model`` without DistributedDataParallel around it or around parts of it, which are changed in place."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return unreplicated(model.module)
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if isinstance(child, torch.nn.parallel.DistributedDataParallel):
+                module._modules[name] = child.module
+    return model
 
 
 def over_parts(values: list[Tensor], owners: list[Tensor], kind: str) -> list[Tensor]:
@@ -273,7 +287,8 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
     """The norm of each DTensor and of all together, plain tensors among them, equal on every process.
 
     ``kind`` is the p of the norm, positive or infinite; PlanError is raised for others. Returns plain tensors of
-    float32, computed in float64. Every process of the meshes must ask for the same tensors.
+    float32, computed in float64. Every process of the meshes must ask for the same tensors. Plain tensors must be equal
+    in all of them: PlanError is raised in each where their norms are not, for each would clip by another norm.
     """
     local = [local_of(one) for one in tensors]
     if kind <= 0:
@@ -285,11 +300,31 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
         if one.numel():
             norm = torch.linalg.vector_norm(one, kind, dtype=torch.float64)
         powers.append(norm if is_max else norm**kind)
+    meshes = _meshes(tensors)
+    plain = [one for one, tensor in zip(powers, tensors, strict=True) if not is_spread(tensor)]
+    if plain and meshes and not _is_alike(torch.stack(plain).sum(), meshes):
+        raise PlanError(
+            "gradients of parameters that lie whole in each process differ between processes (FSDP2's ignored_params, "
+            "say), beside others that are spread: there is no norm of all; average them first, or clip without norm="
+        )
     whole = over_parts(powers, tensors, "max" if is_max else "sum")
     norms = [(one if is_max else one ** (1 / kind)).to(torch.float32) for one in whole]
     joined = torch.stack(whole)
     total = joined.max() if is_max else joined.sum() ** (1 / kind)
     return norms, total.to(torch.float32)
+
+
+def _is_alike(number: Tensor, meshes: list[Any]) -> bool:
+    """Whether all processes of ``meshes`` have about the same number (to 1e-3), finite or not. All must ask."""
+    told = torch.stack([number.double(), torch.ones((), dtype=torch.float64, device=number.device)])
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            others = [torch.empty_like(told) for _ in range(torch.distributed.get_world_size(group))]
+            torch.distributed.all_gather(others, told, group=group)
+            is_same = torch.stack([torch.isclose(one[0], told[0], 1e-3, 0.0, equal_nan=True) for one in others]).all()
+            told[1] = torch.stack([one[1] for one in others]).min() * is_same
+    return bool(told[1])
 
 
 _ASKED: Counter[str] = Counter()  # how often this process has asked for something with others

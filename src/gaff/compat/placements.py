@@ -9,6 +9,8 @@ Putting a whole together communicates: every process of the mesh must do it at t
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +21,16 @@ from gaff.compat import distributed
 
 
 class Placement(NamedTuple):
-    """Where a tensor lies: its mesh, a placement for each dimension of that, and the shape and strides of the whole."""
+    """Where a tensor lies: its mesh, a placement for each dimension of that, and the shape and strides of the whole.
+
+    ``gradients``: where its gradient lies, if code has said so (``to_local(grad_placements=...)``).
+    """
 
     mesh: Any
     places: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    gradients: tuple[Any, ...] | None = None
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or "a scalar"
@@ -44,16 +50,31 @@ class Placement(NamedTuple):
 
     @property
     def of_gradient(self) -> Placement:
-        """That of the gradient of such a part, as torch takes it: of a sum each process has all of the gradient."""
+        """That of the gradient of such a part: as code has said, or as torch takes it, of a sum all in each process."""
+        return self._replace(places=self.gradients or self.summed, gradients=None)
+
+    @property
+    def summed(self) -> tuple[Any, ...]:
+        """The placements where what is a sum has been summed: each process has all of it then."""
         from torch.distributed.tensor import Replicate
 
-        return self._replace(places=tuple(Replicate() if one.is_partial() else one for one in self.places))
+        return tuple(Replicate() if one.is_partial() else one for one in self.places)
+
+    @property
+    def has_summed_gradient(self) -> bool:
+        """Whether the processes hold summands of the gradient, though not of the tensor."""
+        return any(one.is_partial() for one in self.gradients or ())
 
 
 UNKNOWN_PART = (
     "this process holds a part of the tensor here (tensor parallelism), and nothing tells which: expected the output "
     "of a parallel layer, or of an activation right behind it, or a DTensor; none of them inside compiled code"
 )
+UNKNOWN_GRADIENT = (
+    "the processes hold summands of this tensor's gradient (to_local was given grad_placements), which an edit of the "
+    "whole would not keep: expected an edit of single elements, or of the gradient"
+)
+BY_HAND: set[Any] = set()  # meshes of which code of models itself has taken local parts of parameters, or of sums
 PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by plain tensor: its placement, where that is known
 ANY_PARTS = PARTS.data  # the dictionary inside: asking whether it is empty costs nothing
 
@@ -92,7 +113,7 @@ def part_again(whole: Tensor, like: Tensor, placement: Placement) -> Tensor:
         return whole
     everywhere = [Replicate()] * len(placement.places)
     spread = DTensor.from_local(whole.contiguous(), placement.mesh, everywhere, run_check=False)
-    spread = spread.redistribute(placements=placement.of_gradient.places)
+    spread = spread.redistribute(placements=placement.summed)
     if placement.is_sum:
         sums = [at for at, one in enumerate(placement.places) if one.is_partial()]
         is_first = not any(placement.mesh.get_coordinate()[at] for at in sums)
@@ -128,18 +149,22 @@ def whole_on(mesh: Any, tensor: Tensor) -> Placement:
 def is_equal_everywhere(tensor: Tensor, meshes: list[Any]) -> bool:
     """Whether all processes of ``meshes`` hold the same shape and bits. All must ask; waits for all and for the device.
 
-    False for a tensor of one value: parts of zeros look alike and are none.
+    False for a tensor of one value: parts of zeros look alike and are none. Equal in all processes that asked.
     """
     plain = tensor.detach()
-    if not plain.numel() or bool((plain == plain.flatten()[0]).all()):
-        return False
-    bits = plain.contiguous().view(torch.uint8).to("cpu", torch.int64).flatten()
-    told = (tuple(plain.shape), int((bits * (torch.arange(len(bits)) % 8191 + 1)).sum()))
+    has_several = bool(plain.numel()) and not bool((plain == plain.flatten()[0]).all())
+    told: Any = (has_several, tuple(plain.shape), str(plain.dtype), _digest(plain))
     for mesh in meshes:
-        for dim in range(mesh.ndim):
+        for dim in range(mesh.ndim):  # what one dimension has shown is told along the next
             group = mesh.get_group(dim)
             others: list[Any] = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(others, told, group=group)
-            if any(one != told for one in others):
-                return False
-    return True
+            told = (all(one == told and one[0] for one in others), *told[1:])
+    return bool(told[0])
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """A hash (BLAKE2b, 128 bits) of a tensor's elements, in the order of its indices."""
+    plain = tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+    held = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
+    return hashlib.blake2b(held, digest_size=16).digest()

@@ -39,6 +39,8 @@ class Scale:
         """True for a number: a tensor may broadcast to the whole."""
         return not isinstance(self.factor, Tensor)
 
+    is_linear = acts_on_parts
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The product; gradients flow to both factors. Raises PlanError where the dtypes do not fit."""
         return tensor * (like(self.factor, tensor, self._known) if isinstance(self.factor, Tensor) else self.factor)
@@ -79,6 +81,8 @@ class Fill:
     def keeps_zero(self) -> bool:
         """Only zeros leave the elements that a sparse tensor does not store as they are."""
         return self.value == 0
+
+    is_linear = keeps_zero
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """A new constant tensor. Raises PlanError for a fraction in a tensor of integers."""
@@ -210,6 +214,7 @@ class Reverse:
     factor: float = 1.0
     is_pure = True
     acts_on_parts = True
+    is_linear = True
     keeps_zero = True
     uses_event = False
 
@@ -227,6 +232,7 @@ class Stop:
 
     is_pure = True
     acts_on_parts = True
+    is_linear = True
     keeps_zero = True
     uses_event = False
 

@@ -48,8 +48,8 @@ class Edit(Protocol):
     read where an edit has them: ``uses_event`` False promises that the event is not asked for, which saves making one;
     ``keeps_zero`` True promises that zeros stay zero element by element, so that of a sparse gradient only the stored
     values need be edited; ``acts_on_parts`` True promises that each element becomes what it would be if it stood alone,
-    so that a tensor which is spread over processes need not be put together. A function of the user is wrapped into
-    ``Call``.
+    so that a tensor which is spread over processes need not be put together; ``is_linear`` True, beside that, that of a
+    sum each summand may be edited. A function of the user is wrapped into ``Call``.
     """
 
     @property
@@ -99,6 +99,11 @@ def uses_event(edit: Edit) -> bool:
 def acts_on_parts(edit: Edit) -> bool:
     """Whether an edit makes of each part of a tensor the part of what it makes of the whole; False where unknown."""
     return bool(getattr(edit, "acts_on_parts", False))
+
+
+def is_linear(edit: Edit) -> bool:
+    """Whether an edit makes of a sum the sum of what it makes of the summands, element by element; False if unknown."""
+    return bool(getattr(edit, "is_linear", False))
 
 
 def with_event(function: Callable[[Tensor, Event], Tensor]) -> WithEvent:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.edits.event import Call, Edit, Event, acts_on_parts, need_callable, uses_event
+from gaff.edits.event import Call, Edit, Event, acts_on_parts, is_linear, need_callable, uses_event
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
 from gaff.keep import Heads, Part
@@ -108,6 +108,11 @@ class Chain:
         """Whether all of them do."""
         return all(acts_on_parts(edit) for edit in self.edits)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether all of them are."""
+        return all(is_linear(edit) for edit in self.edits)
+
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """What the last one returns. All of them get the same event, but for which of the edits they are."""
         for at, edit in enumerate(self.edits):
@@ -139,6 +144,11 @@ class When:
     def acts_on_parts(self) -> bool:
         """Whether the inner edit does."""
         return acts_on_parts(self.edit)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the inner edit is."""
+        return is_linear(self.edit)
 
     def holds(self, event: Event) -> bool:
         """Whether the edit acts at this event: its run, its call and its step must each be among those wanted."""

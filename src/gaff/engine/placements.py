@@ -1,12 +1,17 @@
 """Following the parts of tensors that a model spreads over processes (tensor parallelism), while a session is open.
 
 A module that hands out this process's part does so by ``DTensor.to_local``. While a session is open something stands
-there that notes the placement of what it returns (``compat.placements.PARTS``). Modules without parameters and children
-that return a tensor as large as their input, activations and dropout, pass it on, but for a sum that is still due.
+there that notes the placement of what it returns (``compat.placements.PARTS``). Torch's activations of single elements
+and its dropout pass it on, but for a sum that is still due; of other modules without parameters nobody knows whether
+they turn or mix what they are given.
+
+Code of a model that takes the local part of a parameter, or of a sum, goes on by hand: what becomes of it is not known.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import ExitStack, nullcontext
 from functools import wraps
 from typing import Any
@@ -15,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.compat import distributed
-from gaff.compat.placements import PARTS, Placement, placement_of
+from gaff.compat.placements import BY_HAND, PARTS, Placement, placement_of
 from gaff.engine.replacements import Replacements
 
 
@@ -28,13 +33,25 @@ def _noting(to_local: Any) -> Any:
         if torch.compiler.is_compiling():
             return found
         placement = placement_of(self)
-        if placement is not None and not distributed.is_spread(found):
-            PARTS[found] = placement
+        if placement is None or distributed.is_spread(found):
+            return found
+        is_torch = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
+        if not is_torch and (placement.is_sum or isinstance(self, nn.Parameter)):
+            BY_HAND.add(placement.mesh)
+            return found
+        given = kwargs.get("grad_placements", args[0] if args else None)
+        PARTS[found] = placement._replace(gradients=None if given is None else tuple(given))
         return found
 
     return noted
 
 
+_TORCH = f"{os.path.dirname(torch.__file__)}{os.sep}"
+_ELEMENTWISE = (
+    nn.Identity, nn.Dropout, nn.AlphaDropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU,
+    nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Hardshrink,
+    nn.Softshrink, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
+)  # fmt: skip
 _HANDED_OUT: list[Replacements] = []  # one for the process, made when DTensor is first met
 
 
@@ -46,7 +63,7 @@ def follow(model: nn.Module, opening: ExitStack) -> None:
         _HANDED_OUT.append(Replacements((DTensor, "to_local", _noting)))
     opening.enter_context(_HANDED_OUT[0])
     for module in model.modules():
-        if not module._parameters and not module._modules and not module._buffers:
+        if isinstance(module, _ELEMENTWISE):
             opening.callback(module.register_forward_hook(_PassOn(), prepend=True).remove)
 
 

@@ -16,7 +16,9 @@ from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.compat import elements, memory, modes
 from gaff.compat.placements import (
     ANY_PARTS,
+    BY_HAND,
     PARTS,
+    UNKNOWN_GRADIENT,
     UNKNOWN_PART,
     is_equal_everywhere,
     part_again,
@@ -24,7 +26,7 @@ from gaff.compat.placements import (
     whole_of,
     whole_on,
 )
-from gaff.edits.event import Edit, Event, acts_on_parts, uses_event
+from gaff.edits.event import Edit, Event, acts_on_parts, is_linear, uses_event
 from gaff.edits.files import tensors_of
 from gaff.errors import ExactnessError, GaffError, PlanError, note
 from gaff.sessions.edit_size import plain
@@ -60,7 +62,7 @@ class CheckedEdit:
         """
         self.has_failed = False
         self.number = number
-        self._meshes = () if acts_on_parts(edit) else tuple(meshes)
+        self._meshes = tuple(meshes)
         self._edit = edit
         self._site = site
         self._is_pure = edit.is_pure
@@ -79,10 +81,12 @@ class CheckedEdit:
         try:
             placement = placement_of(value) if ANY_PARTS or type(value) is not Tensor else None
             if placement is None or (acts_on_parts(self._edit) and not placement.is_sum):
-                if self._meshes and placement is None:
+                if placement is None and self._may_mean_the_whole():
                     self._need_whole(value)
                 new = self._made(value, run, call)
             else:
+                if value.requires_grad and placement.has_summed_gradient:
+                    raise PlanError(UNKNOWN_GRADIENT)
                 if value.requires_grad and self._site.port in GRADIENT_PORTS:
                     raise PlanError(
                         "a gradient lies in parts here (tensor parallelism), and this backward pass is differentiated "
@@ -131,9 +135,24 @@ class CheckedEdit:
         return new
 
     def locate(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` lies whole in every process, if it does; a gradient alone, of a sum, may not tell it."""
-        if self._meshes and placement_of(tensor) is None and is_equal_everywhere(tensor, list(self._meshes)):
+        """Note that ``tensor`` lies whole in every process, if it does; a gradient alone, of a sum, may not tell it.
+
+        Where models go on by hand, a tensor that is whole may have a gradient of which each process has a summand.
+        """
+        if acts_on_parts(self._edit) or not self._meshes or not BY_HAND.isdisjoint(self._meshes):
+            return
+        if placement_of(tensor) is None and is_equal_everywhere(tensor, list(self._meshes)):
             PARTS[tensor] = whole_on(self._meshes[0], tensor)
+
+    def _may_mean_the_whole(self) -> bool:
+        """Whether the edit, made of what one process has, may not be what it is of the whole.
+
+        One of single elements is, of a part as of the whole; of a summand, which models that go on by hand may have
+        anywhere, only if it is linear.
+        """
+        if not self._meshes or is_linear(self._edit):
+            return False
+        return not acts_on_parts(self._edit) or not BY_HAND.isdisjoint(self._meshes)
 
     def _need_whole(self, value: Tensor) -> None:
         """Raises PlanError for what may be a part of a tensor, of which nothing is known: processes hold other ones."""

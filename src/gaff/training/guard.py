@@ -56,7 +56,7 @@ class Guard:
         self._model = model
         self._action = action
         self._unstepped = 0  # runs since the last step
-        self._replicas = distributed.replicas_of(model)
+        self._replicated = model
         self._runs = KeptRuns(self._check_forward)
         self._search = OriginSearch(model, allow, self._runs, self.notes)
         root, has_graphs = unwrap(model), is_compiled(model)
@@ -168,9 +168,10 @@ class Guard:
     def _is_bad_in_a_replica(self, is_bad: bool) -> bool:
         """Whether any replica of DistributedDataParallel has found something; asked at steps only.
 
-        All replicas make a step, while one alone may evaluate: asked elsewhere, the others would not answer.
+        All replicas make a step, while one alone may evaluate: asked elsewhere, the others would not answer. Nor would
+        those whose batches are used up, in ``DistributedDataParallel.join``: there each tells of its own.
         """
-        group = self._replicas
+        group = distributed.replicas_of(self._replicated)
         return group is not None and distributed.any_of(is_bad, group, next(self._model.parameters()).device)
 
     def _bad_parameters(self) -> frozenset[str]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -44,25 +45,49 @@ def is_skipped(optimizer: Any) -> bool:
 def is_nested_step(optimizer: Any) -> bool:
     """Whether the step whose hook asks runs inside another step of the same optimizer, as ``super().step()`` does.
 
-    Read from the Python stack: torch wraps each ``step`` in a function named ``wrapper``, so its code appears twice
-    with the same ``self``. To be called from inside a step hook.
+    To be called from inside a step hook.
     """
-    frame = sys._getframe(1)
+    return any(outer is optimizer for outer in _iter_outer_steps(sys._getframe(1)))
+
+
+def is_inner_step(optimizer: Any) -> bool:
+    """Whether the step whose hook asks is a part of another one that is in progress, and counts with that.
+
+    Of the same optimizer, or of one that has some of its parameters and steps them by it (Lookahead, ZeRO's). To be
+    called from inside a step hook.
+    """
+    for outer in _iter_outer_steps(sys._getframe(1)):
+        if outer is optimizer:
+            return True
+        theirs = {id(one) for group in getattr(outer, "param_groups", ()) for one in group["params"]}
+        if any(id(one) in theirs for group in optimizer.param_groups for one in group["params"]):
+            return True
+    return False
+
+
+def _iter_outer_steps(frame: FrameType | None) -> Iterator[Any]:
+    """The optimizers inside whose steps that of the hook in ``frame`` runs, from within.
+
+    Read from the Python stack: torch wraps each ``step`` in a function named ``wrapper``, so its code appears once more
+    for each, with the optimizer as ``self``.
+    """
     while frame is not None and frame.f_code.co_name != "wrapper":
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     code = None if frame is None else frame.f_code
     outer = None if frame is None else frame.f_back
     while outer is not None:
-        if outer.f_code is code and outer.f_locals.get("self") is optimizer:
-            return True
+        if outer.f_code is code:
+            yield outer.f_locals.get("self")
         outer = outer.f_back
-    return False
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside a wrapper such as accelerate's, or what was given where it wraps none."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", {}):
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)  # of PostLocalSGDOptimizer
+        if inner is None:
+            return optimizer
+        optimizer = inner
     return optimizer
 
 
@@ -354,7 +379,7 @@ class StepCount:
         self._handle.remove()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_skipped(optimizer) and not is_nested_step(optimizer) and self._owned.has(optimizer):
+        if not is_skipped(optimizer) and not is_inner_step(optimizer) and self._owned.has(optimizer):
             self._completed()
 
 
@@ -392,7 +417,7 @@ class StepWatch:
         is_overflow = found is not None and bool(found.item())  # a GradScaler's: the step will change nothing
         if is_overflow:
             self._skipped()
-        if is_nested_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
+        if is_inner_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from gaff.compat import autograd
 from gaff.engine.process.calls import is_hidden
-from gaff.engine.process.optimizer import is_nested_step
+from gaff.engine.process.optimizer import is_inner_step
 from gaff.engine.process.stack_room import passed_over
 
 
@@ -219,12 +219,12 @@ def tell_clipped(norm: Any, most: Any) -> None:
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """A step begins; not told for a step inside another step of the same optimizer.
+    """A step begins; not told for one that is a part of another.
 
     Hooks that others have set on the optimizer may change gradients yet, and come after torch's global ones: they are
     let go first, by a hook of the optimizer's own that is the last of them in this step.
     """
-    if id(optimizer) in _STEPPING and is_nested_step(optimizer):
+    if _STEPPING and is_inner_step(optimizer):
         return
     _STEPPING.add(id(optimizer))
     own = _LATE.pop(optimizer, None)
@@ -253,7 +253,7 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
 
     Waits for the device where there is such a flag.
     """
-    if id(optimizer) in _STEPPING and is_nested_step(optimizer):
+    if _STEPPING and is_inner_step(optimizer):
         return
     _STEPPING.discard(id(optimizer))
     _FINISHED[0] += 1

@@ -30,9 +30,19 @@ from gaff.inspection.call_log import shape_text
 from gaff.inspection.nonfinite.attribution import Begun, Now, before, has_nan, is_mask, is_scaling, judge, ranges_of
 from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.backward_causes import STEEP
-from gaff.inspection.nonfinite.provenance import NOWHERE, RETURNED, UPDATED, Made, Marks, Ran, shown, users_place
+from gaff.inspection.nonfinite.provenance import (
+    ARRIVED,
+    NOWHERE,
+    RETURNED,
+    UPDATED,
+    Made,
+    Marks,
+    Ran,
+    shown,
+    users_place,
+)
 from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
-from gaff.inspection.nonfinite.report import BEFORE, Report
+from gaff.inspection.nonfinite.report import BEFORE, Range, Report
 from gaff.inspection.op_log import Producers, iter_state
 
 
@@ -89,6 +99,7 @@ class Examination:
         self._now = Now()
         self._bad_before: dict[int, Made] = {}  # parameters and buffers that were bad before the step, by their id
         self._bad_gradients: set[int] = set()  # of parameters, before the step
+        self._bad_used: dict[int, Range] = {}  # of parameters: gradients that an optimizer was given, not finite
         self.notes: list[str] = []
 
     def meet(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,8 +116,7 @@ class Examination:
         self._note_state(around)
         with ExitStack() as closing:
             closing.callback(lambda: self._trail.nodes.close())
-            if self._from_step is not None:
-                closing.enter_context(StepWatch(None, self._before_step))
+            closing.enter_context(StepWatch(None, self._before_step))
             session.open()
             try:
                 output = around()
@@ -123,7 +133,15 @@ class Examination:
             return report if report else self._look_after(around, report)
 
     def _before_step(self, optimizer: Any) -> None:
-        """With ``from_step``, ahead of each optimizer's step: raise NonFiniteError if it was bad, else forget it."""
+        """Ahead of each optimizer's step: note which of its gradients are not finite.
+
+        With ``from_step`` instead raise NonFiniteError if what led to it was bad, else forget it.
+        """
+        if self._from_step is None:
+            for one in [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]:
+                if has_nonfinite(one.grad):
+                    self._bad_used[id(one)] = range_of(one.grad, "value")
+            return
         if self._asleep:
             self._asleep -= 1
             return
@@ -144,8 +162,8 @@ class Examination:
     def _look_after(self, around: nn.Module, report: Report) -> Report:
         """The report of a parameter that is bad after a step in which nothing was found; else ``report`` itself.
 
-        Its gradient was bad before the step and was added to, or it was bad itself and nothing used it, or the
-        optimizer made it so.
+        Its gradient was bad before the step and was added to, or it was bad itself and nothing used it, or its gradient
+        came to be bad by what is not seen here, or the optimizer made it so.
         """
         for parameter, site in (one for one in iter_state(around) if one[1].port == "param"):
             grad = parameter.grad if id(parameter) in self._bad_gradients else None
@@ -153,6 +171,9 @@ class Examination:
                 return before(grad, replace(site, port="grad")).tell(self.notes, report.ops)
             if has_nonfinite(parameter):
                 made = self._bad_before.get(id(parameter))
+                used = self._bad_used.get(id(parameter))
+                if made is None and used is not None:
+                    made = Made(replace(site, port="grad"), "backward", None, ARRIVED, used)
                 made = made or Made(site, "update", None, UPDATED, range_of(parameter, "value"))
                 return made.tell(self.notes, report.ops)
         return report

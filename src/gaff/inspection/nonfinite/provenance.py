@@ -24,6 +24,10 @@ from gaff.version import FOLDER
 
 RETURNED = Site("returned")  # by the step, of a tensor that nothing seen has made, such as a gradient
 NOWHERE = Site(port="input")  # a tensor that nothing seen has made
+ARRIVED = (
+    "it was not finite when the step used it, and nothing that this process's backward pass ran made it: another "
+    "process did, whose gradients are averaged with this one's, or code that wrote to it"
+)
 UPDATED = (
     "the optimizer's step made it of a finite value and a finite gradient: look at the learning rate, at eps, and at "
     "what the optimizer keeps"

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import iter_tensors
+from gaff.compat import distributed
+from gaff.engine.process.alone import alone
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.nonfinite.rerun import Batch, run_again
 from gaff.record.finding import Finding
@@ -85,6 +87,9 @@ def of_nonfinite(
     if failed or seen is not None:
         return _of_unknown(what, step, failed, seen), []
     sound = "the outputs of all ops of the model are finite"
+    others = (
+        "; or in another process, whose gradients are averaged with this one's" if distributed.place()[1] > 1 else ""
+    )
     unknown = "no call of the model in training mode was seen in this step, so its ops could not be looked at"
     outside = Finding(
         rule="nonfinite",
@@ -93,7 +98,7 @@ def of_nonfinite(
         since=step,
         severity=known.severity,
         message=f"{what} is not finite, {f'but {sound}' if batches else f'and {unknown}'}",
-        cause="it began outside the model: in the loss, in how targets are prepared, or in a batch from before"
+        cause=f"it began outside the model: in the loss, in how targets are prepared, or in a batch from before{others}"
         if batches
         else "not known",
         remedy="gaff.find_nonfinite(step) on a step like this one looks at the ops outside the model, too",
@@ -181,7 +186,7 @@ def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> tuple[Repo
 
     def job() -> None:
         try:
-            with _muted():
+            with _muted(), alone():  # other processes know nothing of this
                 found.append(run_again(_copy(model), batch, assume_ones=assume_ones))
         except Exception as error:  # noqa: BLE001  # what a model may raise when it is copied, or run once more
             told = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -198,9 +203,10 @@ def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> tuple[Repo
 def _copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` that runs without the original noticing, and without hooks of others, which may do anything.
 
-    Hooks of torch's own stay: a weight that is normalised or pruned is made by one. Raises what ``deepcopy`` raises.
+    Of a replicated model (DistributedDataParallel) what it replicates, which alone averages nothing. Hooks of torch's
+    own stay: a weight that is normalised or pruned is made by one. Raises what ``deepcopy`` raises.
     """
-    copied = copy.deepcopy(model)
+    copied: nn.Module = distributed.unreplicated(copy.deepcopy(model))
     for module in copied.modules():
         for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             for key, hook in list(table.items()):

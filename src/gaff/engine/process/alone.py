@@ -1,0 +1,30 @@
+"""A piece of work that one process does by itself, while the others go on with theirs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class _Alone(TorchDispatchMode):
+    """Raises RuntimeError where an operation would talk to other processes, of which none answers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _SPACES:
+            raise RuntimeError(f"it talks to other processes ({func.name()}), which are not at this place")
+        return func(*args, **(kwargs or {}))
+
+
+def alone() -> AbstractContextManager[Any]:
+    """What runs inside, on this thread, talks to no other process: a collective of one alone would wait for ever.
+
+    Raises RuntimeError at the first operation that would. Does nothing in a process that has no others.
+    """
+    distributed = torch.distributed
+    has_others = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return _Alone() if has_others else nullcontext()  # type: ignore[no-untyped-call]
