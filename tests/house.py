@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 33_500
-MOST_OF_CORE = 12_400
+MOST_LINES = 33_800
+MOST_OF_CORE = 12_600
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -741,3 +741,49 @@ def test_a_first_step_that_a_scaler_skips_makes_no_state(kind, nonfinite):
     assert clipping.audit.skipped == 1
     assert all((one - old).abs().max() < 0.1 for one, old in zip(model.parameters(), before, strict=True))
     assert optimizer.state
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer inside its own step."""
+
+    def __init__(self, base):
+        self.base = base
+        super().__init__(base.param_groups, {})
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Holds another optimizer under the name that torch's PostLocalSGDOptimizer has for it."""
+
+    def __init__(self, optim):
+        self.optim = optim
+
+    def step(self):
+        self.optim.step()
+
+
+def test_a_step_inside_another_of_the_same_parameters_is_one_step(tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1))
+    steps = []
+    change = {"weight:grad": gaff.edits.with_event(lambda gradient, event: steps.append(event.step) or gradient)}
+    with gaff.guard(model) as guard, gaff.edit(model, change), gaff.watch(model, out=tmp_path / "run"):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    assert steps == [0, 1, 2, 3]
+    assert guard.steps == 4
+    assert len(gaff.load(tmp_path / "run").scalar("loss").values) == 4
+
+
+def test_clipping_an_optimizer_inside_a_wrapper():
+    model = nn.Linear(4, 4)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), 0.1))
+    with gaff.clip_gradients(optimizer, norm=0.01):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
+    assert float(norm) == pytest.approx(0.01, rel=1e-3)

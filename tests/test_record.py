@@ -220,12 +220,30 @@ def test_findings_go_to_json_and_back():
         Finding.from_dict({"rule": "r"})
 
 
+def test_ranks_are_held_against_those_that_they_are_replicas_of(tmp_path):
+    """Two groups of two, each with weights of its own, and one model that no process has a replica of."""
+    layout = Layout(0, "parameters", (("m", "fc.weight:param"),), (("count", "d"), ("mean", "f"), ("std", "f")), False)
+    for rank in range(4):
+        log = LogWriter(tmp_path / f"rank{rank}.gaff")
+        log.write_json(LAYOUT, layout.to_json())
+        log.write_json(EVENT, {"kind": "model", "name": "m", "replicated": [0, 2] if rank % 2 == 0 else [1, 3]})
+        for step in range(4):
+            mean = float(rank % 2) + (0.25 if rank == 3 and step >= 2 else 0.0)
+            log.write(
+                MATRIX, pack(0, "train", [to_bytes("d", [9.0]), to_bytes("f", [mean]), to_bytes("f", [1.0])]), step
+            )
+        log.close()
+    [finding] = load(tmp_path).findings
+    assert (finding.rule, finding.rank, finding.since) == ("rank_divergence", 3, 2)
+    assert finding.message == "rank 3 has other weights than rank 1"
+
+
 def test_ranks_that_should_be_alike_and_are_not_are_told(tmp_path):
     layout = Layout(0, "parameters", (("m", "fc.weight:param"),), (("count", "d"), ("mean", "f"), ("std", "f")), False)
     for rank in (0, 1):
         log = LogWriter(tmp_path / f"rank{rank}.gaff")
         log.write_json(LAYOUT, layout.to_json())
-        log.write_json(EVENT, {"kind": "model", "name": "m", "replicated": True})
+        log.write_json(EVENT, {"kind": "model", "name": "m", "replicated": [0, 1]})
         for step in range(4):
             mean = 0.5 + (0.25 if rank and step >= 2 else 0.0)
             log.write(
@@ -306,7 +324,7 @@ def test_a_rank_that_stopped_while_others_went_on_is_told(tmp_path):
 def write_times(folder, rank, late_s, *, model=None, steps=12):
     """A rank of a run whose steps take 100 ms, and that begins its backward pass after 20 ms and ``late_s``."""
     log = LogWriter(folder / f"rank{rank}.gaff")
-    log.write_json(EVENT, {"kind": "model", "name": "m", **(model or {"replicated": True})})
+    log.write_json(EVENT, {"kind": "model", "name": "m", **(model or {"replicated": [0, 1]})})
     columns = {
         "step": [float(one) for one in range(steps)],
         "seconds": [0.1] * steps,

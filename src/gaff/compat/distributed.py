@@ -247,6 +247,30 @@ def replicas_of(model: Any) -> Any:
     return model.process_group if is_replicated else None
 
 
+LOCALIZED = (
+    "DistributedDataParallel over tensor parallelism (its device_mesh=) keeps this process's parts of weights as plain "
+    "tensors, of which nothing tells what they are parts of: expected fully_shard over a mesh of two dimensions"
+)
+
+
+def has_localized(parameters: Iterable[Any]) -> bool:
+    """Whether there are parameters that are parts of a whole, and do not say so: see ``LOCALIZED``."""
+    is_many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_many and any("_st_info" in one.__dict__ for one in parameters)
+
+
+def replica_ranks(model: Any) -> list[int]:
+    """The ranks whose copies of ``model`` DistributedDataParallel keeps equal; empty for any other model.
+
+    Empty also where a communication hook of torch's lets them differ between averagings by design (post-local SGD).
+    """
+    group = replicas_of(model)
+    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(model, "_comm_hooks", ())]
+    if group is None or "post_localSGD_hook" in hooks:
+        return []
+    return sorted(torch.distributed.get_process_group_ranks(group))
+
+
 def unreplicated(model: Any) -> Any:
     """``model`` without DistributedDataParallel around it or around parts of it, which are changed in place."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):

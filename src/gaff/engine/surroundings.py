@@ -126,9 +126,16 @@ def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
             if type(parameter) is not nn.Parameter and parameter is not None:
                 _refuse(model, module, type(parameter).__name__)
         held += [inside["_parameters"], inside["_buffers"]]
+    _refuse_localized(model)
     insides = tuple(map(tuple, map(dict.values, tables)))
     memory = _memory_of(held, own)
     return Surroundings(is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own), has_flat)
+
+
+def _refuse_localized(model: nn.Module) -> None:
+    """Raises PlanError for a model whose weights are parts that do not say so."""
+    if distributed.has_localized(model.parameters()):
+        raise PlanError(distributed.LOCALIZED)
 
 
 def _memory_of(held: Iterable[dict[str, Any]], own: Iterable[nn.Module]) -> frozenset[int]:

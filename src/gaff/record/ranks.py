@@ -30,24 +30,27 @@ Weights = dict[tuple[int, tuple[str, str]], tuple[float, float]]
 def divergence(parts: Sequence[RankPart]) -> list[Finding]:
     """One finding for each model inside DistributedDataParallel whose weights differ between ranks at the same step.
 
-    Means and spreads are compared bit for bit: replicas make the same steps from the same gradients. Certain.
+    Means and spreads are compared bit for bit: replicas make the same steps from the same gradients. Each is compared
+    with the first of the ranks that it is a replica of. Certain.
     """
-    replicated = {str(one.get("name")) for part in parts for _, one in part.events if one.get("replicated")}
-    if len(parts) < 2 or not replicated:
+    groups = {part.rank: _replicas(part) for part in parts}
+    if len(parts) < 2 or not any(groups.values()):
         return []
-    weights = [_weights(part, replicated) for part in parts]
+    weights = {part.rank: _weights(part, set(groups[part.rank])) for part in parts}
     found: dict[str, Finding] = {}
-    for (step, key), first in sorted(weights[0].items(), key=lambda item: item[0][0]):
-        for part, other in zip(parts[1:], weights[1:], strict=True):
-            there = other.get((step, key), first)
-            if there != first and not any(math.isnan(one) for one in (*there, *first)) and key[0] not in found:
+    for part in parts[1:]:
+        for (step, key), there in sorted(weights[part.rank].items(), key=lambda item: item[0][0]):
+            against = next((rank for rank in groups[part.rank].get(key[0], ()) if rank in weights), part.rank)
+            first = weights[against].get((step, key), there)
+            is_later = key[0] in found and found[key[0]].since <= step
+            if there != first and not any(math.isnan(one) for one in (*there, *first)) and not is_later:
                 found[key[0]] = Finding(
                     rule="rank_divergence",
                     site=key[1],
                     model=key[0],
                     since=step,
                     severity="error",
-                    message=f"rank {part.rank} has other weights than rank {parts[0].rank}",
+                    message=f"rank {part.rank} has other weights than rank {against}",
                     cause="a rank that skipped a step or a reduction, or weights that were changed on one rank only",
                     remedy="make the same steps on every rank; change weights before DDP wraps the model, or on all",
                     evidence={"mean": first[0], f"mean on rank {part.rank}": there[0]},
@@ -55,6 +58,13 @@ def divergence(parts: Sequence[RankPart]) -> list[Finding]:
                     rank=part.rank,
                 )
     return list(found.values())
+
+
+def _replicas(part: RankPart) -> dict[str, list[int]]:
+    """By name of a model of a process: the ranks that have replicas of it, of those inside DistributedDataParallel."""
+    told = {str(one.get("name")): one.get("replicated") for _, one in part.events}
+    lists = {name: ranks for name, ranks in told.items() if isinstance(ranks, list) and ranks}
+    return {name: sorted(one for one in ranks if isinstance(one, int)) for name, ranks in lists.items()}
 
 
 def lost(parts: Sequence[RankPart], head: Mapping[str, Any]) -> list[Finding]:

@@ -225,7 +225,7 @@ class Editing:
             stream = self._make_stream(str(request), found.site, place, edit)
             inner = request.edit.edit if isinstance(request.edit, When) else request.edit
             taps.append(EditTap(found, stream, isinstance(inner, Skip)))
-            _check_port(found.site, inner, self._plan.options.threads)
+            _check_port(found.site, inner, self._plan.options.threads, is_spread=bool(self._family.meshes))
         asked = [
             (at, request) for at, request in enumerate(self._plan.requests) if not isinstance(request.target, Tensor)
         ]
@@ -257,10 +257,11 @@ def edit(model: Any, changes: Any, options: dict[str, Any]) -> Editing:
     return Editing(model, plan)
 
 
-def _check_port(site: Site, inner: Any, threads: str) -> None:
+def _check_port(site: Site, inner: Any, threads: str, *, is_spread: bool) -> None:
     """Raises PlanError where an edit cannot act at a site.
 
-    That is at a buffer, for ``skip`` anywhere but at the whole output of a module, and at a parameter for all threads.
+    That is at a buffer, for ``skip`` anywhere but at the whole output of a module (with a value also where processes
+    hold parts of what passes: ``is_spread``), and at a parameter for all threads.
     """
     if site.port == "buffer":
         raise PlanError(
@@ -268,5 +269,10 @@ def _check_port(site: Site, inner: Any, threads: str) -> None:
         )
     if isinstance(inner, Skip) and (site.port != "output" or site.key or site.op is not None):
         raise PlanError(f"{site}: skip takes the place of a whole module: expected it at {Site(site.path)}")
+    if isinstance(inner, Skip) and inner.value is not None and is_spread:
+        raise PlanError(
+            f"{site}: skip with a value, which is of the whole tensor, where this process may hold a part (tensor "
+            "parallelism): expected edits.skip(), or an edit of the output"
+        )
     if site.port == "param" and threads == "all":
         raise PlanError(f"{site}: a parameter is edited for one thread's run: expected threads='own'")

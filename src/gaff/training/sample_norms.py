@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site, nearest
 from gaff.address.resolve import Found, find_site, iter_modules, join, need_module, resolve
-from gaff.compat import memory, modes
+from gaff.compat import distributed, memory, modes
 from gaff.engine.session import Session
 from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
@@ -61,6 +61,9 @@ class SampleNorms:
         if reduction not in ("mean", "sum"):
             raise PlanError(f"reduction={reduction!r} is not known: expected 'mean' or 'sum', as the loss reduces")
         self._layers = _find_layers(model, patterns)
+        if any(distributed.is_spread(one) for layer in self._layers.values() for one in layer.parameters()):
+            raise PlanError("sample_norms of parameters that are spread over processes (FSDP2, tensor parallelism) are "
+                            "not known here: expected a model that lies whole in each process")  # fmt: skip
         self._is_mean = reduction == "mean"
         self._uses: dict[int, dict[tuple[str, int], _Use]] = {}  # by run: (layer, call) -> what is known
         self._sizes: dict[int, int] = {}  # by run: examples in the batch

@@ -64,6 +64,44 @@ class Step(nn.Module):
         return self._run()
 
 
+class BadState:
+    """What of parameters and buffers was not finite, by identity.
+
+    ``before``: they themselves, before the step; ``gradients``: theirs, before it; ``used``: theirs as an optimizer
+    was given them, with their ranges.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[int, Made] = {}
+        self.gradients: set[int] = set()
+        self.used: dict[int, Range] = {}
+
+    def note_used(self, optimizer: Any) -> None:
+        """An optimizer's step begins: note which of its gradients are not finite. Waits for the device."""
+        for one in [one for group in optimizer.param_groups for one in group["params"]]:
+            if one.grad is not None and has_nonfinite(one.grad):
+                self.used[id(one)] = range_of(one.grad, "value")
+
+    def after(self, around: nn.Module) -> Made | None:
+        """What made the first parameter that is bad after the step; None where none is.
+
+        Its gradient was bad before the step and was added to, or it was bad itself and nothing used it, or its gradient
+        came to be bad by what is not seen here, or the optimizer made it so.
+        """
+        for parameter, site in (one for one in iter_state(around) if one[1].port == "param"):
+            grad = parameter.grad if id(parameter) in self.gradients else None
+            if grad is not None and has_nonfinite(grad):
+                return before(grad, replace(site, port="grad"))
+            if has_nonfinite(parameter):
+                known, used = self.before.get(id(parameter)), self.used.get(id(parameter))
+                if known is not None:
+                    return known
+                if used is not None:
+                    return Made(replace(site, port="grad"), "backward", None, ARRIVED, used)
+                return Made(site, "update", None, UPDATED, range_of(parameter, "value"))
+        return None
+
+
 class Examination:
     """Looks at one step. ``allow``: patterns of sites whose non-finite values are meant.
 
@@ -97,9 +135,7 @@ class Examination:
         self._sinks: list[Made] = []
         self._before: deque[str] = deque(maxlen=BEFORE)  # the last ops that ran
         self._now = Now()
-        self._bad_before: dict[int, Made] = {}  # parameters and buffers that were bad before the step, by their id
-        self._bad_gradients: set[int] = set()  # of parameters, before the step
-        self._bad_used: dict[int, Range] = {}  # of parameters: gradients that an optimizer was given, not finite
+        self._state = BadState()
         self.notes: list[str] = []
 
     def meet(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -138,9 +174,7 @@ class Examination:
         With ``from_step`` instead raise NonFiniteError if what led to it was bad, else forget it.
         """
         if self._from_step is None:
-            for one in [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]:
-                if has_nonfinite(one.grad):
-                    self._bad_used[id(one)] = range_of(one.grad, "value")
+            self._state.note_used(optimizer)
             return
         if self._asleep:
             self._asleep -= 1
@@ -160,23 +194,9 @@ class Examination:
             error.add_note(f"gaff: before this was raised, {first.tell(self.notes, self._now.ops)}")
 
     def _look_after(self, around: nn.Module, report: Report) -> Report:
-        """The report of a parameter that is bad after a step in which nothing was found; else ``report`` itself.
-
-        Its gradient was bad before the step and was added to, or it was bad itself and nothing used it, or its gradient
-        came to be bad by what is not seen here, or the optimizer made it so.
-        """
-        for parameter, site in (one for one in iter_state(around) if one[1].port == "param"):
-            grad = parameter.grad if id(parameter) in self._bad_gradients else None
-            if grad is not None and has_nonfinite(grad):
-                return before(grad, replace(site, port="grad")).tell(self.notes, report.ops)
-            if has_nonfinite(parameter):
-                made = self._bad_before.get(id(parameter))
-                used = self._bad_used.get(id(parameter))
-                if made is None and used is not None:
-                    made = Made(replace(site, port="grad"), "backward", None, ARRIVED, used)
-                made = made or Made(site, "update", None, UPDATED, range_of(parameter, "value"))
-                return made.tell(self.notes, report.ops)
-        return report
+        """The report of a parameter that is bad after a step in which nothing was found; else ``report`` itself."""
+        made = self._state.after(around)
+        return report if made is None else made.tell(self.notes, report.ops)
 
     def _taps(self, around: nn.Module) -> Iterable[OpTap | CallTap]:
         """Taps for the ops of every module, in recomputations too, and for the calls of all but the step itself."""
@@ -195,9 +215,9 @@ class Examination:
                 is_meant = site.port == "buffer" and is_mask(tensor)
                 made = before(tensor, site, is_meant=is_meant, is_again=self._is_again)
                 self._marks.put(tensor, made)
-                self._bad_before[id(tensor)] = made
+                self._state.before[id(tensor)] = made
             if tensor.grad is not None and has_nonfinite(tensor.grad):
-                self._bad_gradients.add(id(tensor))
+                self._state.gradients.add(id(tensor))
 
     def _look(self, tensor: Tensor, site: Site = NOWHERE) -> Made | None:
         """The mark of a tensor that comes in; one that is not known yet is looked at."""

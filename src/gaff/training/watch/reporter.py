@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gaff.compat.distributed import replicas_of
+from gaff.compat.distributed import replica_ranks
 from gaff.record.finding import Finding
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.judge import Judge
@@ -97,7 +97,7 @@ class Reporter:
         root = model.root()
         told = {"name": model.name, "class": model.kind, "compiled": model.is_compiled,
                 "parameters": len(model.parameters),
-                "replicated": replicas_of(root) is not None,
+                "replicated": replica_ranks(root),
                 **(step_facts.spread_over(root) if root is not None else {}),
                 **(step_facts.inventory(root) if root is not None else {})}  # fmt: skip
 
