@@ -585,7 +585,47 @@ def policy_gradient():
     return Run(policy, optimizer, step)
 
 
+def lbfgs_that_arrives():
+    """Finds the least loss, which noise keeps high, in a few steps; the others change nothing."""
+    x = torch.randn(400, 10)
+    y = (x[:, 0] + 0.5 * torch.randn(400) > 0).long()
+    model = nn.Sequential(nn.Linear(10, 2))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1, max_iter=20, line_search_fn="strong_wolfe")
+
+    def step(number):
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + 1e-3 * model[0].weight.square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    return Run(model, optimizer, step, steps=30)
+
+
+def statistics_renewed():
+    """After each epoch BatchNorm's statistics are made anew, by forwards in training mode without gradients."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(number):
+        model.train()
+        x, y = batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def evaluate():
+        torch.optim.swa_utils.update_bn(DIGITS.split(64), model)
+        model.eval()
+        with torch.no_grad():
+            model(DIGITS[:512])
+
+    return Run(model, optimizer, step, evaluate)
+
+
 CLEAN = [mlp_sgd, mlp_adamw, mlp_plain_sgd, mlp_tanh, mlp_deep_gelu, mlp_dropout, mlp_smoothing, mlp_warm_up, mlp_lion,
          resnet_sgd, cnn_functional, lstm_clipped, gru, transformer_encoder, gpt2_language, minilm_head_on_frozen,
          fine_tuning_some_layers, unet_denoising, mixture_of_experts, gan, autoencoder, variational, regression,
-         accumulation, autocast_bfloat16, float16_with_scaler, embeddings, lbfgs, contrastive, policy_gradient]  # fmt: skip
+         accumulation, autocast_bfloat16, float16_with_scaler, embeddings, lbfgs, contrastive, lbfgs_that_arrives, statistics_renewed, policy_gradient]  # fmt: skip

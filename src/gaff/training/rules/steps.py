@@ -165,12 +165,11 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this).
 
     Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise. So
-    are steps that change nothing at all, in runs of which a loss has fallen to half: an optimizer that has arrived
-    (L-BFGS) makes such.
+    are steps that change nothing at all, of an optimizer that is given a closure (L-BFGS, whose line search finds
+    nothing better once it has arrived), and in runs of which a loss has fallen to half.
     """
-    updates = [row for row in sample.port("update").values() if row.count]
-    is_still = all(row.zeros == 1.0 for row in updates)
-    if is_still and any(has_fallen(past, name, 0.5) for name in past.losses):
+    has_arrived = sample.facts.get("has_closure") or any(has_fallen(past, name, 0.5) for name in past.losses)
+    if has_arrived and _is_still(sample):
         return
     largest: dict[str, float] = {}
     for key, row in sample.port("grad").items():
@@ -195,9 +194,10 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
 
-    Biases are left out; so is a step whose gradients are all zero, and a run whose loss falls by a tenth all the same.
+    Biases are left out; so is a step whose gradients are all zero, one with a closure that changes nothing at all, and
+    a run whose loss falls by a tenth all the same.
     """
-    if any(has_fallen(past, name) for name in past.losses):
+    if (sample.facts.get("has_closure") and _is_still(sample)) or any(has_fallen(past, name) for name in past.losses):
         return
     for model, ratios in _ratios(sample).items():
         middle = statistics.median(ratios.values())
@@ -332,6 +332,11 @@ def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
         if weight.count and weight.rms > 0 and gradient.count and gradient.zeros < 1.0:
             found.setdefault(key[0], {})[key] = update.rms / weight.rms
     return found
+
+
+def _is_still(sample: Sample) -> bool:
+    """Whether the step changed no element that was read, of any parameter."""
+    return all(row.zeros == 1.0 for row in sample.port("update").values() if row.count)
 
 
 def has_fallen(past: Past, name: str, to: float = 0.9) -> bool:

@@ -82,7 +82,8 @@ def saturated(sample: Sample, past: Past) -> Iterator[Hit]:
 def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
     """norm(first weight's gradient) < 1e-3 norm(last's) and < 1e-4 (AutoTrainer, beta 1 and 2). In 30 % of looks.
 
-    Not where a loss has fallen to half of what it was: it learns all the same.
+    So it must be of each in the first quarter of the weights: those of queries and keys get little in a healthy
+    attention, too. Not where a loss has fallen to half of what it was: it learns all the same.
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
@@ -90,7 +91,8 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
         if len(gradients) < 3:
             continue
         (first, row), last = gradients[0], gradients[-1][1]
-        if last.norm > 0 and row.norm < 1e-3 * last.norm and row.norm < 1e-4:
+        largest = max(one.norm for _, one in gradients[: (len(gradients) + 3) // 4])
+        if last.norm > 0 and largest < 1e-3 * last.norm and largest < 1e-4:
             yield Hit(first, first_norm=row.norm, last_norm=last.norm, ratio=row.norm / last.norm)
 
 
@@ -430,7 +432,7 @@ def random_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
     "train_mode_in_eval",
     severity="warning",
     means="the model is evaluated in training mode: dropout is active, or BatchNorm updates its running statistics",
-    cause="model.eval() is missing before the evaluation",
+    cause="model.eval() is missing before the evaluation, unless dropout is meant to stay (Monte Carlo dropout)",
     remedy="model.eval() before it, model.train() after it",
     phase="eval",
     least=2,

@@ -54,6 +54,11 @@ class StepBatches:
             self.samples += self._size
         return batch
 
+    @property
+    def latest_model(self) -> str:
+        """The name of the model that was last given one of the batches that are kept; empty where none is."""
+        return self.kept[-1][0].name if self.kept else ""
+
     def is_rest(self) -> bool:
         """Whether the latest batch is less than half of the largest: the rest of a data set, whose loss is noisier."""
         return bool(self.kept) and 2 * self._size < self._largest

@@ -135,7 +135,7 @@ class Looks:
 
         A model that is in training mode though it runs without gradients is told to the rules (``train_mode``) only
         where it has a dropout or a BatchNorm, and was so ten times in a row or for the first time in five steps: a
-        rollout or a teacher that runs in each step is no evaluation.
+        rollout or a teacher that runs in each step is no evaluation, nor is what renews BatchNorm's statistics.
         """
         self._count_passed()
         runs = 1 + (self._calls.passing.passed if self._evals else 0)  # those before it that were only counted
@@ -144,7 +144,7 @@ class Looks:
         since, self._latest_eval = step - self._latest_eval, step
         if not module.training and torch.is_grad_enabled() and step_facts.has_modes(module, training=False):
             self.eval_mode.add(model.name)
-        if module.training and not torch.is_grad_enabled():
+        if module.training and not torch.is_grad_enabled() and not step_facts.renews_statistics():
             self._in_training_mode[model.name] = self._in_training_mode.get(model.name, 0) + runs
         self._target = None
         if since >= _OFTEN:

@@ -72,14 +72,14 @@ class Losses:
     def __init__(self, rises: Callable[[], None] = lambda: None) -> None:
         """``rises`` is called when a loss leaves what it was lately, by three deviations from the mean, upwards."""
         self._rises = rises
-        self.names: dict[Any, str] = {}  # by place in the code
+        self.names: dict[Any, str] = {}  # by place in the code and model
         self.lr = math.nan
         self.unclipped: Any = None  # the norm that this step's gradients had before they were clipped
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
         self.count = 0  # backward passes from losses, in the whole run
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
-        self._latest: tuple[Any, int, int, str] = (self, 0, 0, "")  # place in the code and name of the last one
+        self._latest: tuple[Any, ...] = (self, 0, 0, "", "")  # place, model and name of the last one
         self._past: dict[str, PastLosses] = {}
         self._scaled: list[tuple[ref[Tensor], ref[Tensor], Tensor, Any]] = []  # scaled, loss, its value, scaler
 
@@ -96,16 +96,17 @@ class Losses:
         self.unclipped = norm.detach() if isinstance(norm, Tensor) else float(norm)
         self.facts["clipped"] = {"norm": self.unclipped, "most": float(most)}
 
-    def note(self, tensor: Tensor, at: int = 0, *, is_sampled: bool = False) -> Noted:
+    def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
 
-        ``at``: its place, where backward runs from several. ``is_sampled``: what the autograd graph behind it tells
-        is of interest, see ``facts``.
+        ``at``: its place, where backward runs from several; ``whose``: the model that ran last, for a loop over several
+        has one line for all of their losses. ``is_sampled``: what the autograd graph behind it tells is of interest,
+        see ``facts``.
         """
         self.count += 1
         known = next((one for one in self._scaled if one[0]() is tensor), None) if self._scaled else None
         named = tensor if known is None else known[1]()
-        name = self._name(named, at)
+        name = self._name(named, at, whose)
         if known is not None:
             self.scale = _scale_of(known[3])
         scale = 1.0 if known is None else self.scale
@@ -140,15 +141,16 @@ class Losses:
         self.unclipped = None
         self.facts.pop("clipped", None)
 
-    def _name(self, loss: Tensor | None, at: int) -> str:
+    def _name(self, loss: Tensor | None, at: int, whose: str) -> str:
         """What a loss is called that comes from the place in the code that leads here, as it was at the first time.
 
         Most come from where the last one came from: that is asked first, since the hash of code takes long.
         """
         code, instruction = caller()
-        last_code, *last, name = self._latest
-        if code is not last_code or last != [instruction, at]:
-            place = code, instruction, at
+        last_code, *last, known = self._latest
+        name = str(known)
+        if code is not last_code or last != [instruction, at, whose]:
+            place = code, instruction, at, whose
             if place not in self.names:
                 self.names[place] = self._new_name(name_of_loss(loss) if loss is not None else "loss")
             name = self.names[place]

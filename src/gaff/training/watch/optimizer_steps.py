@@ -63,6 +63,7 @@ class OptimizerSteps:
         update.was_cleared = has_closure or self.clearing.was_cleared(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
+        sampled.facts["has_closure"] = has_closure
 
     def ends(self, optimizer: Any, sampled: SampledStep | None) -> bool:
         """Count a step that an optimizer has made; whether that ends the step of the run. Others may still follow.

@@ -238,7 +238,7 @@ class SampledStep:
         one.calls += 1
         is_latest = self._stands is None and self._latest.is_same(tensor)
         if one.is_alias:  # of its first call only the tensor's other address was looked at
-            one.known = one.known if is_latest else None
+            one.known = one.known if is_latest and self._latest.key == one.known else None
             self._models.called_often.add(key)
             return
         if is_latest and self._latest.key is not None and one.calls == 1 and key not in self._models.called_often:

@@ -6,8 +6,10 @@ All functions but ``read`` are called on the thread that trains, and wait for no
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -102,6 +104,17 @@ def precision(module: nn.Module) -> str:
     if torch.is_autocast_enabled(kind):
         return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
     return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
+
+
+def renews_statistics() -> bool:
+    """Whether torch's ``update_bn`` makes the call in progress: a forward in training mode that is no evaluation."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "update_bn" and code.co_filename.endswith("swa_utils.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def has_modes(module: nn.Module, *, training: bool = True) -> bool:

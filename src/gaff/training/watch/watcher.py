@@ -202,9 +202,9 @@ class Watcher:
         if sampled is not None:
             self._steps.clearing.look()
             self._calls.switch(is_on=True)  # for recomputations
-        bad = ""
+        bad, whose = "", self._batches.latest_model
         for at, loss in _scalars(losses):
-            noted = self._losses.note(loss, at, is_sampled=sampled is not None)
+            noted = self._losses.note(loss, at, whose=whose, is_sampled=sampled is not None)
             if sampled is not None:
                 sampled.scale = noted.scale
             if noted.spike is not None and not self._batches.is_rest():
