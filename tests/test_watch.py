@@ -814,3 +814,100 @@ def test_gradients_are_those_that_the_step_is_made_of(tmp_path):
     assert told["grad_norm"] == pytest.approx([0.01] * 3, rel=1e-3)
     assert told["unclipped_norm"] == pytest.approx(norms, rel=1e-3)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+class Parts(nn.Module):
+    """Whose parts a program calls one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+def test_parts_that_are_called_by_themselves_have_inputs_of_their_own(tmp_path):
+    torch.manual_seed(0)
+    model, x = Parts(), torch.randn(60, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            hidden = model.encoder(x) * 1000
+            model.decoder(hidden).square().mean().backward()
+            optimizer.step()
+    record = gaff.load(tmp_path / "run")
+    for site, true in (("encoder:input", x), ("decoder:input", hidden.detach())):
+        assert record.series(site, "rms").values[-1] == pytest.approx(float(true.square().mean().sqrt()), rel=1e-4)
+    assert [value for _, value in record.scalar("samples")] == [60, 60, 60]
+    assert "input_scale" not in {one.rule for one in record.findings}
+
+
+def test_the_origin_in_a_part_that_was_called_by_itself(tmp_path):
+    model, x = Parts(), torch.ones(6, 4)
+    model.decoder = nn.Sequential(nn.Linear(4, 4), Logarithm())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        model.decoder(model.encoder(x)).sum().backward()
+        optimizer.step()
+    [finding] = [one for one in gaff.load(tmp_path / "run").findings if one.rule == "nonfinite"]
+    assert finding.site == "decoder.1/log#0"
+    assert "decoder.1/log#0" in finding.message
+
+
+class Logarithm(nn.Module):
+    def forward(self, x):
+        return (-x.abs()).log()
+
+
+class Either(nn.Module):
+    """Returns what the one child or the other has returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, is_b=False):
+        return self.b(x) if is_b else self.a(x)
+
+
+def test_a_container_that_returns_another_childs_output_has_not_the_numbers_of_the_first(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.last = Either(), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(self.block.a(self.block(self.block(x), True)))
+
+    torch.manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        model.block.b.weight *= 100
+    optimizer, true = torch.optim.SGD(model.parameters(), 0.0), []
+    model.block.register_forward_hook(lambda module, args, output: true.append(output.detach().clone()))
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for _ in range(3):
+            true.clear()
+            model(torch.ones(5, 4)).sum().backward()
+            optimizer.step()
+    told = gaff.load(tmp_path / "run").series("block", "norm")
+    assert told.steps == [1, 2]  # of the first look nothing is known
+    assert told.values == pytest.approx([float(torch.cat(true).norm())] * 2)
+
+
+def test_losses_of_several_models_from_one_line_are_told_apart(tmp_path):
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in models]
+    true = [[], []]
+    with gaff.watch({"a": models[0], "b": models[1]}, out=tmp_path / "run", every=1):
+        for _ in range(4):
+            for at, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                loss = model(torch.randn(5, 4)).square().mean()
+                loss.backward()
+                optimizer.step()
+                true[at].append(loss.item())
+    record = gaff.load(tmp_path / "run")
+    for name, values in zip(("loss:loss", "loss:loss#2"), true, strict=True):
+        told = [value for _, value in record.scalar(name) if value == value]
+        assert told == pytest.approx(values)

@@ -33,7 +33,8 @@ class Batch:
 
     ``random``: states of torch's generators, on the CPU first, then on each GPU where CUDA is initialised.
     ``autocast``: device and type where it was on. ``versions``: each input with its version counter at the time, to
-    see whether somebody has written to it. ``sums``, ``gradients`` and ``handles`` are filled in by a guard.
+    see whether somebody has written to it. ``part``: path of the part of the model that was called by itself, and a
+    weak reference to it; None where the model was. ``sums``, ``gradients`` and ``handles`` are filled in by a guard.
     """
 
     args: tuple[Any, ...]
@@ -45,6 +46,7 @@ class Batch:
     sums: list[tuple[Any, Tensor]] = field(default_factory=list)  # one number a module output, with who asked
     gradients: list[tuple[int, Tensor]] = field(default_factory=list)  # of the outputs, by position
     handles: list[Any] = field(default_factory=list)  # of the hooks that bring them
+    part: tuple[str, Any] | None = None
     is_unseen: bool = False  # of what the run was given nothing is known
 
     @classmethod

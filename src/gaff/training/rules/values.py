@@ -233,11 +233,14 @@ def input_constant(sample: Sample, past: Past) -> Iterator[Hit]:
 def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
     """|mean| above 5 or a standard deviation outside [0.01, 10]; the published [-1, 1] rejects standardised data.
 
-    Asked of the first floating tensor that a model is given, by position or by name.
+    Asked of the first floating tensor that a model is given, by position or by name; of a model whose parts are called
+    one by one, that the first part is given.
     """
     asked: set[str] = set()
+    given = sample.facts.get("given", {})
     for key, row in sample.port("input").items():
-        if path_of(key[1]) or key[0] in asked or "mask" in key[1]:
+        is_inside = path_of(key[1]) != path_of(given.get(key[0], ""))
+        if is_inside or key[0] in asked or "mask" in key[1]:
             continue
         asked.add(key[0])
         if row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
+
+from torch import nn
 
 from gaff.address.nested import size_bytes
 from gaff.inspection.nonfinite.rerun import Batch
@@ -29,6 +32,7 @@ class StepBatches:
         self.samples = 0  # that models were given since they were last taken
         self._runs = 0  # of the step
         self._size = self._largest = 0
+        self._counted: dict[str, str] = {}  # by model: the path of the part of it that was first called in the step
         self._bytes: list[int] = []  # of the inputs of the batches that are kept, as far as they were counted
 
     @property
@@ -36,13 +40,15 @@ class StepBatches:
         """How many of the runs that come next in this step need only be counted."""
         return _THEN - 1 if self._runs >= _FIRST else 0
 
-    def add(self, model: Model, args: Any, kwargs: Any) -> Batch:
+    def add(self, model: Model, part: nn.Module, path: str, args: Any, kwargs: Any) -> Batch:
         """Keep what a run of ``model`` that begins is given, and return it, with the random state that it meets.
 
-        At most 16 batches of a step are held, the latest ones that were added, and at most 256 MB of inputs, but always
-        the latest one. Waits for no device.
+        ``part``, at ``path``: what was called, the model itself or a part of it by itself; the samples of a step are
+        those that the first part is given. At most 16 batches of a step are held, the latest ones that were added, and
+        at most 256 MB of inputs, but always the latest one. Waits for no device.
         """
         batch = Batch.of(args, kwargs, holds_graphs=False)
+        batch.part = (path, ref(part)) if path else None
         tensors = [tensor for tensor, _ in batch.versions]
         self.kept.append((model, batch))
         self._runs += 1
@@ -50,7 +56,7 @@ class StepBatches:
             self._make_room()
         self._size = next((int(tensor.size(0)) for tensor in tensors if tensor.dim()), 1)
         self._largest = max(self._largest, self._size)
-        if tensors:  # keywords are not always seen
+        if tensors and self._counted.setdefault(model.name, path) == path:  # keywords are not always seen
             self.samples += self._size
         return batch
 
@@ -72,6 +78,7 @@ class StepBatches:
         """The step is over: let go of its batches."""
         self.kept.clear()
         self._bytes.clear()
+        self._counted.clear()
         self._runs = 0
 
     def _make_room(self) -> None:

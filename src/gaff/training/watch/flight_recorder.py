@@ -114,6 +114,9 @@ class FlightRecorder:
         root = model.root() if model is not None else None
         if self._keeper is None or root is None or model is None or batch is None:
             return ""
+        if batch.part is not None:
+            self._keeper.notes.append(f"the batch of step {step} was not kept: a part was called by itself")
+            return ""
         try:
             path = self._keeper.keep(step, why, model.name, root, batch)
         except Exception as error:  # noqa: BLE001  # whatever is in a batch: what was found must not be lost with it

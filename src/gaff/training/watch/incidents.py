@@ -59,7 +59,8 @@ def of_nonfinite(
     failed = ""
     given: tuple[Finding, Batches] | None = None
     for model, batch in reversed(batches):
-        root = model.root()
+        path, called = batch.part or ("", model.root)
+        root = called()
         if root is None:
             continue
         report, why = _examine(root, batch, assume_ones=False)
@@ -67,6 +68,7 @@ def of_nonfinite(
             report, why = _examine(root, batch, assume_ones=True)
         failed = failed or why
         if report:
+            report = replace(report, site=_within(path, report.site))
             found = Finding(
                 rule="nonfinite",
                 site=report.site,
@@ -173,6 +175,13 @@ def of_spike(spike: Spike, step: int, batches: Sequence[tuple[Model, Batch]]) ->
         evidence=evidence,
         last=step,
     )
+
+
+def _within(path: str, site: str) -> str:
+    """The address in a model of what has ``site`` in a part of it; what lies outside of the part stays as it is."""
+    if not path or not site or site.startswith("("):
+        return site
+    return f"{path}{site}" if site[0] in ":/" else f"{path}.{site}"
 
 
 def _examine(model: nn.Module, batch: Batch, *, assume_ones: bool) -> tuple[Report, str]:

@@ -118,7 +118,7 @@ class Looks:
         if sampled is not None:
             self._count_passed()
             self._calls.switch(is_on=True)
-            sampled.root_given(model.name, args, kwargs)
+            sampled.root_given(model.name, self._models.path_of(module), args, kwargs)
             sampled.facts.setdefault("batch", step_facts.batch_size(args, kwargs))
             sampled.facts.setdefault("precision", step_facts.precision(module))
             if sampled.facts["batch"] <= 2 and step_facts.has_batch_norm(module):
@@ -157,7 +157,7 @@ class Looks:
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
             if (often >= 10 or (often and since >= _OFTEN)) and step_facts.has_modes(module):
                 sampled.facts["train_mode"] = [model.name]
-            sampled.root_given(model.name, *given)
+            sampled.root_given(model.name, self._models.path_of(module), *given)
             self._calls.switch(is_on=True)
             self._heard.run_begins(sampled, is_training=module.training)
         elif self.sampled is None:

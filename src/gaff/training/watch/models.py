@@ -117,6 +117,11 @@ class Models:
         """The model that goes by this name; raises StopIteration where there is none."""
         return next(one for one in self.all if one.name == name)
 
+    def path_of(self, module: nn.Module) -> str:
+        """The path of a module in the model that it belongs to; empty for the model itself, and wrappers around it."""
+        entry = self.entries.get(module)
+        return "" if entry is None else entry.path
+
     def find(self, module: nn.Module) -> Model | None:
         """The model that an outermost call of ``module`` belongs to, made known if it is new.
 

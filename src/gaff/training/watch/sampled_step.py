@@ -165,16 +165,21 @@ class SampledStep:
             else:
                 self._called(entry, args, output)
 
-    def root_given(self, model: str, args: Any, kwargs: Any) -> None:
-        """The outermost module is about to be called: the first of its floating tensors are looked at."""
+    def root_given(self, model: str, path: str, args: Any, kwargs: Any) -> None:
+        """The outermost module is about to be called: the first of its floating tensors are looked at.
+
+        ``path``: of the part of the model that it is, where a program calls parts by themselves. What the first part
+        is given is what the model is given, for rules (``given``).
+        """
         self.runs.all += 1
         self.runs.looked += 1
         self.routes.run_begins()
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None
             if value is not None and at < _MOST_INPUTS:
-                place = () if key == (0, 0) else key[1:]
-                self.numbers.observe((model, str(Site(port="input", key=place))), value)
+                site = str(Site(path, port="input", key=() if key == (0, 0) else key[1:]))
+                self.facts.setdefault("given", {}).setdefault(model, site)
+                self.numbers.observe((model, site), value)
                 self._latest.set(tensor, None, is_inside=self._stands is not None)
 
     def run_ends(self) -> None:

@@ -171,7 +171,7 @@ class Watcher:
         self._looks.run_begins(self.step, model, module, args, kwargs)
         if self._looks.is_endless and self._looks.sampled is not None:
             self._end_look()
-        batch = self._batches.add(model, args, kwargs)
+        batch = self._batches.add(model, module, self._models.path_of(module), args, kwargs)
         self._alone.forward_begins()
         self._flight.begins(batch)
         counted = self._batches if self._looks.sampled is None else self._looks
