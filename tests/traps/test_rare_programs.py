@@ -120,3 +120,39 @@ def test_a_reduction_that_gives_no_tensor_is_told_so():
     with pytest.raises(gaff.PlanError, match="reduce= returned NoneType: expected a function that gives a tensor"):
         with gaff.capture(model, "0", reduce=lambda value: None):
             model(torch.ones(2, 4))
+
+
+class PartlyScripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+    def forward(self, x):
+        return self.last(self.scripted(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_part_that_is_torchscript_is_left_out_and_the_rest_is_told(tmp_path):
+    torch.manual_seed(0)
+    model, x = PartlyScripted(), torch.randn(6, 4)
+    before = model.scripted.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    trace = gaff.trace(model, x, backward=lambda out: out.sum())
+    assert [row.site for row in trace.rows] == [":output", "first", "last"]
+    assert all(torch.equal(value, before[name]) for name, value in model.scripted.state_dict().items())
+    with gaff.capture(model, "**", "last:grad_output", "first.weight:grad") as got:
+        model(x).sum().backward()
+    assert list(got) == ["first", "last", "last:grad_output", "first.weight:grad"]
+    assert torch.equal(got["first.weight:grad"], model.first.weight.grad)
+    assert any("TorchScript" in note for note in got.receipt.notes)
+    for address in ("scripted", "scripted.0", "scripted.0.weight:grad"):
+        with pytest.raises(gaff.PlanError, match="'scripted' is TorchScript, which takes no hooks"):
+            gaff.capture(model, address)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1), gaff.guard(model):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert gaff.load(tmp_path / "run").series("last", "rms").steps == [0, 1, 2]

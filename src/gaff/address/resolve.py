@@ -100,6 +100,16 @@ def _wrapped_name(kind: type) -> str | None:
     return next((known for base in kind.__mro__ if (known := _WRAPPERS.get(base.__name__))), None)
 
 
+def is_script(module: nn.Module) -> bool:
+    """Whether a module is TorchScript (scripted or traced), which takes no hooks."""
+    return _is_script_class(type(module))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _is_script_class(kind: type) -> bool:
+    return any(base.__name__ == "ScriptModule" for base in kind.__mro__)
+
+
 def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool]) -> list[Found]:
     """Every exact site that ``wanted`` names, in the order of the model. Raises SiteError with near names if none.
 
@@ -259,11 +269,14 @@ def join(path: str, name: str) -> str:
 def _walk(
     module: nn.Module, path: str, chain: tuple[nn.Module, ...]
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """``module`` and all below it, depth first, in the order of ``_modules``; it has been unwrapped already."""
+    """``module`` and all below it, depth first, in the order of ``_modules``; it has been unwrapped already.
+
+    What is TorchScript is left out: it takes no hooks.
+    """
     yield path, module, chain
     inner = (*chain, module)
     for name, child in module._modules.items():
-        if child is not None:
+        if child is not None and not is_script(child):
             yield from _walk(unwrap(child), join(path, name), inner)
 
 
@@ -271,12 +284,15 @@ def _descend(model: nn.Module, path: str) -> tuple[nn.Module, tuple[nn.Module, .
     """Follow a path from the root, name by name: the module there and its chain, or None where a name leads nowhere.
 
     Wrappers are skipped, and may be named all the same: ``module.fc`` of a DDP model is what ``named_modules`` prints.
+    Raises PlanError for what is TorchScript, or inside of it.
     """
     module = unwrap(model)
     chain: tuple[nn.Module, ...] = ()
     outer: nn.Module = model
     for name in path.split(".") if path else ():
         child = module._modules.get(name)
+        if child is not None and is_script(child):
+            raise PlanError(f"{path}: {name!r} is TorchScript, which takes no hooks: expected what it was made from")
         if child is None and outer._modules.get(name) is not None and outer is not module:
             outer = outer._modules[name]  # type: ignore[assignment]  # the wrapper's own name for it: step through
             continue
@@ -339,14 +355,16 @@ def _match(
         yield from _match(module, rest, path, chain)
     elif not first.is_glob:
         child = module._modules.get(first.text)
-        if child is not None:
+        if child is not None and not is_script(child):
             yield from _match(unwrap(child), rest, join(path, first.text), (*chain, module))
         return
     inner = (*chain, module)
     prefix = f"{path}." if path else ""
     onward = names if first == ANY_DEPTH else rest
     for name, child in module._modules.items():
-        if child is not None and (first == ANY_DEPTH or first.text == "*" or first.matches(name)):
+        if child is None or is_script(child):
+            continue
+        if first == ANY_DEPTH or first.text == "*" or first.matches(name):
             if onward:
                 yield from _match(unwrap(child), onward, prefix + name, inner)
             else:

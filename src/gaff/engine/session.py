@@ -82,6 +82,8 @@ class Session:
         self._around = surroundings.look(model, allows_flat=allows_flat) if model is not None else None
         if self._around is not None and self._around.has_flat:
             self._refuse_parameters(taps)
+        if self._around is not None and self._around.has_script:
+            self.notes.append("parts of the model are TorchScript, which takes no hooks: they are left out")
         self._model = model
         self._taps = taps
         self._tensors = tensors

@@ -23,6 +23,7 @@ from gaff.engine.force_eager import forced_eager
 from gaff.engine.node import Node
 from gaff.errors import PlanError
 
+_PLAIN = (nn.Parameter, type(None))
 _PECULIAR = (torch.jit.ScriptModule, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 _KINDS = {
     "OptimizedModule": "compiled",
@@ -65,6 +66,7 @@ class Surroundings:
     held: tuple[dict[str, Any], ...]
     own: tuple[nn.Module, ...]
     has_flat: bool = False  # parameters lie end to end: the first FSDP
+    has_script: bool = False  # parts are TorchScript: they take no hooks, and are left out
 
     def renewed(self, model: nn.Module) -> Surroundings:
         """What ``look`` would find now: the addresses are read anew, the modules only where some were replaced.
@@ -94,7 +96,7 @@ def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
     compiled function may call the model, and torch ignores hooks that come after the first compilation without a word.
     Raises PlanError; installs nothing. ``allows_flat``: whoever asks knows what to do with the first FSDP's parameters.
     """
-    is_compiled, has_flat = has_compiled(), False
+    is_compiled, has_flat, has_script = has_compiled(), False, False
     fused: list[nn.Module] = []
     own: list[nn.Module] = []
     tables: list[dict[str, Any]] = []
@@ -104,14 +106,17 @@ def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
     for module in waiting:
         if module is None:
             continue
-        inside = module.__dict__
-        children = inside["_modules"]
-        tables.append(children)
-        waiting += children.values()
         cls = type(module)
         kind = kinds.get(cls)
         if kind is None:
             kind = kinds[cls] = _kind(module)
+        if kind == "script" and module is not model:
+            has_script = True
+            continue  # nobody can ask about it, or about what is inside
+        inside = module.__dict__
+        children = inside["_modules"]
+        tables.append(children)
+        waiting += children.values()
         if kind == _OWN:
             own.append(module)
         elif kind:
@@ -122,14 +127,16 @@ def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
             if not (allows_flat and kind == "sharded"):
                 _refuse(model, module, kind)
         is_compiled = is_compiled or inside.get("_compiled_call_impl") is not None
-        for parameter in inside["_parameters"].values():
-            if type(parameter) is not nn.Parameter and parameter is not None:
-                _refuse(model, module, type(parameter).__name__)
+        odd = next((one for one in inside["_parameters"].values() if type(one) not in _PLAIN), None)
+        if odd is not None:
+            _refuse(model, module, type(odd).__name__)
         held += [inside["_parameters"], inside["_buffers"]]
     _refuse_localized(model)
     insides = tuple(map(tuple, map(dict.values, tables)))
     memory = _memory_of(held, own)
-    return Surroundings(is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own), has_flat)
+    return Surroundings(
+        is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own), has_flat, has_script
+    )
 
 
 def _refuse_localized(model: nn.Module) -> None:

@@ -71,7 +71,7 @@ class _Buffers:
     def restore(self) -> None:
         """Take away buffers that are new, put back those that were replaced, and write back those whose bits differ."""
         owned = self._module._buffers
-        for name in [name for name in owned if name not in self._owned]:
+        for name in [name for name in owned.keys() if name not in self._owned]:  # noqa: SIM118  # TorchScript's
             del owned[name]
         self._module._non_persistent_buffers_set.intersection_update(self._hidden)
         self._module._non_persistent_buffers_set.update(self._hidden)
