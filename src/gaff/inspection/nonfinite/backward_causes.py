@@ -74,6 +74,7 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
         )
     if limit is not None and not handed.nan:
         return (
-            f"overflow: {node} made more than {handed.dtype} holds ({limit:.4g}) of gradients up to {came.largest:.4g}"
+            f"{node} made {handed.kinds} of gradients up to {came.largest:.4g}: more than {handed.dtype} holds "
+            f"({limit:.4g}) on the way, or a division by zero in it"
         )
     return f"{node} made {handed.kinds} of finite gradients up to {came.largest:.4g}"

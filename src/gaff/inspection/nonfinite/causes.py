@@ -299,12 +299,17 @@ def _overflow(case: Case) -> str:
 
 
 def _exp_limit(case: Case, limit: float | None) -> str:
-    """What can be said of an overflow without running the op again: how large its inputs were, and what fits."""
+    """What can be said of an overflow without running the op again: how large its inputs were, and what fits.
+
+    Nothing of a NaN, which no single overflow makes.
+    """
     x = case.first
     if limit is None or x is None or x.max is None:
         return ""
     if case.op.strip("_") in ("exp", "expm1") and x.max > math.log(limit):
         return f"overflow: exp of {x.max:.4g}, and {case.output.dtype} holds exp up to {math.log(limit):.4g}"
+    if case.output.nan:
+        return ""
     return f"overflow: the inputs go up to {x.largest:.4g}, and {case.output.dtype} holds up to {limit:.4g}"
 
 
