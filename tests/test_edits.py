@@ -420,3 +420,16 @@ def test_each_of_several_edits_at_one_site_draws_its_own_noise():
         by_patterns = model(x)
     assert torch.equal(by_patterns - alone != alone, torch.ones_like(x, dtype=torch.bool))
     assert torch.equal(edited(x, [edits.noise(1.0), edits.noise(1.0)]), two)
+
+
+def test_a_mapped_patch_and_functions_see_the_part_also_where_it_is_as_large_as_the_whole():
+    x, value = torch.zeros(3, 2), torch.ones(3, 2)
+    for order in ([2, 0, 1], [2, 0]):  # of three rows: all, or two
+        part = value[: len(order)]
+        patched = edited(x, edits.at(keep.rows(order), edits.patch(part, rows=0)))
+        assert torch.equal(patched.sum(1), torch.tensor([0.0, 0.0, 2.0]))
+    seen = []
+    whole = torch.arange(6.0).view(3, 2)
+    chain = [edits.replace(whole), lambda part: seen.append(part.clone()) or part]
+    assert torch.equal(edited(x, edits.at(keep.rows([2, 0, 1]), chain)), whole)
+    assert torch.equal(seen[0], whole[[2, 0, 1]])

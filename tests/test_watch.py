@@ -911,3 +911,37 @@ def test_losses_of_several_models_from_one_line_are_told_apart(tmp_path):
     for name, values in zip(("loss:loss", "loss:loss#2"), true, strict=True):
         told = [value for _, value in record.scalar(name) if value == value]
         assert told == pytest.approx(values)
+
+
+@pytest.mark.parametrize("how", ["removes itself", "adds another"])
+def test_hooks_of_the_optimizer_may_change_their_own_table(how, tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def once(*_):
+        if how == "removes itself":
+            handle.remove()
+        else:
+            optimizer.register_step_pre_hook(lambda *_: None)
+
+    handle = optimizer.register_step_pre_hook(once)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1) as watch:
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    assert watch.failure is None
+    assert len(gaff.load(tmp_path / "run").scalar("loss").values) == 3
+    assert all(hook.__module__ == __name__ for hook in optimizer._optimizer_step_pre_hooks.values())
+
+
+def test_one_loss_of_several_models_or_of_several_steps_is_one_series(tmp_path):
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in models]
+    with gaff.watch({"a": models[0], "b": models[1]}, out=tmp_path / "run", every=1):
+        for number in range(6):
+            ordered = models if number % 2 else models[::-1]
+            loss = sum(one(torch.ones(2, 4)).square().mean() for one in ordered)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert [name for name in gaff.load(tmp_path / "run").scalars if name.startswith("loss")] == ["loss:loss"]

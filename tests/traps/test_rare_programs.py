@@ -156,3 +156,53 @@ def test_a_part_that_is_torchscript_is_left_out_and_the_rest_is_told(tmp_path):
             model(x).square().mean().backward()
             optimizer.step()
     assert gaff.load(tmp_path / "run").series("last", "rms").steps == [0, 1, 2]
+
+
+MASKED = torch.tensor([True, False, False, False])
+
+
+class MaskedLogits(nn.Module):
+    """Closes a choice, and returns logits of which one is -inf."""
+
+    def __init__(self, close):
+        super().__init__()
+        self.lin, self.close = nn.Linear(4, 4), close
+
+    def forward(self, x):
+        return self.close(self.lin(x))
+
+
+@pytest.mark.parametrize(
+    "close",
+    [
+        lambda y: y.masked_fill(MASKED, float("-inf")),
+        lambda y: y.masked_fill_(MASKED, float("-inf")),
+        lambda y: torch.where(MASKED, float("-inf"), y),
+        lambda y: y + torch.tensor([float("-inf"), 0.0, 0.0, 0.0]),
+    ],
+)
+def test_logits_that_are_closed_on_purpose_are_no_alarm(close):
+    model = MaskedLogits(close)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.guard(model) as guard:
+        for _ in range(2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.ones(3, 4)), torch.tensor([1, 2, 3])).backward()
+            optimizer.step()
+    assert guard.reports == []
+
+
+def test_what_stood_for_torch_compile_does_nothing_after_the_session():
+    """Somebody may have kept it."""
+    kept = []
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            kept.append(torch.compile)
+            return super().forward(x)
+
+    model = Keeps(2, 2)
+    with gaff.capture(model, ":output"):
+        model(torch.ones(1, 2))
+    kept[0](nn.Linear(2, 2), backend="eager")
+    assert torch._dynamo.eval_frame._stance.stance == "default"

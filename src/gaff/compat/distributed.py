@@ -264,7 +264,8 @@ def replica_ranks(model: Any) -> list[int]:
 
     Empty also where a communication hook of torch's lets them differ between averagings by design (post-local SGD).
     """
-    group = replicas_of(model)
+    is_replicated = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    group = model.process_group if is_replicated else None
     hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(model, "_comm_hooks", ())]
     if group is None or "post_localSGD_hook" in hooks:
         return []

@@ -24,20 +24,34 @@ class Event(NamedTuple):
     """One tensor passing one site, once. A gradient has the run, call and step of its forward.
 
     ``run`` counts the runs of the session and ``call`` those of the module in its run, from 0; ``step`` the optimizer
-    steps that were completed when the run began. Equal in the forward and in its recomputation. ``which`` tells edits
-    apart that act here one after the other: its place among them, then in a list within it, and so on.
+    steps that were completed when the run began. Equal in the forward and in its recomputation.
     """
 
     site: Site = Site()
     run: int = 0
     call: int = 0
     step: int = 0  # optimizer steps completed when the run began
-    which: tuple[int, ...] = ()
 
     @property
     def is_gradient(self) -> bool:
         """Whether what passes is a gradient, and not a value or a parameter."""
         return self.site.port not in ("output", "input", "weights", "param")
+
+
+class EventAmong(Event):
+    """An event as one of several edits that act there, one after the other, is told of it.
+
+    ``which``: its place among the edits of the site, then in a list within it, and so on.
+    """
+
+    which: tuple[int, ...] = ()
+
+
+def among(event: Event, at: int) -> Event:
+    """The event as the edit with number ``at`` of those that get it is told of it."""
+    told = EventAmong(*event)
+    told.which = (*getattr(event, "which", ()), at)
+    return told
 
 
 @runtime_checkable
@@ -126,8 +140,9 @@ def generator(event: Event, seed: int, device: torch.device) -> torch.Generator:
     one site each draws its own; the first draws what it would draw alone.
     """
     text = f"{seed}|{event.site}|{event.run}|{event.call}|{event.step}"
-    last = max((at for at, number in enumerate(event.which) if number), default=-1)
-    text += "".join(f"|{number}" for number in event.which[: last + 1])
+    which = getattr(event, "which", ())
+    last = max((at for at, number in enumerate(which) if number), default=-1)
+    text += "".join(f"|{number}" for number in which[: last + 1])
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return torch.Generator(device=device).manual_seed(number)
 
@@ -169,11 +184,14 @@ def _converted(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
     In compiled code, which cannot ask for a number, they are not looked at.
     """
     new = value.to(device, dtype)
-    if torch.compiler.is_compiling() or not elements.is_readable(new):
+    if value.requires_grad or torch.compiler.is_compiling() or not elements.is_readable(new) or not value.numel():
         return new
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    old = value.detach().to(device)
-    fits = torch.equal(new.to(value.dtype), old) if is_whole else torch.equal(new.isfinite(), old.isfinite())
+    old = value.to(device)
+    if dtype.is_floating_point or dtype.is_complex:
+        parts = torch.view_as_real(old.resolve_conj()) if old.is_complex() else old.double()
+        fits = bool((parts.abs().nan_to_num(0.0, 0.0, 0.0) <= torch.finfo(dtype).max).all())
+    else:
+        fits = torch.equal(new.to(old.dtype), old) and torch.equal(new.double(), old.double())
     if not fits:
         raise PlanError(f"a constant of {value.dtype} holds numbers that {dtype} has not, which passes")
     return new

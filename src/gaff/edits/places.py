@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.edits.event import Call, Edit, Event, acts_on_parts, is_linear, need_callable, uses_event
+from gaff.edits.event import Call, Edit, Event, acts_on_parts, among, is_linear, need_callable, uses_event
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
 from gaff.keep import Heads, Part
@@ -53,33 +54,43 @@ class At:
             if not fits or mask.dim() > tensor.dim():
                 raise PlanError(f"mask of shape {tuple(mask.shape)} does not fit what passes, {tuple(tensor.shape)}")
             return torch.where(mask, self.edit.change(tensor, event), tensor)
-        part = index(tensor)
-        new_part = self._change_part(tensor, part, event)
+        return self._changed(tensor, self.edit, event)
+
+    def _changed(self, tensor: Tensor, edit: Edit, event: Event) -> Tensor:
+        """``tensor`` with what ``edit`` makes of the part in its place; of several each goes on from the one before."""
+        if isinstance(edit, Chain):
+            for number, inner in enumerate(edit.edits):
+                tensor = self._changed(tensor, inner, among(event, number))
+            return tensor
+        part = self.index(tensor)  # type: ignore[operator]  # no mask
+        new_part = self._change_part(tensor, part, edit, event)
         if new_part.shape != part.shape or new_part.dtype != part.dtype:
             raise PlanError(f"edit of a part of {_text(part)} returned {_text(new_part)}: expected the same")
-        new = tensor.clone()
+        new, index = tensor.clone(), self.index
         if isinstance(index, Heads):
             new.unflatten(-1, (index.count, -1))[..., list(index.index), :] = new_part
             return new
+        places: Any = index
         at: list[Any] = [slice(None)] * tensor.dim()
-        at[index.dim] = [index.index] if isinstance(index.index, int) else _plain(index.index)
+        at[places.dim] = [places.index] if isinstance(places.index, int) else _plain(places.index)
         new[tuple(at)] = new_part
         return new
 
-    def _change_part(self, tensor: Tensor, part: Tensor, event: Event) -> Tensor:
+    def _change_part(self, tensor: Tensor, part: Tensor, edit: Edit, event: Event) -> Tensor:
         """Edit the part alone; values from elsewhere may have the shape of the part, or of the whole.
 
         Which of the two they have is found by trying: where the part does not fit, the whole is edited and the part
-        taken of it. A part as large as the whole, such as all its rows in another order, is of the whole.
+        taken of it. Values for a part as large as the whole, such as all its rows in another order, are of the whole.
         """
-        if part.shape == tensor.shape and is_placed(self.edit):
-            return self.index(self.edit.change(tensor, event))  # type: ignore[operator]  # no mask
+        whole: Any = self.index
+        if part.shape == tensor.shape and _is_whole(edit):
+            return whole(edit.change(tensor, event))  # type: ignore[no-any-return]
         try:
-            return self.edit.change(part, event)
+            return edit.change(part, event)
         except PlanError:
-            if not is_placed(self.edit):
+            if not is_placed(edit):
                 raise
-            return self.index(self.edit.change(tensor, event))  # type: ignore[operator]  # no mask
+            return whole(edit.change(tensor, event))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +127,7 @@ class Chain:
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """What the last one returns. All of them get the same event, but for which of the edits they are."""
         for at, edit in enumerate(self.edits):
-            tensor = edit.change(tensor, event._replace(which=(*event.which, at)))
+            tensor = edit.change(tensor, among(event, at) if uses_event(edit) else event)
         return tensor
 
 
@@ -209,6 +220,15 @@ def is_placed(edit: Edit) -> bool:
     return is_placed(edit.edit) if isinstance(edit, (At, When)) else isinstance(edit, (Patch, Replace, Ablate))
 
 
+def _is_whole(edit: Edit) -> bool:
+    """Whether an edit puts values for all places of what it is given: a replacement, or a patch without a mapping."""
+    if isinstance(edit, When):
+        return _is_whole(edit.edit)
+    if isinstance(edit, Patch):
+        return edit.rows is None and edit.positions is None
+    return isinstance(edit, (Replace, Ablate))
+
+
 def with_patches(edit: Edit, change: Callable[[Patch], Edit]) -> Edit:
     """``edit`` with every patch in it replaced by what ``change`` makes of it; the edit itself where there is none."""
     if isinstance(edit, Patch):
@@ -240,16 +260,17 @@ def _counts(value: Any) -> tuple[int, ...] | range:
         stop = 2**62 if value.stop is None else value.stop
         return range(_count(value.start or 0), _count(stop), _count(1 if value.step is None else value.step))
     if isinstance(value, range):
-        return range(_count(value.start), _count(value.stop), _count(value.step))
+        _count(min(value[0], value[-1]) if value else 0)
+        return value
     value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy or torch
     return (_count(value),) if isinstance(value, Integral) else tuple(_count(one) for one in value)
 
 
 def _count(number: Any) -> int:
-    """A whole number, 0 or more. Raises ValueError for anything else."""
-    if not isinstance(number, Integral) or isinstance(number, bool) or number < 0:
+    """A whole number, 0 or more. Raises TypeError or ValueError for anything else."""
+    if isinstance(number, bool) or operator.index(number) < 0:
         raise ValueError
-    return int(number)
+    return operator.index(number)
 
 
 def _plain(index: Any) -> Any:

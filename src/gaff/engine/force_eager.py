@@ -19,6 +19,7 @@ from gaff.address.nested import iter_tensors
 from gaff.compat.compiler import has_asked_to_compile, is_loaded
 from gaff.compat.modes import dispatch_modes, plainly
 from gaff.engine.flops import FlopCount
+from gaff.engine.process.alone import Unanswered
 from gaff.engine.replacements import Held, Replacements
 
 EAGER = "compiled code ran eagerly while the session was open (torch.compiler.set_stance('force_eager'))"
@@ -37,8 +38,8 @@ def _force() -> ExitStack:
 
 
 def _is_traced() -> bool:
-    """Whether somebody's dispatch mode stands around what runs; gaff's own counter only counts."""
-    return any(not isinstance(mode, FlopCount) for mode in dispatch_modes())
+    """Whether somebody's dispatch mode stands around what runs; gaff's own only count, or watch for collectives."""
+    return any(not isinstance(mode, (FlopCount, Unanswered)) for mode in dispatch_modes())
 
 
 _BRANCH = (
@@ -88,14 +89,18 @@ def keep_eager(opening: ExitStack, at_end: list[Callable[[Any, Any], None]], not
 
 
 def _force_later() -> ExitStack:
-    """Compiled code runs eagerly from the first call of ``torch.compile`` on, as long as what this returns is open."""
-    forced = ExitStack()
+    """Compiled code runs eagerly from the first call of ``torch.compile`` on, as long as what this returns is open.
+
+    Somebody may keep what stands there meanwhile (``from torch import compile``), and call it later.
+    """
+    forced, live = ExitStack(), [True]
+    forced.callback(live.clear)
 
     def stand_in(compile: Any) -> Any:
         @functools.wraps(compile)
         def run(*args: Any, **kwargs: Any) -> Any:
             with _first:
-                if not forced_eager.is_held:
+                if live and not forced_eager.is_held:
                     forced.enter_context(forced_eager)
             return compile(*args, **kwargs)
 

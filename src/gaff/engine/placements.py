@@ -14,12 +14,14 @@ import os
 import sys
 from contextlib import ExitStack, nullcontext
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gaff.compat import distributed
+from gaff.compat.modes import call_frames
 from gaff.compat.placements import BY_HAND, PARTS, Placement, placement_of
 from gaff.engine.replacements import Replacements
 
@@ -35,8 +37,7 @@ def _noting(to_local: Any) -> Any:
         placement = placement_of(self)
         if placement is None or distributed.is_spread(found):
             return found
-        is_torch = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
-        if not is_torch and (placement.is_sum or isinstance(self, nn.Parameter)):
+        if (placement.is_sum or isinstance(self, nn.Parameter)) and _is_of_a_model(sys._getframe(1)):
             BY_HAND.add(placement.mesh)
             return found
         given = kwargs.get("grad_placements", args[0] if args else None)
@@ -44,6 +45,16 @@ def _noting(to_local: Any) -> Any:
         return found
 
     return noted
+
+
+def _is_of_a_model(frame: FrameType | None) -> bool:
+    """Whether code that is not torch's asks, in the call of a module: a model's own."""
+    if frame is None or frame.f_code.co_filename.startswith(_TORCH):
+        return False
+    codes = call_frames().codes
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 _TORCH = f"{os.path.dirname(torch.__file__)}{os.sep}"

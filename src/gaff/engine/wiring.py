@@ -205,7 +205,7 @@ class Wiring:
         """
         for module in found.chain:
             if isinstance(module, nn.TransformerEncoder):
-                self.scopes.of(self._node(module), "")
+                self.scopes.of(self._node(module), None)
         return self.scopes.of(self._node(found.module), found.site.path)
 
     def _wire_swap(self, model: nn.Module, tap: EditTap) -> None:

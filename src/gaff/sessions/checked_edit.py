@@ -26,7 +26,7 @@ from gaff.compat.placements import (
     whole_of,
     whole_on,
 )
-from gaff.edits.event import Edit, Event, acts_on_parts, is_linear, uses_event
+from gaff.edits.event import Edit, Event, acts_on_parts, among, is_linear, uses_event
 from gaff.edits.files import tensors_of
 from gaff.errors import ExactnessError, GaffError, PlanError, note
 from gaff.sessions.edit_size import plain
@@ -109,7 +109,7 @@ class CheckedEdit:
 
     def event(self, run: Any, call: int) -> Event:
         """What the edit is told of the ``call``-th call in ``run``."""
-        return Event(self._site, run.index, call, run.step, (self.number,))
+        return among(Event(self._site, run.index, call, run.step), self.number)
 
     def _made(self, value: Tensor, run: Any, call: int) -> Tensor:
         """What the edit makes of a whole tensor. Raises PlanError for what cannot take its place."""

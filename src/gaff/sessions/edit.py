@@ -234,8 +234,7 @@ class Editing:
 
     def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditedSite:
         """A stream that belongs to this session from now on."""
-        there = place if site.op is None else (site.path, site.port)  # several patterns may name the same ops
-        stream = EditedSite(pattern, site, place, edit, self._family, next(self._family.places[there]))
+        stream = EditedSite(pattern, site, place, edit, self._family, self._family.number(site, place))
         self._streams.append(stream)
         return stream
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,15 @@ class Family:
         self.meshes = meshes  # over which tensors are spread, every process computing on the same rows
         self.check_finite = check_finite
         self.streams: list[EditedSite] = []
-        self.places: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)  # numbers of edits at one place
+        self._counts: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)  # of edits, by place or op
+
+    def number(self, site: Site, place: object) -> int:
+        """The number of one more edit at a place; of ops the place is the single one, which several patterns may name.
+
+        Edits of patterns for ops have none of their own: each op that is met has.
+        """
+        is_pattern = site.op is not None and site.op_index is None
+        return 0 if is_pattern else next(self._counts[place if site.op is None else replace(site, call=None)])
 
 
 class EditedSite:
@@ -167,7 +176,7 @@ class EditedSite:
 
         ``known`` is that of another pattern for the same op; it edits, too, so it is not taken instead.
         """
-        new = EditedSite(self.pattern, site, (self.place, site), self.edit, self.family, self.checked.number)
+        new = EditedSite(self.pattern, site, (self.place, site), self.edit, self.family, self.family.number(site, None))
         new.switch = self.switch
         self.spawned.append(new)
         self.family.streams.append(new)

@@ -62,9 +62,8 @@ def question(gradient: Tensor) -> Tensor:
     flat = gradient.reshape(len(gradient), -1) if gradient.dim() else gradient.reshape(1, 1)
     draw = torch.Generator(gradient.device).manual_seed(0)
     kind: dict[str, Any] = {"generator": draw, "dtype": flat.dtype, "device": flat.device}
-    noise = torch.randn(flat.shape[0], 4, **kind) @ torch.randn(4, flat.shape[1], **kind)
-    asked: Tensor = gradient + (torch.linalg.vector_norm(flat) / 2 * noise).reshape(gradient.shape)
-    return asked
+    rows, columns = torch.randn(flat.shape[0], 4, **kind), torch.randn(4, flat.shape[1], **kind)
+    return torch.addmm(flat, rows * (torch.linalg.vector_norm(flat) / 2), columns).reshape(gradient.shape)
 
 
 def measure(before: list[Terms], new: list[Terms], asked: Tensor) -> MeasuredLayer:

@@ -198,7 +198,7 @@ class SampleNorms:
                     explained += found.explained
                     reach += found.reach
                     self._squares.setdefault(index, {})[name] = found.squares
-            missing = float((total * asked).sum()) - explained
+            missing = float(torch.dot(total.reshape(-1).to(asked.dtype), asked.reshape(-1))) - explained
             self._check(name, total, missing, reach, reached or [run.index])
 
     def _terms_of(self, index: int, name: str) -> tuple[list[Terms], list[Terms]]:
@@ -224,14 +224,14 @@ class SampleNorms:
         If they account for all of it, their sum gives what the gradient gives in the direction that was asked, and
         nothing is ``missing``; else a part of it is of another use of the parameter, or somebody has changed it. The
         tolerance is 1e-3 of the squared norm (5e-2 where half precision took part), and more where large numbers may
-        have cancelled. Squares that float32 cannot add up (below 1e-30, above 1e37) are refused, too.
+        have cancelled. Squares that float32 cannot add up (below 1e-37 an element, above 1e37) are refused, too.
         """
         paths = {path for path, _ in self._names[name]}
         narrow = (use for index in runs for (path, _), use in self._uses.get(index, {}).items() if path in paths)
         is_wide = total.element_size() >= 4 and not any(use.is_narrow() for use in narrow)
         square = float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
         lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
-        is_out = square and total.dtype != torch.float64 and not 1e-30 < square < 1e37
+        is_out = square and total.dtype != torch.float64 and not 1e-37 * total.numel() < square < 1e37
         if is_out or not abs(missing) <= (1e-3 if is_wide else 5e-2) * square + lost:
             for index in runs:
                 self._refuse(

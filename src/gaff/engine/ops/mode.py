@@ -78,9 +78,12 @@ class Scopes(list[Scope]):
         self._notes = notes
         self._known: set[int] = set()
 
-    def of(self, node: Node, path: str) -> Scope:
-        """The scope of the module of ``node``, which lies at ``path``."""
+    def of(self, node: Node, path: str | None) -> Scope:
+        """The scope of the module of ``node``, which lies at ``path``; None: look it up."""
         if node.scope is None:
+            if path is None and self._model is not None:
+                path = next((name for name, module, _ in iter_modules(self._model) if module is node.module), "")
+            path = path or ""
             node.scope = ModuleScope(node, path)
             node.has_entry = True
             node.scope.notes = self._notes

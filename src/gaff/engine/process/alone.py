@@ -6,15 +6,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gaff.compat.modes import plainly
 
 _SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
-class _Alone(TorchDispatchMode):
+class Unanswered(TorchDispatchMode):
     """Raises RuntimeError where an operation would talk to other processes, of which none answers."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            with self:
+                return plainly(func, args, kwargs or {})
         if func.namespace in _SPACES:
             raise RuntimeError(f"it talks to other processes ({func.name()}), which are not at this place")
         return func(*args, **(kwargs or {}))
@@ -27,4 +35,4 @@ def alone() -> AbstractContextManager[Any]:
     """
     distributed = torch.distributed
     has_others = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return _Alone() if has_others else nullcontext()  # type: ignore[no-untyped-call]
+    return Unanswered() if has_others else nullcontext()  # type: ignore[no-untyped-call]

@@ -83,12 +83,17 @@ def _iter_outer_steps(frame: FrameType | None) -> Iterator[Any]:
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside a wrapper such as accelerate's, or what was given where it wraps none."""
-    while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", {}):
+    for _ in range(_MOST_WRAPPERS):
+        if "_optimizer_step_pre_hooks" in getattr(optimizer, "__dict__", {}):
+            break
         inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)  # of PostLocalSGDOptimizer
         if inner is None:
-            return optimizer
+            break
         optimizer = inner
     return optimizer
+
+
+_MOST_WRAPPERS = 8
 
 
 class StepGuard:

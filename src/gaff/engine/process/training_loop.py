@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -44,7 +43,7 @@ class Told:
 _OPEN: list[Told] = []
 _UNDO: list[Callable[[], None]] = []
 _STEPPING: set[int] = set()  # optimizers inside a step
-_LATE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by optimizer: the hook that tells that its step begins
+_LATE: dict[int, tuple[Any, Any, Any, Any]] = {}  # by optimizer in a step: its hooks, key, last hook, and ours for it
 _FINISHED = [0]  # steps; to see that a GradScaler has made none
 
 
@@ -64,7 +63,7 @@ class Outer:
         if not _OPEN:
             _UNDO.append(register_optimizer_step_pre_hook(_step_begins).remove)
             _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
-            _UNDO.append(_forget_late)
+            _UNDO.append(_unwrap_all)
             _replace("backward", _backward, torch.autograd)
             _replace("scale", _scale, torch.amp.GradScaler)
             _replace("step", _scaler_step, torch.amp.GradScaler)
@@ -221,19 +220,33 @@ def tell_clipped(norm: Any, most: Any) -> None:
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
     """A step begins; not told for one that is a part of another.
 
-    Hooks that others have set on the optimizer may change gradients yet, and come after torch's global ones: they are
-    let go first, by a hook of the optimizer's own that is the last of them in this step.
+    Hooks that others have set on the optimizer may change gradients yet, and come after torch's global ones. So the
+    last of them is wrapped for this step, in its own place: torch is about to go through their table, which nobody may
+    make longer then, and any of them may take itself away.
     """
     if _STEPPING and is_inner_step(optimizer):
         return
     _STEPPING.add(id(optimizer))
-    own = _LATE.pop(optimizer, None)
-    if own is not None:
-        own.remove()  # a step before has not ended
-    if optimizer._optimizer_step_pre_hooks:
-        _LATE[optimizer] = optimizer.register_step_pre_hook(_tell_begin)
+    _unwrap_last(id(optimizer))  # of a step that has not ended
+    hooks = optimizer._optimizer_step_pre_hooks
+    if hooks:
+        key = next(reversed(hooks))
+        ours = _telling(hooks[key])
+        _LATE[id(optimizer)] = hooks, key, hooks[key], ours
+        hooks[key] = ours
     else:
         _tell_begin(optimizer, args, kwargs)
+
+
+def _telling(last: Any) -> Any:
+    """The last hook of an optimizer, which then tells that the step begins."""
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        result = last(optimizer, args, kwargs)
+        _tell_begin(optimizer, *(result if isinstance(result, tuple) and len(result) == 2 else (args, kwargs)))
+        return result
+
+    return hook
 
 
 def _tell_begin(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -242,10 +255,17 @@ def _tell_begin(optimizer: Any, args: Any, kwargs: Any) -> None:
         told.step_begins(optimizer, closure is not None)
 
 
-def _forget_late() -> None:
-    """Take away the hooks of steps that have not ended."""
-    while _LATE:
-        _LATE.popitem()[1].remove()
+def _unwrap_last(identity: int) -> None:
+    """Put back the hook of an optimizer that was wrapped for a step, unless it has been taken away."""
+    hooks, key, last, ours = _LATE.pop(identity, ({}, 0, None, None))
+    if ours is not None and hooks.get(key) is ours:
+        hooks[key] = last
+
+
+def _unwrap_all() -> None:
+    """Put back what steps that have not ended have left."""
+    for identity in list(_LATE):
+        _unwrap_last(identity)
 
 
 def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -257,9 +277,7 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     _STEPPING.discard(id(optimizer))
     _FINISHED[0] += 1
-    late = _LATE.pop(optimizer, None)
-    if late is not None:
-        late.remove()
+    _unwrap_last(id(optimizer))
     found = getattr(optimizer, "found_inf", None)  # a GradScaler's, which fused optimizers read themselves
     is_skipped = found is not None and bool(found.item())
     for told in list(_OPEN):

@@ -60,7 +60,7 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
         [("order and size", lambda line: (line.phase, line.port, line.elements))],
     )
     types = _types(a), _types(b)
-    rounding = max(_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1]))
+    rounding = max([_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1])])
     rows = _batches(a, b, types, (lines_a, lines_b)) + _losses(a, b, tolerance, rounding)
     notes = []
     least = _least([*lines_a, *lines_b])

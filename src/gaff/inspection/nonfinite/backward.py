@@ -80,7 +80,8 @@ class Trail:
         if backward_task() != self._task:  # a backward pass begins, at a loss
             self._task = backward_task()
             made = seen.owner.made
-            if made is not None and not made.is_scaling:
+            is_loss = sum(one.numel() for one in incoming if one is not None) == 1  # else outputs, run again
+            if made is not None and not made.is_scaling and (is_loss or not made.is_meant):
                 self.lost.append(made)
         self._passed.append(Passed(seen, is_bad, bad, ranges, is_scale))
 

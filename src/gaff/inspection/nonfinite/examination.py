@@ -42,7 +42,7 @@ from gaff.inspection.nonfinite.provenance import (
     users_place,
 )
 from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
-from gaff.inspection.nonfinite.report import BEFORE, Range, Report
+from gaff.inspection.nonfinite.report import BEFORE, Report
 from gaff.inspection.op_log import Producers, iter_state
 
 
@@ -74,13 +74,17 @@ class BadState:
     def __init__(self) -> None:
         self.before: dict[int, Made] = {}
         self.gradients: set[int] = set()
-        self.used: dict[int, Range] = {}
+        self.used: dict[int, Made] = {}
 
-    def note_used(self, optimizer: Any) -> None:
-        """An optimizer's step begins: note which of its gradients are not finite. Waits for the device."""
+    def note_used(self, optimizer: Any, marks: Marks) -> None:
+        """An optimizer's step begins: note which of its gradients are not finite, and what made them so.
+
+        Waits for the device.
+        """
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
             if one.grad is not None and has_nonfinite(one.grad):
-                self.used[id(one)] = range_of(one.grad, "value")
+                site, output = Site("model", port="grad"), range_of(one.grad, "value")
+                self.used[id(one)] = marks.of(one.grad) or Made(site, "backward", None, ARRIVED, output)
 
     def after(self, around: nn.Module) -> Made | None:
         """What made the first parameter that is bad after the step; None where none is.
@@ -97,7 +101,7 @@ class BadState:
                 if known is not None:
                     return known
                 if used is not None:
-                    return Made(replace(site, port="grad"), "backward", None, ARRIVED, used)
+                    return replace(used, site=replace(site, port="grad")) if used.cause == ARRIVED else used
                 return Made(site, "update", None, UPDATED, range_of(parameter, "value"))
         return None
 
@@ -175,7 +179,7 @@ class Examination:
         With ``from_step`` instead raise NonFiniteError if what led to it was bad, else forget it.
         """
         if self._from_step is None:
-            self._state.note_used(optimizer)
+            self._state.note_used(optimizer, self._marks)
             return
         if self._asleep:
             self._asleep -= 1

@@ -165,10 +165,10 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     """The update is exactly zero in every element read, while the gradient is not (an MPS bug looked like this).
 
     Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise. So
-    are steps that change nothing at all, of an optimizer that is given a closure (L-BFGS, whose line search finds
-    nothing better once it has arrived), and in runs of which a loss has fallen to half.
+    are steps that change nothing at all, of L-BFGS, whose line search finds nothing better once it has arrived, and in
+    runs of which a loss has fallen to half.
     """
-    has_arrived = sample.facts.get("has_closure") or any(has_fallen(past, name, 0.5) for name in past.losses)
+    has_arrived = sample.facts.get("searches") or any(has_fallen(past, name, 0.5) for name in past.losses)
     if has_arrived and _is_still(sample):
         return
     largest: dict[str, float] = {}
@@ -194,10 +194,10 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
 
-    Biases are left out; so is a step whose gradients are all zero, one with a closure that changes nothing at all, and
-    a run whose loss falls by a tenth all the same.
+    Biases are left out; so is a step whose gradients are all zero, one of L-BFGS that changes nothing at all, and a run
+    whose loss falls by a tenth all the same.
     """
-    if (sample.facts.get("has_closure") and _is_still(sample)) or any(has_fallen(past, name) for name in past.losses):
+    if (sample.facts.get("searches") and _is_still(sample)) or any(has_fallen(past, name) for name in past.losses):
         return
     for model, ratios in _ratios(sample).items():
         middle = statistics.median(ratios.values())

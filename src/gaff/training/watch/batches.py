@@ -31,6 +31,8 @@ class StepBatches:
         self.kept: list[tuple[Model, Batch]] = []
         self.samples = 0  # that models were given since they were last taken
         self._runs = 0  # of the step
+        self._ran: set[str] = set()  # models, since a loss has asked
+        self._whose = ""
         self._size = self._largest = 0
         self._counted: dict[str, str] = {}  # by model: the path of the part of it that was first called in the step
         self._bytes: list[int] = []  # of the inputs of the batches that are kept, as far as they were counted
@@ -51,6 +53,7 @@ class StepBatches:
         batch.part = (path, ref(part)) if path else None
         tensors = [tensor for tensor, _ in batch.versions]
         self.kept.append((model, batch))
+        self._ran.add(model.name)
         self._runs += 1
         if len(self.kept) > 1:
             self._make_room()
@@ -60,10 +63,12 @@ class StepBatches:
             self.samples += self._size
         return batch
 
-    @property
-    def latest_model(self) -> str:
-        """The name of the model that was last given one of the batches that are kept; empty where none is."""
-        return self.kept[-1][0].name if self.kept else ""
+    def whose(self) -> str:
+        """The names of the models that ran since this was last asked; where none did, what was told then."""
+        if self._ran:
+            self._whose = ", ".join(sorted(self._ran))
+            self._ran.clear()
+        return self._whose
 
     def is_rest(self) -> bool:
         """Whether the latest batch is less than half of the largest: the rest of a data set, whose loss is noisier."""

@@ -83,7 +83,7 @@ def of_nonfinite(
             )
             if report.direction != "before":
                 return found, [(model, batch)]
-            given = given or (found, [(model, batch)])
+            given = found, [(model, batch)]  # the earliest that was given one
     if given is not None:
         return given
     if failed or seen is not None:

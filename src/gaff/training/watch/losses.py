@@ -99,9 +99,9 @@ class Losses:
     def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
 
-        ``at``: its place, where backward runs from several; ``whose``: the model that ran last, for a loop over several
-        has one line for all of their losses. ``is_sampled``: what the autograd graph behind it tells is of interest,
-        see ``facts``.
+        ``at``: its place, where backward runs from several; ``whose``: the models that ran before it, for a loop over
+        several has one line for all of their losses. ``is_sampled``: what the autograd graph behind it tells is of
+        interest, see ``facts``.
         """
         self.count += 1
         known = next((one for one in self._scaled if one[0]() is tensor), None) if self._scaled else None

@@ -63,7 +63,8 @@ class OptimizerSteps:
         update.was_cleared = has_closure or self.clearing.was_cleared(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
-        sampled.facts["has_closure"] = has_closure
+        if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
+            sampled.facts["searches"] = True
 
     def ends(self, optimizer: Any, sampled: SampledStep | None) -> bool:
         """Count a step that an optimizer has made; whether that ends the step of the run. Others may still follow.

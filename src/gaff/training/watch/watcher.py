@@ -202,7 +202,7 @@ class Watcher:
         if sampled is not None:
             self._steps.clearing.look()
             self._calls.switch(is_on=True)  # for recomputations
-        bad, whose = "", self._batches.latest_model
+        bad, whose = "", self._batches.whose()
         for at, loss in _scalars(losses):
             noted = self._losses.note(loss, at, whose=whose, is_sampled=sampled is not None)
             if sampled is not None:
