@@ -921,7 +921,7 @@ def test_hooks_of_the_optimizer_may_change_their_own_table(how, tmp_path):
     def once(*_):
         if how == "removes itself":
             handle.remove()
-        else:
+        elif len(optimizer._optimizer_step_pre_hooks) == 1:
             optimizer.register_step_pre_hook(lambda *_: None)
 
     handle = optimizer.register_step_pre_hook(once)
