@@ -33,3 +33,60 @@ def test_no_alarm_on_a_clean_step(build):
     report = gaff.find_nonfinite(step, model=model)
     assert not report, report
     assert report.ops
+
+
+class Kept(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("ema", torch.ones(2))
+
+
+def divided(tensor):
+    with torch.no_grad():
+        tensor.div_(0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "direction", "site"),
+    [
+        (lambda model, optimizer: divided(model.weight), "forward", "(step)/div_#0"),
+        (lambda model, optimizer: divided(model.ema), "forward", "(step)/div_#0"),
+        (lambda model, optimizer: divided(model.weight.grad), "forward", "(step)/div_#0"),
+        (lambda model, optimizer: model.weight.data.fill_(float("nan")), "written", "weight:param"),
+        (lambda model, optimizer: (optimizer.step(), model.weight.data.div_(0)), "written", "weight:param"),
+    ],
+)
+def test_state_that_code_spoils_is_not_blamed_on_an_optimizer(spoil, direction, site):
+    model = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        spoil(model, optimizer)
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert (report.direction, report.site) == (direction, site)
+
+
+@pytest.mark.parametrize("own", [None, 1])
+def test_asking_what_an_op_overflowed_draws_no_number_and_writes_no_buffer(own):
+    """The op is run again in float64."""
+    norm = nn.BatchNorm1d(2, dtype=torch.float64)
+    norm.weight.data.fill_(1e308)
+    x = torch.tensor([[1.0, 2.0], [3.0, 1e3]], dtype=torch.float64)
+
+    def step():
+        generator = None if own is None else torch.Generator().manual_seed(own)
+        torch.manual_seed(0)
+        norm.running_mean.zero_()
+        out = norm(x) * 10
+        big = torch.full((2,), 6e4).half()
+        drawn = torch.normal(big.float() * 1e34, 1e38, generator=generator).half()
+        later = torch.rand(2) if generator is None else torch.rand(2, generator=generator)
+        return out, drawn, later, norm.running_mean.clone()
+
+    bare = step()
+    found = []
+    assert gaff.find_nonfinite(lambda: found.append(step()) or found[0][0])
+    assert torch.equal(found[0][2], bare[2])
+    assert torch.equal(found[0][3], bare[3])

@@ -94,7 +94,7 @@ class _Script:
     def run(self) -> None:
         """Run it as ``__main__``; ``sys.argv`` and ``sys.path`` are put back afterwards."""
         with self._as_command():
-            runpy.run_path(self.path, run_name="__main__")
+            runpy.run_path(str(Path(self.path).absolute()), run_name="__main__")
 
     @contextmanager
     def _as_command(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from gaff.engine.process.optimizer import StepWatch
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, Tap
 from gaff.errors import NonFiniteError, PlanError
-from gaff.inspection.nonfinite.provenance import STEP, UPDATED
+from gaff.inspection.nonfinite.provenance import SINCE, STEP
 from gaff.inspection.nonfinite.ranges import has_nonfinite, numbers_of, range_of
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.op_log import iter_state
@@ -186,7 +186,7 @@ class Guard:
         if not self._search.anywhere(not are_finite(_norm(self._model.parameters()))) or self.reports:
             return
         bad = (
-            Report(True, str(site), direction="update", cause=UPDATED, output=range_of(one, "value"))
+            Report(True, str(site), direction="update", cause=SINCE, output=range_of(one, "value"))
             for one, site in iter_state(self._model)
             if site.port == "param" and has_nonfinite(one)
         )
@@ -231,7 +231,7 @@ class Guard:
             return
         is_updated = report.direction == "before" and report.site.endswith(":param") and self.steps > 1
         if is_updated and report.site not in self._bad_before:
-            report = replace(report, direction="update", cause=UPDATED)
+            report = replace(report, direction="update", cause=SINCE)
         self.reports.append(report)
         if self._action == "raise":
             raise NonFiniteError(f"{report}", report)

@@ -391,7 +391,8 @@ class StepCount:
 class StepWatch:
     """Calls ``before(optimizer)`` ahead of each step of an optimizer that owns some of ``parameters()`` (None: any).
 
-    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing. With a closure ``before``
+    ``skipped`` instead, where a GradScaler has told a fused optimizer to change nothing; ``ended(optimizer)`` after
+    each step. With a closure ``before``
     comes after each evaluation of it, since the gradients come from there. What it raises goes to whoever called
     ``step``.
     """
@@ -401,17 +402,23 @@ class StepWatch:
         parameters: Callable[[], Iterable[Tensor]] | None,
         before: Callable[[Any], None],
         skipped: Callable[[], None] = lambda: None,
+        ended: Callable[[Any], None] | None = None,
     ) -> None:
         self._owned = None if parameters is None else Ownership(parameters)
         self._before = before
         self._skipped = skipped
-        self._handle: Any = None
+        self._ended = ended
+        self._handles = ExitStack()
 
     def __enter__(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._stepping)
+        self._handles.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+        ended = self._ended
+        if ended is not None:
+            after = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: ended(optimizer))
+            self._handles.callback(after.remove)
 
     def __exit__(self, *exc: object) -> None:
-        self._handle.remove()
+        self._handles.close()
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Ask about the flag of a GradScaler, then call ``before``, or hand the step a closure that does.

@@ -6,11 +6,12 @@ overwritten or gone: those with a derivative that is infinite somewhere, and a f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from gaff.inspection.nonfinite.report import Range
 
-LIMITS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 1.7977e308}
+LIMITS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": sys.float_info.max}
 # Ops whose derivative is infinite somewhere: what their inputs were is noted in the forward.
 STEEP = {
     "sqrt": "the derivative of sqrt at 0 is infinite",

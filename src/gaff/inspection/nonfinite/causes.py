@@ -7,7 +7,8 @@ op by name. They are asked once, for the op that began it, so they may read tens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,7 +279,8 @@ def _overflow(case: Case) -> str:
     if limit is None or case.op.endswith("_") or "out" in case.kwargs:
         return _exp_limit(case, limit)
     try:
-        wide = case.func(*_wide(case.args), **_wide(case.kwargs))
+        with _same_draws(case):
+            wide = case.func(*_wide(case.args), **_wide(case.kwargs))
     except (RuntimeError, TypeError, ValueError):  # no float64 kernel, or arguments that do not go with it
         return _exp_limit(case, limit)
     tensors = [tensor for _, tensor in iter_tensors(wide) if can_hold(tensor)]
@@ -321,11 +323,31 @@ def _hint(case: Case) -> str:
     return "; use bfloat16 or scale down" if case.output.dtype == "float16" else ""
 
 
+@contextmanager
+def _same_draws(case: Case) -> Iterator[None]:
+    """Random numbers that are drawn inside are drawn again by the program, from torch's generators and its own."""
+    own = [one for one in (*case.args, *case.kwargs.values()) if isinstance(one, torch.Generator)]
+    states = [one.get_state() for one in own]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for one, state in zip(own, states, strict=True):
+                one.set_state(state)
+
+
 def _wide(value: Any) -> Any:
-    """Arguments with floating tensors in float64, and without a dtype that would undo it."""
+    """Arguments with floating tensors in float64, copied, and without a dtype that would undo it."""
     if isinstance(value, dict):
         value = {name: one for name, one in value.items() if name != "dtype"}
-    return map_tensors(value, lambda one: one.detach().double() if can_hold(one) and one.is_floating_point() else one)
+    return map_tensors(value, _wide_copy)
+
+
+def _wide_copy(tensor: Tensor) -> Tensor:
+    """A floating tensor in float64, which the op may write to; others as they are."""
+    is_wanted = can_hold(tensor) and tensor.is_floating_point()
+    return tensor.detach().to(torch.float64, copy=True) if is_wanted else tensor
 
 
 def _magnitude(tensor: Tensor) -> float:

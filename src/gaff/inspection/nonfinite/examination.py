@@ -35,6 +35,7 @@ from gaff.inspection.nonfinite.provenance import (
     NOWHERE,
     RETURNED,
     UPDATED,
+    WRITTEN,
     Made,
     Marks,
     Ran,
@@ -68,13 +69,14 @@ class BadState:
     """What of parameters and buffers was not finite, by identity.
 
     ``before``: they themselves, before the step; ``gradients``: theirs, before it; ``used``: theirs as an optimizer
-    was given them, with their ranges.
+    was given them, with what made them so; ``made``: parameters that were bad right after an optimizer's step.
     """
 
     def __init__(self) -> None:
         self.before: dict[int, Made] = {}
         self.gradients: set[int] = set()
         self.used: dict[int, Made] = {}
+        self.made: set[int] = set()
 
     def note_used(self, optimizer: Any, marks: Marks) -> None:
         """An optimizer's step begins: note which of its gradients are not finite, and what made them so.
@@ -84,26 +86,46 @@ class BadState:
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
             if one.grad is not None and has_nonfinite(one.grad):
                 site, output = Site("model", port="grad"), range_of(one.grad, "value")
-                self.used[id(one)] = marks.of(one.grad) or Made(site, "backward", None, ARRIVED, output)
+                made = marks.of(one.grad)
+                is_seen = made is not None and made.direction == "forward"  # by an op that wrote to it
+                self.used[id(one)] = made if made and is_seen else Made(site, "arrived", None, ARRIVED, output)
 
-    def after(self, around: nn.Module) -> Made | None:
-        """What made the first parameter that is bad after the step; None where none is.
+    def note_made(self, optimizer: Any) -> None:
+        """An optimizer's step is over: note which of its parameters are not finite now. Waits."""
+        for one in [one for group in optimizer.param_groups for one in group["params"]]:
+            (self.made.add if has_nonfinite(one) else self.made.discard)(id(one))
 
-        Its gradient was bad before the step and was added to, or it was bad itself and nothing used it, or its gradient
-        came to be bad by what is not seen here, or the optimizer made it so.
+    def after(self, around: nn.Module, marks: Marks) -> Made | None:
+        """What made the first parameter, gradient or buffer that is bad after the step; None where none is.
+
+        An op that was seen to write it; else it was so before the step; or its gradient came to be bad by what is not
+        seen here; or the optimizer made it so; or it was written to past torch.
         """
-        for parameter, site in (one for one in iter_state(around) if one[1].port == "param"):
-            grad = parameter.grad if id(parameter) in self.gradients else None
+        for tensor, site in iter_state(around):
+            grad = tensor.grad if site.port == "param" and tensor.is_leaf else None
             if grad is not None and has_nonfinite(grad):
-                return before(grad, replace(site, port="grad"))
-            if has_nonfinite(parameter):
-                known, used = self.before.get(id(parameter)), self.used.get(id(parameter))
-                if known is not None:
-                    return known
-                if used is not None:
-                    return replace(used, site=replace(site, port="grad")) if used.cause == ARRIVED else used
-                return Made(site, "update", None, UPDATED, range_of(parameter, "value"))
+                made = marks.of(grad)
+                if id(tensor) in self.gradients:
+                    return before(grad, replace(site, port="grad"))
+                if made is not None and made.direction == "forward" and not made.is_scaling:
+                    return made
+            if not has_nonfinite(tensor) or (site.port == "buffer" and id(tensor) in self.before):
+                continue
+            is_stepped = id(tensor) in self.made
+            known = self.before.get(id(tensor)) or (None if is_stepped else marks.of(tensor))
+            if known is not None and (site.port == "param" or not known.is_meant):
+                return known
+            if site.port == "param":
+                return self._of_parameter(tensor, site)
         return None
+
+    def _of_parameter(self, parameter: Tensor, site: Site) -> Made:
+        """What made a parameter bad that no op was seen to write."""
+        used = self.used.get(id(parameter))
+        if used is not None:
+            return replace(used, site=replace(site, port="grad")) if used.cause == ARRIVED else used
+        direction, cause = ("update", UPDATED) if id(parameter) in self.made else ("written", WRITTEN)
+        return Made(site, direction, None, cause, range_of(parameter, "value"))
 
 
 class Examination:
@@ -156,7 +178,7 @@ class Examination:
         self._note_state(around)
         with ExitStack() as closing:
             closing.callback(lambda: self._trail.nodes.close())
-            closing.enter_context(StepWatch(None, self._before_step))
+            closing.enter_context(StepWatch(None, self._before_step, ended=self._state.note_made))
             session.open()
             try:
                 output = around()
@@ -199,8 +221,8 @@ class Examination:
             error.add_note(f"gaff: before this was raised, {first.tell(self.notes, self._now.ops)}")
 
     def _look_after(self, around: nn.Module, report: Report) -> Report:
-        """The report of a parameter that is bad after a step in which nothing was found; else ``report`` itself."""
-        made = self._state.after(around)
+        """The report of state that is bad after a step in which nothing was found; else ``report`` itself."""
+        made = self._state.after(around, self._marks)
         return report if made is None else made.tell(self.notes, report.ops)
 
     def _taps(self, around: nn.Module) -> Iterable[OpTap | CallTap]:

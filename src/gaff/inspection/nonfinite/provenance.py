@@ -32,6 +32,11 @@ UPDATED = (
     "the optimizer's step made it of a finite value and a finite gradient: look at the learning rate, at eps, and at "
     "what the optimizer keeps"
 )
+WRITTEN = "no op that was seen and no optimizer made it: it was written to past torch, by .data or NumPy"
+SINCE = (
+    "it was finite in the run before: the optimizer's step made it so (look at the learning rate, at eps, at its "
+    "gradient and at what the optimizer keeps), or code that wrote to it"
+)
 STEP = "(step)"  # stands for the path of code outside the model
 _WRAPPING = ("accelerate/hooks.py", "accelerate\\hooks.py", "diffusers/hooks/hooks.py")
 _TORCH = torch.__file__.rpartition("__init__")[0]

@@ -65,7 +65,8 @@ class Report:
     """The origin of a NaN or inf, as ``gaff.find_nonfinite`` and ``gaff.guard`` tell it. False where there is none.
 
     ``direction``: ``forward``, ``backward``, ``before`` for what was there before the step (a parameter, a buffer, an
-    input), ``update`` for a parameter that the optimizer spoiled. ``site``: the address of the op; in
+    input), ``update`` for a parameter that the optimizer spoiled, ``arrived`` for a gradient that came from another
+    process, ``written`` for what code put into a parameter unseen. ``site``: the address of the op; in
     parentheses it is outside the model. ``line``: its place in the code.
     """
 
@@ -123,4 +124,6 @@ _BEGAN = {
     "backward": "made in the backward pass of",
     "before": "was there before the step, in",
     "update": "made by the optimizer's step, in",
+    "arrived": "came from elsewhere to",
+    "written": "was written past torch to",
 }
