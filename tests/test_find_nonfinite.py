@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 import gaff
 from tests.clean import CLEAN
