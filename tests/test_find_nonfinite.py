@@ -91,3 +91,21 @@ def test_asking_what_an_op_overflowed_draws_no_number_and_writes_no_buffer(own):
     assert gaff.find_nonfinite(lambda: found.append(step()) or found[0][0])
     assert torch.equal(found[0][2], bare[2])
     assert torch.equal(found[0][3], bare[3])
+
+
+def test_a_normalization_that_overflows_is_not_told_as_a_buffer_that_somebody_wrote():
+    """It writes its running statistics itself, and does not use them in training."""
+    norm, x = nn.BatchNorm1d(2), torch.full((8, 2), 3e38)
+    x[:, 1] = torch.arange(8.0)
+    report = gaff.find_nonfinite(lambda: norm(x), model=norm)
+    assert report.op == "batch_norm"
+    assert report.cause.startswith("overflow inside batch_norm")
+
+
+@pytest.mark.parametrize(
+    "pole", [lambda: torch.lgamma(torch.zeros(2)), lambda: torch.xlogy(torch.ones(2), torch.zeros(2)),
+             lambda: torch.zeros(2) ** torch.tensor(-1.0)]
+)  # fmt: skip
+def test_poles_are_no_overflows(pole):
+    report = gaff.find_nonfinite(lambda: pole() * 1.0)
+    assert "infinite in float64, too: a pole" in report.cause

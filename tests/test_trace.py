@@ -348,3 +348,12 @@ def test_what_passes_of_sparse_matrices_is_no_dense_product():
     trace = gaff.trace(Sparse(), torch.ones(5, 4))
     assert trace.rows[0].flops == 0
     assert any("operations of sparse tensors" in note for note in trace.notes)
+
+
+def test_the_mean_of_infinite_elements_is_infinite():
+    class Joined(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, torch.full((4,), float("inf"))])
+
+    row = gaff.trace(Joined(), torch.ones(3)).rows[0]
+    assert (row.statistics.mean, row.statistics.nonfinite) == (float("inf"), 4)

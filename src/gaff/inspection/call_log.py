@@ -382,7 +382,7 @@ def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
         low, high = torch.aminmax(wide)
         count = torch.zeros((), device=x.device)
         if not bool(torch.isfinite(mean + low + high)):
-            count = (~torch.isfinite(wide)).sum()
+            count, mean = (~torch.isfinite(wide)).sum(), wide.mean()  # of infinite numbers the other way makes NaN
         return mean, std, low, high, count
 
 

@@ -138,7 +138,7 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     """
     call, op = begun.call, begun.call.site.op or ""
     unread = _only_written(call)
-    came = [made for one, made in begun.came if made is not None and not any(one is other for other in unread)]
+    came = [made for one, made in begun.came if made is not None and not _is_among(one, unread)]
     real = [made for made in came if not made.is_meant]
     if real:
         return min(real, key=lambda made: made.number)
@@ -152,7 +152,9 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
         is_meant = True
     given = ranges_of((one for one, _ in begun.came), producers) if begun.ranges is None else begun.ranges
     place = users_place(call.place)
-    unseen = [one for one, (_, made) in zip(given, begun.came, strict=True) if made is None and not one.is_finite]
+    read = [(one, made) for one, (other, made) in zip(given, begun.came, strict=True) if not _is_among(other, unread)]
+    given = tuple(one for one, _ in read)
+    unseen = [one for one, made in read if made is None and not one.is_finite]
     if unseen:
         what = f"{unseen[0].name} held {unseen[0].kinds} that no op put there"
         cause = f"{what}: it was written to past torch, by .data or NumPy"
@@ -162,6 +164,11 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     is_constant = is_meant and op not in UNINITIALISED
     cause = "it was put in by a constant" if is_constant else cause_of(case)
     return Made(call.site, "forward", place, cause, output, given, position, is_meant, is_scaling(call))
+
+
+def _is_among(tensor: Tensor, others: Iterable[Any]) -> bool:
+    """Whether a tensor is one of the others, by identity."""
+    return any(tensor is other for other in others)
 
 
 def _only_written(call: OpCall) -> Sequence[Any]:

@@ -293,6 +293,10 @@ def _overflow(case: Case) -> str:
             f"overflow inside {case.op}: its result, at most {largest:.4g}, would fit {case.output.dtype} "
             f"(up to {limit:.4g}), a step on the way does not"
         )
+    if not math.isfinite(largest) and case.op.strip("_") not in ("exp", "expm1"):
+        return (
+            f"{case.op} of what it was given is infinite in float64, too: a pole (a division by 0, say), or an overflow"
+        )
     over = f", {math.log2(largest / limit):.1f} bits too much" if math.isfinite(largest) and largest > 0 else ""
     return (
         f"overflow: {case.op} gives {_number(largest)}, and {case.output.dtype} holds up to {limit:.4g}{over}"
@@ -303,14 +307,15 @@ def _overflow(case: Case) -> str:
 def _exp_limit(case: Case, limit: float | None) -> str:
     """What can be said of an overflow without running the op again: how large its inputs were, and what fits.
 
-    Nothing of a NaN, which no single overflow makes.
+    Nothing of a NaN, which no single overflow makes, and where what was given is small.
     """
     x = case.first
     if limit is None or x is None or x.max is None:
         return ""
     if case.op.strip("_") in ("exp", "expm1") and x.max > math.log(limit):
         return f"overflow: exp of {x.max:.4g}, and {case.output.dtype} holds exp up to {math.log(limit):.4g}"
-    if case.output.nan:
+    given = max([x.largest, *(abs(one) for one in case.args if isinstance(one, (int, float)))])
+    if case.output.nan or given < limit**0.25:
         return ""
     return f"overflow: the inputs go up to {x.largest:.4g}, and {case.output.dtype} holds up to {limit:.4g}"
 
