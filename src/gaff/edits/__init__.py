@@ -86,7 +86,7 @@ def clamp(low: float | None = None, high: float | None = None) -> Clamp:
 def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
     """Scale down to an L2 norm of at most ``norm``: factor min(1, norm / (total + 1e-6)), as ``clip_grad_norm_``.
 
-    The norm is added up in float64 where its squares overflow, and float16 and bfloat16 are multiplied in float32.
+    The norm is added up in float64, and float16 and bfloat16 are multiplied in float32.
 
     ``per``: one norm for the whole "tensor", for each "row" (example: index of dimension 0), or for each "unit"
     (index of dimension ``dim``: 0 for the outputs of a weight, 1 for channels). What has a non-finite norm passes.

@@ -129,8 +129,8 @@ class Clip:
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The tensor times min(1, norm / (total + 1e-6)).
 
-        The norm is added up in float64 where a sum of squares may overflow, and float16 and bfloat16 are multiplied in
-        float32, where a factor does not vanish. What has a NaN or an infinite norm passes as it is:
+        The norm is added up in float64, where no sum of squares of a narrower type overflows, and float16 and bfloat16
+        are multiplied in float32, where a factor does not vanish. What has a NaN or an infinite norm passes as it is:
         scaling would make NaN of all its elements, and hide where it began.
         """
         return clipped(tensor, self.norm, self._dims(tensor), keeps=self.per != "tensor")
@@ -330,11 +330,8 @@ def outside(tensor: Tensor, basis: Tensor, dim: int, *, keep: bool) -> Tensor:
 
 def clipped(tensor: Tensor, norm: float | Tensor, dims: tuple[int, ...] | None, *, keeps: bool) -> Tensor:
     """What ``Clip`` gives: one norm over ``dims`` (None: all), which stay with size 1 where it ``keeps`` them."""
-    work = wide(tensor)
-    total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=work)
-    if not tensor.is_cpu or torch.compiler.is_compiling() or not bool(total.isfinite().all()):
-        exact = torch.complex128 if tensor.is_complex() else torch.float64
-        total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=exact)
+    work, exact = wide(tensor), torch.complex128 if tensor.is_complex() else torch.float64
+    total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=exact)
     factor = torch.where(total.isfinite(), (norm / (total + 1e-6)).clamp(max=1.0), 1.0)
     if work == tensor.dtype or (tensor.is_cpu and not factor.dim()):  # a number beside a tensor keeps its precision
         return tensor * factor.to(work)
