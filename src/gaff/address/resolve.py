@@ -102,7 +102,7 @@ def _wrapped_name(kind: type) -> str | None:
 
 def is_script(module: nn.Module) -> bool:
     """Whether a module is TorchScript (scripted or traced), which takes no hooks."""
-    return _is_script_class(type(module))  # type: ignore[arg-type]
+    return "_c" in module.__dict__ and _is_script_class(type(module))  # type: ignore[arg-type]  # their compiled half
 
 
 @lru_cache(maxsize=1024)
