@@ -793,6 +793,35 @@ def test_a_whole_tensor_is_brought_to_a_part_as_in_eager_code(site):
     assert torch.allclose(*found)
 
 
+BEYOND = torch.tensor([[1e300]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    ("edit", "dtype"),
+    [
+        (gaff.edits.replace(torch.tensor([[300]])), torch.uint8),
+        (gaff.edits.patch(BEYOND), torch.float32),
+        (gaff.edits.add(BEYOND), torch.float32),
+        (gaff.edits.add(BEYOND, strength=0.5), torch.float32),
+        (gaff.edits.scale(BEYOND), torch.float32),
+        (gaff.edits.ablate("mean", reference=BEYOND), torch.float32),
+        (gaff.edits.fill(300), torch.uint8),
+        (gaff.edits.fill(1e39), torch.float32),
+        (gaff.edits.clamp(-5, 200), torch.uint8),
+        (gaff.edits.clamp(None, 1e39), torch.float16),
+    ],
+)
+def test_numbers_that_the_type_has_not_are_refused_in_compiled_code_too(edit, dtype, is_compiled):
+    model = nn.Sequential(nn.Identity())
+    run = torch.compile(model, backend="aot_eager") if is_compiled else model
+    with (
+        pytest.raises(gaff.PlanError, match="holds numbers that torch.* has not|overflow"),
+        gaff.edit(run, {"0": edit}),
+    ):
+        run(torch.ones(1, 1, dtype=dtype))
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_sweep_of_functions_leaves_torch_room_for_variants(fullgraph):
     """Each function is another variant for torch, which raises or runs eagerly beyond its limit."""

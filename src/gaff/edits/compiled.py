@@ -28,7 +28,7 @@ from gaff.edits.arithmetic import (
     outside,
     wide,
 )
-from gaff.edits.event import Call, Edit, Event, like
+from gaff.edits.event import Call, Edit, Event, like, need_room, too_narrow
 from gaff.edits.places import At, Chain, is_placed
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
@@ -98,11 +98,34 @@ def _number(value: float) -> Tensor:
         return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
 
 
+def _constant(value: Tensor) -> Change:
+    """A constant as ``like`` brings it to what passes; its range is asked for here, which compiled code cannot do."""
+    narrow = too_narrow(value)
+
+    def at(tensor: Tensor) -> Tensor:
+        need_room(value, tensor.dtype, narrow)
+        return like(value, tensor)
+
+    return at
+
+
+def _bound(value: float) -> Change:
+    """A number, as an input of the compiled graph, in the type of what passes. Raises PlanError out of its range."""
+    number = _number(value)
+    narrow = too_narrow(number)
+
+    def at(tensor: Tensor) -> Tensor:
+        need_room(number, tensor.dtype, narrow)
+        return number[0].to(tensor.device, tensor.dtype)
+
+    return at
+
+
 def _scale(edit: Scale) -> Change:
     """``Scale``, with its factor as an input of the compiled graph."""
     if isinstance(edit.factor, Tensor):
-        given = edit.factor
-        return lambda tensor: tensor * like(given, tensor)
+        given = _constant(edit.factor)
+        return lambda tensor: tensor * given(tensor)
     factor = _number(edit.factor)
     return lambda tensor: tensor * factor[0]  # without a dimension it keeps its precision, as in eager code
 
@@ -110,33 +133,32 @@ def _scale(edit: Scale) -> Change:
 def _add(edit: Add) -> Change:
     """``Add``, with strength and number as inputs; a strength of 1 is left out, as it changes no bit."""
     if isinstance(edit.direction, Tensor):
-        direction, strength = edit.direction, _number(edit.strength)
+        direction, strength = _constant(edit.direction), _number(edit.strength)
         if edit.strength == 1.0:
-            return lambda tensor: tensor + like(direction, tensor)
-        return lambda tensor: tensor + strength[0].to(tensor.dtype) * like(direction, tensor)
+            return lambda tensor: tensor + direction(tensor)
+        return lambda tensor: tensor + strength[0].to(tensor.dtype) * direction(tensor)
     amount = _number(edit.direction if edit.strength == 1 else edit.strength * edit.direction)
     return lambda tensor: tensor + amount[0]
 
 
 def _fill(edit: Fill) -> Change:
     """``Fill``: zeros plus a number, since ``full_like`` takes no number from a tensor."""
-    value = _number(edit.value)
+    value = _bound(edit.value)
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() and not tensor.is_complex() and not edit.value == int(edit.value):
             raise PlanError(f"fill with {edit.value!r} would lose its fraction in a tensor of {tensor.dtype}")
-        return torch.zeros_like(tensor) + value[0].to(tensor.device, tensor.dtype)
+        return torch.zeros_like(tensor) + value(tensor)
 
     return change
 
 
 def _clamp(edit: Clamp) -> Change:
     """``Clamp``, with its bounds as inputs, brought to the tensor's device and dtype."""
-    low = None if edit.low is None else _number(edit.low)
-    high = None if edit.high is None else _number(edit.high)
+    given = [None if one is None else _bound(one) for one in (edit.low, edit.high)]
 
     def change(tensor: Tensor) -> Tensor:
-        bounds = [None if one is None else one[0].to(tensor.device, tensor.dtype) for one in (low, high)]
+        bounds = [None if one is None else one(tensor) for one in given]
         return torch.clamp(tensor, bounds[0], bounds[1])
 
     return change
@@ -171,11 +193,12 @@ def _project(edit: Project) -> Change | None:
 
 def _replace(value: Tensor, what: str) -> Change:
     """A constant of exactly the shape that passes, copied. ``what`` names it in the message."""
+    constant = _constant(value)
 
     def change(tensor: Tensor) -> Tensor:
         if value.shape != tensor.shape:
             raise PlanError(f"{what} of shape {tuple(value.shape)} given where {tuple(tensor.shape)} passes")
-        return like(value, tensor).clone()
+        return constant(tensor).clone()
 
     return change
 
@@ -193,11 +216,12 @@ def _ablate(edit: Ablate) -> Change | None:
         return torch.zeros_like
     if edit.how != "mean" or not isinstance(edit.reference, Tensor):
         return None
-    rows = edit.reference
+    rows, narrow = edit.reference, too_narrow(edit.reference)
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.dim() or rows.shape[1:] != tensor.shape[1:]:
             raise PlanError(f"reference of shape {tuple(rows.shape)} given where {tuple(tensor.shape)} passes")
+        need_room(rows, tensor.dtype, narrow)
         wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
         mean = rows.to(tensor.device).mean(0, dtype=wide).to(tensor.dtype)
         return mean.expand_as(tensor).contiguous()

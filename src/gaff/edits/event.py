@@ -19,6 +19,11 @@ from gaff.compat import distributed, elements, memory, modes
 from gaff.compat.placements import placement_of, whole_of
 from gaff.errors import PlanError
 
+# The types of what passes models whose range a constant can leave.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+_WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64)
+_RANGES = (*_FLOATS, *_WHOLE, torch.complex64, torch.complex128)
+
 
 class Event(NamedTuple):
     """One tensor passing one site, once. A gradient has the run, call and step of its forward.
@@ -181,20 +186,43 @@ def like(
 def _converted(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """``value`` there and in that dtype. Raises PlanError for numbers that are out of its range; waits for the device.
 
-    In compiled code, which cannot ask for a number, they are not looked at.
+    Compiled code cannot ask for a number: there ``too_narrow`` has told before what does not fit.
     """
     new = value.to(device, dtype)
-    if value.requires_grad or torch.compiler.is_compiling() or not elements.is_readable(new) or not value.numel():
-        return new
-    old = value.to(device)
-    if dtype.is_floating_point or dtype.is_complex:
-        parts = torch.view_as_real(old.resolve_conj()) if old.is_complex() else old.double()
-        fits = bool((parts.abs().nan_to_num(0.0, 0.0, 0.0) <= torch.finfo(dtype).max).all())
-    else:
-        fits = torch.equal(new.to(old.dtype), old) and torch.equal(new.double(), old.double())
-    if not fits:
-        raise PlanError(f"a constant of {value.dtype} holds numbers that {dtype} has not, which passes")
+    if not torch.compiler.is_compiling() and not _fits(value, new):
+        raise PlanError(_out_of_range(value.dtype, dtype))
     return new
+
+
+def too_narrow(value: Tensor) -> frozenset[torch.dtype]:
+    """Types that have not all the numbers of a constant. Waits for the device; to be asked outside compiled code."""
+    wanted = (dtype for dtype in _RANGES if dtype != value.dtype and elements.can_cast(value.dtype, dtype))
+    return frozenset(dtype for dtype in wanted if not _fits(value, value.to(dtype)))
+
+
+def need_room(value: Tensor, dtype: torch.dtype, narrow: frozenset[torch.dtype]) -> None:
+    """Raise PlanError where ``dtype`` is one of those that are ``too_narrow`` for a constant."""
+    if dtype in narrow:
+        raise PlanError(_out_of_range(value.dtype, dtype))
+
+
+def _fits(value: Tensor, new: Tensor) -> bool:
+    """Whether a constant's numbers are in the range of the type of ``new``, its copy. One that is trained: not asked.
+
+    Reads numbers, so the process waits for the device.
+    """
+    if value.requires_grad or not elements.is_readable(new) or not value.numel():
+        return True
+    old = value.detach().to(new.device)
+    if new.dtype.is_floating_point or new.dtype.is_complex:
+        parts = torch.view_as_real(old.resolve_conj()) if old.is_complex() else old.double()
+        return bool((parts.abs().nan_to_num(0.0, 0.0, 0.0) <= torch.finfo(new.dtype).max).all())
+    return torch.equal(new.to(old.dtype), old) and torch.equal(new.double(), old.double())
+
+
+def _out_of_range(given: torch.dtype, passing: torch.dtype) -> str:
+    """What is wrong with a constant of one type where another passes."""
+    return f"a constant of {given} holds numbers that {passing} has not, which passes"
 
 
 def remember(known: dict[Any, Tensor], key: Any, make: Callable[[], Tensor]) -> Tensor:
