@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gaff.compat import memory, modes
-from gaff.edits.event import Event, generator, like, remember
+from gaff.edits.event import Event, generator, like, number, remember
 from gaff.errors import PlanError
 
 
@@ -64,7 +64,9 @@ class Add:
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The sum; a tensor is added in one operation, without a scaled copy of it. Gradients flow to both."""
         if isinstance(self.direction, Tensor):
-            return torch.add(tensor, like(self.direction, tensor, self._known), alpha=_whole(self.strength, tensor))
+            return torch.add(
+                tensor, like(self.direction, tensor, self._known), alpha=number("a strength of", self.strength, tensor)
+            )
         return tensor + (self.direction if self.strength == 1 else self.strength * self.direction)
 
 
@@ -85,10 +87,8 @@ class Fill:
     is_linear = keeps_zero
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """A new constant tensor. Raises PlanError for a fraction in a tensor of integers."""
-        if not tensor.is_floating_point() and not tensor.is_complex() and not float(self.value).is_integer():
-            raise PlanError(f"fill with {self.value!r} would lose its fraction in a tensor of {tensor.dtype}")
-        return torch.full_like(tensor, self.value)
+        """A new constant tensor. Raises PlanError for a number that the type has not, as integers no fraction."""
+        return torch.full_like(tensor, number("fill with", self.value, tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +107,12 @@ class Clamp:
         return (self.low or 0) <= 0 <= (self.high or 0)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
-        """What ``tensor.clamp`` gives: no gradient flows to elements outside the bounds."""
-        return tensor.clamp(self.low, self.high)
+        """What ``tensor.clamp`` gives: no gradient flows to elements outside the bounds.
+
+        Raises PlanError for a bound that the tensor's type has not.
+        """
+        bounds = [None if one is None else number("clamp at", one, tensor) for one in (self.low, self.high)]
+        return tensor.clamp(*bounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,6 +334,8 @@ def outside(tensor: Tensor, basis: Tensor, dim: int, *, keep: bool) -> Tensor:
 
 def clipped(tensor: Tensor, norm: float | Tensor, dims: tuple[int, ...] | None, *, keeps: bool) -> Tensor:
     """What ``Clip`` gives: one norm over ``dims`` (None: all), which stay with size 1 where it ``keeps`` them."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        raise PlanError(f"clip divides by a norm, which needs floating or complex numbers, got {tensor.dtype}")
     work, exact = wide(tensor), torch.complex128 if tensor.is_complex() else torch.float64
     total = torch.linalg.vector_norm(tensor, dim=dims, keepdim=keeps, dtype=exact)
     factor = torch.where(total.isfinite(), (norm / (total + 1e-6)).clamp(max=1.0), 1.0)
@@ -341,12 +347,3 @@ def clipped(tensor: Tensor, norm: float | Tensor, dims: tuple[int, ...] | None, 
 def wide(tensor: Tensor) -> torch.dtype:
     """The dtype in which a tensor is computed with where its own is too narrow: float32 for float16 and bfloat16."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-
-
-def _whole(strength: float, tensor: Tensor) -> float:
-    """``strength`` as an integer for tensors of integers, to which torch adds no multiple by a float."""
-    return (
-        int(strength)
-        if not (tensor.is_floating_point() or tensor.is_complex()) and strength == int(strength)
-        else strength
-    )

@@ -28,7 +28,7 @@ from gaff.edits.arithmetic import (
     outside,
     wide,
 )
-from gaff.edits.event import Call, Edit, Event, like, need_room, too_narrow
+from gaff.edits.event import Call, Edit, Event, like, need_number, need_room, too_narrow, without
 from gaff.edits.places import At, Chain, is_placed
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
@@ -109,14 +109,13 @@ def _constant(value: Tensor) -> Change:
     return at
 
 
-def _bound(value: float) -> Change:
-    """A number, as an input of the compiled graph, in the type of what passes. Raises PlanError out of its range."""
-    number = _number(value)
-    narrow = too_narrow(number)
+def _given(what: str, value: float) -> Change:
+    """A number as ``number`` brings it to the type of what passes, and as an input of the compiled graph."""
+    held, lacking = _number(value), without(value)
 
     def at(tensor: Tensor) -> Tensor:
-        need_room(number, tensor.dtype, narrow)
-        return number[0].to(tensor.device, tensor.dtype)
+        need_number(what, value, tensor.dtype, lacking)
+        return held[0].to(tensor.device, tensor.dtype)
 
     return at
 
@@ -133,29 +132,23 @@ def _scale(edit: Scale) -> Change:
 def _add(edit: Add) -> Change:
     """``Add``, with strength and number as inputs; a strength of 1 is left out, as it changes no bit."""
     if isinstance(edit.direction, Tensor):
-        direction, strength = _constant(edit.direction), _number(edit.strength)
+        direction, strength = _constant(edit.direction), _given("a strength of", edit.strength)
         if edit.strength == 1.0:
             return lambda tensor: tensor + direction(tensor)
-        return lambda tensor: tensor + strength[0].to(tensor.dtype) * direction(tensor)
+        return lambda tensor: tensor + strength(tensor) * direction(tensor)
     amount = _number(edit.direction if edit.strength == 1 else edit.strength * edit.direction)
     return lambda tensor: tensor + amount[0]
 
 
 def _fill(edit: Fill) -> Change:
     """``Fill``: zeros plus a number, since ``full_like`` takes no number from a tensor."""
-    value = _bound(edit.value)
-
-    def change(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() and not tensor.is_complex() and not edit.value == int(edit.value):
-            raise PlanError(f"fill with {edit.value!r} would lose its fraction in a tensor of {tensor.dtype}")
-        return torch.zeros_like(tensor) + value(tensor)
-
-    return change
+    value = _given("fill with", edit.value)
+    return lambda tensor: torch.zeros_like(tensor) + value(tensor)
 
 
 def _clamp(edit: Clamp) -> Change:
     """``Clamp``, with its bounds as inputs, brought to the tensor's device and dtype."""
-    given = [None if one is None else _bound(one) for one in (edit.low, edit.high)]
+    given = [None if one is None else _given("clamp at", one) for one in (edit.low, edit.high)]
 
     def change(tensor: Tensor) -> Tensor:
         bounds = [None if one is None else one(tensor) for one in given]

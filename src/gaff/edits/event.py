@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -20,9 +22,10 @@ from gaff.compat.placements import placement_of, whole_of
 from gaff.errors import PlanError
 
 # The types of what passes models whose range a constant can leave.
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+         torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
 _WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64)
-_RANGES = (*_FLOATS, *_WHOLE, torch.complex64, torch.complex128)
+_RANGES = (*_REAL, *_WHOLE)
 
 
 class Event(NamedTuple):
@@ -181,6 +184,30 @@ def like(
         return _converted(value, tensor.device, wanted)
     key = (tensor.device, wanted, memory.version_of(value))
     return remember(known, key, lambda: _converted(value, tensor.device, wanted))
+
+
+def number(what: str, value: float, tensor: Tensor) -> float:
+    """``value`` as a number of the tensor's type: whole for integers. Raises PlanError, naming ``what``, if it is none.
+
+    A fraction would be cut off there, and torch wraps some numbers that are out of range.
+    """
+    need_number(what, value, tensor.dtype, without(value))
+    return value if tensor.is_floating_point() or tensor.is_complex() else int(value)
+
+
+def need_number(what: str, value: float, dtype: torch.dtype, lacking: frozenset[torch.dtype]) -> None:
+    """Raise PlanError where ``dtype`` is one of the types that lack a number."""
+    if dtype in lacking:
+        raise PlanError(f"{what} {value!r} is no number of {dtype}, which passes")
+
+
+@functools.lru_cache(maxsize=256)
+def without(value: float) -> frozenset[torch.dtype]:
+    """Types that have no such number: where it would lose a fraction, or is out of range. Floats have infinities."""
+    is_whole = math.isfinite(value) and value == int(value)
+    whole = (dtype for dtype in _WHOLE if not is_whole or not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max)
+    wide = (dtype for dtype in _REAL if math.isfinite(value) and abs(value) > torch.finfo(dtype).max)
+    return frozenset((*whole, *wide, *([] if value in (0, 1) else [torch.bool])))
 
 
 def _converted(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
