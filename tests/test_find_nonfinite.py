@@ -1,7 +1,9 @@
 """Where a NaN or inf began: planted faults are found, clean models raise no alarm."""
 
+import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,10 +104,72 @@ def test_a_normalization_that_overflows_is_not_told_as_a_buffer_that_somebody_wr
     assert report.cause.startswith("overflow inside batch_norm")
 
 
+INF = math.inf
+of = torch.tensor
+
+
+def closed(*values):
+    """Infinities that were put in on purpose, where the values have them."""
+    given = of(values)
+    return torch.where(given.isinf(), 0.0, given).masked_fill(given.isinf(), INF)
+
+
+@pytest.mark.filterwarnings("ignore:var")
 @pytest.mark.parametrize(
-    "pole", [lambda: torch.lgamma(torch.zeros(2)), lambda: torch.xlogy(torch.ones(2), torch.zeros(2)),
-             lambda: torch.zeros(2) ** torch.tensor(-1.0)]
+    ("run", "cause"),
+    [
+        (lambda: torch.lgamma(of([0.0, 1.0])), "lgamma has poles at 0"),
+        (lambda: of([0.0, 1.0]).digamma_(), "digamma has poles at 0"),
+        (lambda: torch.lgamma(of([-0.5, 3e38])), "^overflow: lgamma gives"),
+        (lambda: torch.xlogy(torch.ones(2), of([0.0, 1.0])), "log of 0 in xlogy: 1 of 2"),
+        (lambda: of([0.0, 1.0]) ** of(-1.0), "0 to the power of a negative number, for 1 of 2"),
+        (lambda: of([-2.0, 1.0]) ** of(0.5), "a negative number, down to -2, to the power of a fraction"),
+        (lambda: of([0.0, 1.0]).reciprocal_(), "division by zero: 1 of 2"),
+        (lambda: (lambda x: x.div_(x))(of([0.0, 1.0])), "division by zero: 1 of 2"),
+        (lambda: of([-1.0, 1.0]).log1p_(), "log1p of -1"),
+        (lambda: of([1.0, 0.5]).atanh_(), "atanh is defined between -1 and 1"),
+        (lambda: of([0.0, 1.0]).acosh_(), "acosh is defined from 1 on"),
+        (lambda: torch.var(of([1.0, 3.0]) * 1, correction=2), "divides by n - correction = 0"),
+        (lambda: torch.logdet(torch.zeros(2, 2)), "singular"),
+        (lambda: torch.log(torch.zeros(4, dtype=torch.complex64)).real, "4 of 4 elements"),
+        (lambda: torch.nn.functional.layer_norm(of([1e30, -3e30]), (2,), eps=0.0), "^overflow inside layer_norm"),
+        (lambda: torch.nn.functional.layer_norm(torch.ones(2), (2,), eps=0.0), "variance: layer_norm with eps=0"),
+        (lambda: torch.tensor(np.array([np.nan, 1.0])) * 1, "in the numbers that the tensor was made of"),
+        (lambda: torch.tensor([1e39, 1.0]) * 1, "^overflow: numbers up to 1e.39"),
+        (lambda: torch.softmax(torch.tensor([[-INF, -INF]]), 1), "fully masked"),
+        (lambda: of([0.0, 1.0]) * INF, "an infinite constant .* 0 . inf, or inf - inf"),
+        (lambda: closed(INF, 2.0) @ of([0.0, 1.0]), "met a 0: 0 . inf"),
+        (lambda: closed(INF, INF) @ of([1.0, -1.0]), "met another: inf - inf"),
+        (lambda: (lambda x: x / x)(closed(INF, 1.0)), "inf / inf"),
+        (lambda: torch.sin(closed(INF, 1.0)), "went into sin, which has no value there"),
+        (lambda: torch.nn.functional.cross_entropy(-closed(1.0, 2.0, INF)[None], of([[0.5, 0.5, 0.0]])), "share of"),
+        (lambda: torch.nn.functional.cross_entropy(-closed(1.0, INF)[None], of([0]), label_smoothing=0.1),
+         "label_smoothing asks for every class"),
+    ],
 )  # fmt: skip
-def test_poles_are_no_overflows(pole):
-    report = gaff.find_nonfinite(lambda: pole() * 1.0)
-    assert "infinite in float64, too: a pole" in report.cause
+def test_the_cause_is_the_one_of_these_numbers(run, cause):
+    report = gaff.find_nonfinite(run)
+    assert re.search(cause, report.cause), report
+
+
+@pytest.mark.parametrize(
+    ("run", "factor", "cause"),
+    [
+        (lambda x: of([0.0, 1.0]) / (x * 1e-25), 1.0, "more than float32 holds"),
+        (lambda x: x / of([0.0, 1.0]).requires_grad_(), 1.0, "divisor is 0 .1 of 2 elements"),
+        (lambda x: torch.acos((x * 0.95).half()), 60000.0, "overflow: the gradient that came"),
+        (lambda x: (x * of([0.0, 100.0])).half() ** 1.5, 60000.0, "overflow: the gradient that came"),
+        (lambda x: torch.acos(x), 1.0, "acos at -1 and 1"),
+        (lambda x: torch.std((x * of([1e-3, 2e-3])).half()), 60000.0, "overflow: the gradient that came"),
+        (lambda x: torch.xlogy(x * 0, x - 1), 1.0, "xlogy at 0 is infinite .2 of 2 elements"),
+    ],
+)
+def test_the_cause_in_backward_is_the_one_of_these_numbers(run, factor, cause):
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(2))
+
+    def step():
+        (run(model.w).float().nan_to_num(posinf=1.0) * factor).sum().backward()
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert re.search(cause, report.cause), report

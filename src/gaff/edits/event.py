@@ -198,7 +198,9 @@ def number(what: str, value: float, tensor: Tensor) -> float:
 def need_number(what: str, value: float, dtype: torch.dtype, lacking: frozenset[torch.dtype]) -> None:
     """Raise PlanError where ``dtype`` is one of the types that lack a number."""
     if dtype in lacking:
-        raise PlanError(f"{what} {value!r} is no number of {dtype}, which passes")
+        is_cut = not dtype.is_floating_point and math.isfinite(value) and value != int(value)
+        wrong = "would lose its fraction as" if is_cut else "is out of the range of"
+        raise PlanError(f"{what} {value!r} {wrong} {dtype}, which passes")
 
 
 @functools.lru_cache(maxsize=256)

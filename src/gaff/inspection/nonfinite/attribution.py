@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +162,7 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     args, kwargs = map_tensors((call.args, call.kwargs), distributed.local_of)  # other processes are not here now
     case = Case(op, call.func, args, kwargs, given, output)
     is_constant = is_meant and op not in UNINITIALISED
-    cause = "it was put in by a constant" if is_constant else cause_of(case)
+    cause = _of_constant(call, output) if is_constant else cause_of(case)
     return Made(call.site, "forward", place, cause, output, given, position, is_meant, is_scaling(call))
 
 
@@ -198,9 +198,24 @@ def is_scaling(call: OpCall) -> bool:
 
 def _is_deliberate(call: OpCall) -> bool:
     """Whether a constant among the arguments is itself infinite or NaN: it was put there on purpose."""
-    constants = [*call.args, *call.kwargs.values()]
-    flat = [one for value in constants for one in (value if isinstance(value, (list, tuple)) else (value,))]
-    return any(isinstance(one, float) and not math.isfinite(one) for one in flat)
+    return any(not math.isfinite(one) for one in _constants([*call.args, *call.kwargs.values()]))
+
+
+def _constants(values: Any) -> Iterator[float]:
+    """The floating numbers among arguments, in lists of lists too, as ``torch.tensor`` takes them."""
+    for value in values:
+        if isinstance(value, float):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _constants(value)
+
+
+def _of_constant(call: OpCall, output: Range) -> str:
+    """What is said of a value that is infinite, or NaN, by a constant among the arguments."""
+    constants = list(_constants([*call.args, *call.kwargs.values()]))
+    if output.nan and not any(math.isnan(one) for one in constants) and any(math.isinf(one) for one in constants):
+        return "an infinite constant among its arguments made a NaN of finite numbers: 0 * inf, or inf - inf"
+    return "it was put in by a constant"
 
 
 def _is_allowed(site: Site, patterns: Iterable[Address]) -> bool:

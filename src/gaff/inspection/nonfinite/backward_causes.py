@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from gaff.inspection.nonfinite.report import Range
 
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": sys.float_info.max}
-# Ops whose derivative is infinite somewhere: what their inputs were is noted in the forward.
+# Ops whose derivative is infinite somewhere: what their inputs were is noted in the forward. Not here are norms,
+# distances, deviations and atan2, for which torch puts 0 where the formula has 0/0.
 STEEP = {
     "sqrt": "the derivative of sqrt at 0 is infinite",
     "rsqrt": "the derivative of rsqrt at 0 is infinite",
@@ -23,18 +25,11 @@ STEEP = {
     "log10": "the derivative of log10 at 0 is infinite",
     "reciprocal": "the derivative of 1/x at 0 is infinite",
     "div": "the derivative of a quotient is infinite where the divisor is 0",
-    "std": "the derivative of std is 0/0 where all elements are equal",
-    "norm": "the derivative of a norm at 0 is 0/0",
-    "vector_norm": "the derivative of a norm at 0 is 0/0",
-    "cdist": "the derivative of a distance is infinite where both points are the same",
-    "pairwise_distance": "the derivative of a distance is infinite where both points are the same",
     "acos": "the derivative of acos at -1 and 1 is infinite",
     "arccos": "the derivative of acos at -1 and 1 is infinite",
     "asin": "the derivative of asin at -1 and 1 is infinite",
     "arcsin": "the derivative of asin at -1 and 1 is infinite",
     "atanh": "the derivative of atanh at -1 and 1 is infinite",
-    "atan2": "the derivative of atan2 at (0, 0) is 0/0",
-    "arctan2": "the derivative of atan2 at (0, 0) is 0/0",
     "xlogy": "the derivative of xlogy at 0 is infinite",
     "logit": "the derivative of logit at 0 and 1 is infinite",
     "erfinv": "the derivative of erfinv at -1 and 1 is infinite",
@@ -44,7 +39,13 @@ STEEP = {
     "where": "",
     "prod": "",
 }
-_ALWAYS_AT_EDGE = ("std", "acos", "arccos", "asin", "arcsin", "atanh", "logit", "erfinv", "cdist", "pairwise_distance")
+_EDGES = {"acos": 1.0, "arccos": 1.0, "asin": 1.0, "arcsin": 1.0, "atanh": 1.0, "erfinv": 1.0, "logit": 1.0}
+
+
+def is_steep(op: str, args: Sequence[Any]) -> bool:
+    """Whether to note in the forward what an op is given: not of a power of 1 and more, whose derivative is finite."""
+    is_flat = op.strip("_") in ("pow", "float_power") and len(args) > 1 and isinstance(args[1], (int, float))
+    return op.strip("_") in STEEP and not (is_flat and args[1] >= 1)
 
 
 def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, handed: Range) -> str:
@@ -55,12 +56,13 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
     too large itself above half the fourth root of what its type holds, which is chosen.
     """
     steep = STEEP.get(op.strip("_"), "")
-    zeros = sum(one.zeros for one in given)
+    met = _met(op.strip("_"), given)
+    zeros = sum(one.zeros for one in met)
     infinite = [one for one in given if not one.is_finite]
     if infinite:
         return f"{node} meets {infinite[0].kinds} that went into {op}: 0 * inf, or inf - inf, in its derivative"
-    if steep and (zeros or op.strip("_") in _ALWAYS_AT_EDGE):
-        where = f" ({zeros} of {sum(one.elements for one in given)} elements are 0)" if zeros else ""
+    if steep and (zeros or _is_at_edge(op.strip("_"), given)):
+        where = f" ({zeros} of {sum(one.elements for one in met)} elements are 0)" if zeros else ""
         if came.zeros == came.elements or (handed.nan and came.zeros):
             return (
                 f"{steep}{where}, and the gradient that came is 0 there: 0 * inf is NaN. torch.where or a mask after "
@@ -79,3 +81,18 @@ def backward_cause(op: str, node: str, given: Sequence[Range], came: Range, hand
             f"({limit:.4g}) on the way, or a division by zero in it"
         )
     return f"{node} made {handed.kinds} of finite gradients up to {came.largest:.4g}"
+
+
+def _met(op: str, given: Sequence[Range]) -> Sequence[Range]:
+    """The inputs of an op whose zeros make its derivative infinite: of a quotient of two tensors the divisor."""
+    if op in ("div", "xlogy"):
+        return given[1:]
+    return () if op in _EDGES else given
+
+
+def _is_at_edge(op: str, given: Sequence[Range]) -> bool:
+    """Whether the input reaches the end of where the op is defined."""
+    edge, x = _EDGES.get(op), given[0] if given else None
+    if edge is None or x is None or x.min is None or x.max is None:
+        return False
+    return x.max >= edge or x.min <= (0.0 if op == "logit" else -edge)

@@ -22,6 +22,8 @@ from gaff.inspection.nonfinite.ranges import can_hold, plain, range_of
 from gaff.inspection.nonfinite.report import Range
 
 LOSSES = ("cross_entropy", "nll_loss", "kl_div", "ctc_loss", "binary_cross_entropy", "gaussian_nll_loss")
+_PRODUCTS = ("mul", "multiply", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "outer")
+_SUMS = ("add", "sub", "subtract", "rsub", "sum", "mean", "cumsum", "logsumexp", "addmm", "baddbmm", "addmv")
 UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_")
 
 
@@ -44,6 +46,12 @@ class Case:
     def first(self) -> Range | None:
         """The range of the first tensor that came in."""
         return self.ranges[0] if self.ranges else None
+
+    def range_of(self, value: Any) -> Range | None:
+        """The range of one of the arguments, as it was before the op; None of a number, and of what holds no floats."""
+        tensors = [one for _, one in iter_tensors((self.args, self.kwargs)) if can_hold(one)]
+        known = zip(tensors, self.ranges, strict=False) if len(tensors) == len(self.ranges) else ()
+        return next((given for tensor, given in known if tensor is value), None)
 
     def argument(self, position: int, name: str) -> Any:
         """An argument given by position or by name."""
@@ -68,15 +76,13 @@ def _log(case: Case) -> str:
     x, shift = case.first, -1 if case.op.startswith("log1p") else 0
     if x is None or x.min is None:
         return ""
-    zeros = x.zeros if not shift else _count(case.args[0], lambda value: value == shift)
     if x.min < shift:
         return f"{case.op.strip('_')} of numbers below {shift}, down to {x.min:.4g}: clamp the input first"
-    return (
-        f"{case.op.strip('_')} of {shift}: {zeros} of {x.elements} elements are exactly {shift}; "
-        "add an eps or clamp the input"
-        if zeros
-        else ""
-    )
+    if not x.zeros if not shift else x.min > shift:
+        return ""
+    zeros = x.zeros if not shift else _count(case.args[0], lambda value: value == shift)
+    exactly = f": {zeros} of {x.elements} elements are exactly {shift}" if zeros else ""
+    return f"{case.op.strip('_')} of {shift}{exactly}; add an eps or clamp the input"
 
 
 def _sqrt(case: Case) -> str:
@@ -92,19 +98,19 @@ def _sqrt(case: Case) -> str:
 
 
 def _pow(case: Case) -> str:
-    """Powers: 0 to a negative one, and negative numbers to one that is no integer.
-
-    Exponents that are tensors are not judged.
-    """
-    base, exponent = case.argument(0, "input"), case.argument(1, "exponent")
-    if not isinstance(base, Tensor) or isinstance(exponent, Tensor) or exponent is None:
+    """Powers: 0 to a negative one, and negative numbers to one that is no integer."""
+    base, exponent, x = case.argument(0, "input"), case.argument(1, "exponent"), case.first
+    if not isinstance(base, Tensor) or exponent is None or x is None or x.min is None:
         return ""
-    x = case.first
-    if x is not None and exponent < 0 and x.zeros:
-        return f"division by zero: 0 to the power of {exponent}, for {x.zeros} of {x.elements} elements"
-    if x is not None and x.min is not None and x.min < 0 and float(exponent) != int(exponent):
-        return f"a negative number, down to {x.min:.4g}, to the power of {exponent}: clamp the base at 0"
-    return ""
+    if isinstance(exponent, Tensor):
+        zeros = 0 if case.op.endswith("_") else _count(base, lambda value: (value == 0) & (exponent < 0))
+        is_root = not case.op.endswith("_") and bool(((base < 0) & (exponent != exponent.round())).any())
+        exponent = "a negative number" if zeros else "a fraction"
+    else:
+        zeros, is_root = x.zeros if exponent < 0 else 0, x.min < 0 and float(exponent) != int(exponent)
+    if zeros:
+        return f"division by zero: 0 to the power of {exponent}, for {zeros} of {x.elements} elements"
+    return f"a negative number, down to {x.min:.4g}, to the power of {exponent}: clamp the base at 0" if is_root else ""
 
 
 def _div(case: Case) -> str:
@@ -117,7 +123,8 @@ def _div(case: Case) -> str:
     if case.op.strip("_") == "reciprocal" or getattr(case.func, "__name__", "") in ("__rdiv__", "__rtruediv__"):
         below = case.args[0]
     if isinstance(below, Tensor):
-        zeros = _count(below, lambda value: value == 0)
+        known = case.range_of(below)
+        zeros = known.zeros if known is not None else _count(below, lambda value: value == 0)
         if zeros:
             return f"division by zero: {zeros} of {below.numel()} elements of the divisor are 0; add an eps"
     elif below == 0:
@@ -159,19 +166,25 @@ def _attention(case: Case) -> str:
 
 
 def _normalised(case: Case) -> str:
-    """Norm layers with ``eps=0``, whose variance is 0 where all elements are equal."""
-    eps = case.kwargs.get("eps", 1e-5)
-    return "" if eps else f"division by zero variance: {case.op} with eps=0 on elements that are all equal"
+    """Norm layers with ``eps=0``, whose variance is 0 where all elements are equal: in float64, too."""
+    at = {"layer_norm": 4, "group_norm": 4, "batch_norm": 7, "instance_norm": 7}.get(case.op)
+    eps = case.kwargs.get("eps", 1e-5) if at is None else case.argument(at, "eps")
+    if eps is None or eps or _is_finite_in_float64(case):
+        return ""
+    return f"division by zero variance: {case.op} with eps=0 on elements that are all equal"
 
 
 def _std(case: Case) -> str:
-    """Deviations of one element, divided by n - 1 = 0. How many go into one result is told by the sizes."""
+    """Deviations divided by n - correction, of no more elements than that. The sizes tell how many make one result."""
     x = case.args[0] if case.args else None
     if not isinstance(x, Tensor):
         return ""
-    ratio = x.numel() // max(case.output.elements, 1)
-    if ratio <= 1:
+    count = x.numel() // max(case.output.elements, 1)
+    correction = case.kwargs.get("correction", 1)
+    if count <= 1 and correction == 1:
         return f"{case.op} of a single element divides by n - 1 = 0: pass correction=0, or give it more elements"
+    if correction is not None and count <= correction:
+        return f"{case.op} of {count} elements divides by n - correction = {count - correction}: give it more elements"
     return ""
 
 
@@ -231,19 +244,39 @@ def _masked_attention(case: Case) -> str:
 
 def _impossible(case: Case) -> str:
     """Losses that are infinite because they should be: a target of probability 0, a path that does not fit."""
-    if any(one.negative_inf for one in case.ranges):
+    closed = any(one.negative_inf for one in case.ranges)
+    target = case.argument(1, "target")
+    if closed and case.op == "cross_entropy" and isinstance(target, Tensor) and target.is_floating_point():
+        return (
+            "a class whose score is -inf has a share of the target, or a share of exactly 0, and 0 * inf is NaN: "
+            "close classes with a large negative number, not with -inf"
+        )
+    if closed and case.kwargs.get("label_smoothing"):
+        return (
+            "label_smoothing asks for every class, also for one that a mask closed with -inf, and its loss is +inf: "
+            "close classes with a large negative number"
+        )
+    if closed:
         return "a score of -inf is asked for: what a mask closed is a target, and its loss is +inf"
     return "no path fits the targets: the input is shorter than they need" if case.op == "ctc_loss" else ""
 
 
 def _inside_one(case: Case) -> str:
     """Functions that are defined between -1 and 1 only, or finite only inside."""
-    x = case.first
-    if x is None or x.min is None or x.max is None:
+    x, op = case.first, case.op.strip("_")
+    if x is None or x.min is None or x.max is None or max(-x.min, x.max) < 1:
         return ""
-    if max(-x.min, x.max) > 1 or case.op in ("atanh", "erfinv"):
-        return f"{case.op} is defined between -1 and 1, and the input goes from {x.min:.6g} to {x.max:.6g}: clamp it"
+    if max(-x.min, x.max) > 1 or op in ("atanh", "arctanh", "erfinv"):
+        return f"{op} is defined between -1 and 1, and the input goes from {x.min:.6g} to {x.max:.6g}: clamp it"
     return ""
+
+
+def _from_one(case: Case) -> str:
+    """``acosh``, which is defined from 1 on."""
+    x = case.first
+    if x is None or x.min is None or x.min >= 1:
+        return ""
+    return f"{case.op.strip('_')} is defined from 1 on, and the input goes down to {x.min:.6g}: clamp it"
 
 
 def _logit(case: Case) -> str:
@@ -252,6 +285,45 @@ def _logit(case: Case) -> str:
     if x is None or x.min is None or x.max is None or (x.min > 0 and x.max < 1):
         return ""
     return f"logit is finite only between 0 and 1, and the input goes from {x.min:.6g} to {x.max:.6g}: pass eps="
+
+
+def _gamma(case: Case) -> str:
+    """The gamma function's logarithm and its derivatives have poles at 0 and at the negative integers."""
+    x = case.ranges[-1] if case.ranges else None
+    value = case.args[-1] if case.args else None
+    is_kept = isinstance(value, Tensor) and not case.op.endswith("_")
+    if x is None or x.min is None or x.min > 0:
+        return ""
+    if is_kept and not _count(value, lambda one: (one <= 0) & (one == one.round())):
+        return ""
+    return f"{case.op.strip('_')} has poles at 0 and the negative integers, and the input goes down to {x.min:.4g}"
+
+
+def _xlogy(case: Case) -> str:
+    """``xlogy`` of a number that is not 0 and a 0, whose logarithm it takes."""
+    below = case.range_of(case.argument(1, "other"))
+    if below is None or below.min is None:
+        return ""
+    if below.min < 0:
+        return f"log of numbers below 0 in {case.op.strip('_')}, down to {below.min:.4g}: clamp the second input first"
+    return f"log of 0 in {case.op.strip('_')}: {below.zeros} of {below.elements} elements are 0" if below.zeros else ""
+
+
+def _determinant(case: Case) -> str:
+    """Logarithms of the determinant of a matrix that has no inverse."""
+    return f"log of 0: a matrix given to {case.op} is singular, so that its determinant is 0"
+
+
+def _data(case: Case) -> str:
+    """Tensors made of numbers that were not finite before they were one, or too large for its type."""
+    limit = LIMITS.get(case.output.dtype)
+    try:
+        wide = torch.as_tensor(case.argument(0, "data"), dtype=torch.float64)
+    except (RuntimeError, TypeError, ValueError):  # complex numbers, or a buffer
+        return ""
+    if limit is not None and bool(wide.isfinite().all()):
+        return f"overflow: numbers up to {_magnitude(wide):.4g}, and {case.output.dtype} holds up to {limit:.4g}"
+    return "it was in the numbers that the tensor was made of: a list or an array from outside torch"
 
 
 def _uninitialised(case: Case) -> str:
@@ -264,9 +336,27 @@ def _infinities(case: Case) -> str:
     bad = [one for one in case.ranges if not one.is_finite]
     if not bad:
         return ""
-    zeros = any(one.zeros for one in case.ranges)
-    what = "0 * inf" if case.op.strip("_") in ("mul", "matmul", "bmm", "linear", "einsum") and zeros else "inf - inf"
-    return f"an infinite value that was put in on purpose ({bad[0].kinds} in {bad[0].name}) met another: {what} is NaN"
+    op, known = case.op.strip("_"), f"an infinite value that was put in on purpose ({bad[0].kinds} in {bad[0].name})"
+    if op in _PRODUCTS:
+        return f"{known} met {'a 0: 0 * inf' if _zero_meets_infinity(case) else 'another: inf - inf'} is NaN"
+    if op in ("div", "divide", "true_divide"):
+        return f"{known} is divided by another: inf / inf is NaN"
+    is_sum = op in _SUMS and (len(case.ranges) > 1 or (bad[0].positive_inf and bad[0].negative_inf))
+    return f"{known} met another: inf - inf is NaN" if is_sum else f"{known} went into {op}, which has no value there"
+
+
+def _zero_meets_infinity(case: Case) -> bool:
+    """Whether a 0 of one factor is multiplied with an infinite element of the other, told by the op on 0s and 1s."""
+    factors = [one for _, one in iter_tensors((case.args, case.kwargs))][:2]
+    text = [one for one in case.args[:1] if isinstance(one, str)]  # of einsum
+    if len(factors) < 2 or case.op.endswith("_") or any(one.is_sparse or one.is_nested for one in factors):
+        return any(one.zeros for one in case.ranges)
+    zeros, infinite = [(one == 0).double() for one in factors], [one.isinf().double() for one in factors]
+    try:
+        met = [case.func(*text, zeros[0], infinite[1]), case.func(*text, infinite[0], zeros[1])]
+    except (RuntimeError, TypeError, ValueError):  # arguments that this form of the op does not take
+        return any(one.zeros for one in case.ranges)
+    return any(bool((one > 0).any()) for one in met)
 
 
 def _overflow(case: Case) -> str:
@@ -276,14 +366,9 @@ def _overflow(case: Case) -> str:
     well nothing more can be said, and a NaN there has another cause.
     """
     limit = LIMITS.get(case.output.dtype)
-    if limit is None or case.op.endswith("_") or "out" in case.kwargs:
+    tensors = None if limit is None else _in_float64(case)
+    if limit is None or tensors is None:
         return _exp_limit(case, limit)
-    try:
-        with _same_draws(case):
-            wide = case.func(*_wide(case.args), **_wide(case.kwargs))
-    except (RuntimeError, TypeError, ValueError):  # no float64 kernel, or arguments that do not go with it
-        return _exp_limit(case, limit)
-    tensors = [tensor for _, tensor in iter_tensors(wide) if can_hold(tensor)]
     ranges = [range_of(tensor.double(), "") for tensor in tensors]
     largest = max((_magnitude(tensor) for tensor in tensors), default=0.0)
     if any(one.nan for one in ranges):
@@ -302,6 +387,24 @@ def _overflow(case: Case) -> str:
         f"overflow: {case.op} gives {_number(largest)}, and {case.output.dtype} holds up to {limit:.4g}{over}"
         + _hint(case)
     )
+
+
+def _in_float64(case: Case) -> list[Tensor] | None:
+    """What the op returns when it is run again in float64; None where it cannot be, or would write to the user's."""
+    if case.op.endswith("_") or "out" in case.kwargs:
+        return None
+    try:
+        with _same_draws(case):
+            wide = case.func(*_wide(case.args), **_wide(case.kwargs))
+    except (RuntimeError, TypeError, ValueError):  # no float64 kernel, or arguments that do not go with it
+        return None
+    return [tensor for _, tensor in iter_tensors(wide) if can_hold(tensor)]
+
+
+def _is_finite_in_float64(case: Case) -> bool:
+    """Whether the op gives nothing but finite numbers in float64, so that only the type was too narrow."""
+    tensors = _in_float64(case)
+    return tensors is not None and all(range_of(tensor.double(), "").is_finite for tensor in tensors)
 
 
 def _exp_limit(case: Case, limit: float | None) -> str:
@@ -400,6 +503,11 @@ _RULES = _table(
         (" ".join(LOSSES), _impossible),
         ("cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss smooth_l1_loss kl_div", _loss),
         ("acos arccos asin arcsin atanh arctanh erfinv", _inside_one),
+        ("acosh arccosh", _from_one),
+        ("lgamma digamma polygamma mvlgamma", _gamma),
+        ("xlogy", _xlogy),
+        ("logdet", _determinant),
+        ("tensor as_tensor asarray from_numpy", _data),
         ("logit", _logit),
     )
 )

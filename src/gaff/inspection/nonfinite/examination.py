@@ -29,7 +29,7 @@ from gaff.errors import NonFiniteError, PlanError
 from gaff.inspection.call_log import shape_text
 from gaff.inspection.nonfinite.attribution import Begun, Now, before, has_nan, is_mask, is_scaling, judge, ranges_of
 from gaff.inspection.nonfinite.backward import Trail
-from gaff.inspection.nonfinite.backward_causes import STEEP
+from gaff.inspection.nonfinite.backward_causes import is_steep
 from gaff.inspection.nonfinite.provenance import (
     ARRIVED,
     NOWHERE,
@@ -295,8 +295,7 @@ class Examination:
         given = [tensor for _, tensor in iter_tensors((call.args, call.kwargs)) if can_hold(tensor)]
         came = [(tensor, self._look(tensor)) for tensor in given]
         writes = (call.site.op or "").endswith("_") or call.site.op == "setitem" or "out" in call.kwargs
-        steep = (call.site.op or "").strip("_") in STEEP
-        ranges = ranges_of(given, self._producers) if writes or steep else None
+        ranges = ranges_of(given, self._producers) if writes or is_steep(call.site.op or "", call.args) else None
         if is_scaling(call):
             self._note_scale(call)
         self._trail.nodes.follow(given, Ran(Site(call.site.path), users_place(call.place), ()))

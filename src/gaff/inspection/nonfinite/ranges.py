@@ -89,6 +89,9 @@ def range_of(tensor: Tensor, name: str) -> Range:
         value = plain(tensor).to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
         # an index into the numbers is one into the tensor: not of wrappers, nor of what is stored of a sparse one
         is_whole = not tensor.is_nested and value.shape[: tensor.dim()] == tensor.shape
+        is_pairs = tensor.is_complex() and is_whole  # of a real and an imaginary part, counted once
+        kinds = (value.isnan(), value == math.inf, value == -math.inf)
+        nans, positive, negative = (int(found.any(-1).sum() if is_pairs else found.sum()) for found in kinds)
         finite = torch.isfinite(value)
         good = value[finite]
         bad = ~finite
@@ -100,9 +103,9 @@ def range_of(tensor: Tensor, name: str) -> Range:
             tensor.numel() if is_whole or tensor.layout != torch.strided else value.numel(),
             good.min().item() if good.numel() else None,
             good.max().item() if good.numel() else None,
-            int(value.isnan().sum()),
-            int((value == math.inf).sum()),
-            int((value == -math.inf).sum()),
-            int((value == 0).sum()),
+            nans,
+            positive,
+            negative,
+            int((value == 0).all(-1).sum() if is_pairs else (value == 0).sum()),
             first[: tensor.dim()] if first is not None and is_whole else None,
         )
