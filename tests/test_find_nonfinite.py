@@ -44,6 +44,28 @@ class Kept(nn.Linear):
         self.register_buffer("ema", torch.ones(2))
 
 
+class Aliased(nn.Linear):
+    """Spoils what it returns by way of another tensor in the same memory."""
+
+    def __init__(self, way):
+        super().__init__(2, 2)
+        self.way = way
+
+    def forward(self, x):
+        h = super().forward(x)
+        alias = h.detach() if self.way == "detach" else h.data
+        alias.sub_(100.0).log_()
+        return h * 2.0
+
+
+@pytest.mark.parametrize("way", ["detach", "data"])
+def test_what_is_written_by_way_of_another_tensor_is_found_where_it_was_written(way):
+    model = Aliased(way)
+    report = gaff.find_nonfinite(lambda: model(torch.ones(1, 2)).sum().backward(), model=model)
+    assert report.site == "/log_#0"
+    assert "log of numbers below 0" in report.cause
+
+
 def divided(tensor):
     with torch.no_grad():
         tensor.div_(0)
@@ -55,8 +77,15 @@ def divided(tensor):
         (lambda model, optimizer: divided(model.weight), "forward", "(step)/div_#0"),
         (lambda model, optimizer: divided(model.ema), "forward", "(step)/div_#0"),
         (lambda model, optimizer: divided(model.weight.grad), "forward", "(step)/div_#0"),
-        (lambda model, optimizer: model.weight.data.fill_(float("nan")), "written", "weight:param"),
-        (lambda model, optimizer: (optimizer.step(), model.weight.data.div_(0)), "written", "weight:param"),
+        (lambda model, optimizer: model.weight.data.fill_(float("nan")), "forward", "(step)/fill_#0"),
+        (lambda model, optimizer: model.weight.detach()[0].div_(0), "forward", "(step)/div_#0"),
+        (lambda model, optimizer: (optimizer.step(), model.weight.data.div_(0)), "forward", "(step)/div_#0"),
+        (lambda model, optimizer: model.weight.data.numpy().fill(math.nan), "written", "weight:param"),
+        (
+            lambda model, optimizer: (optimizer.step(), model.weight.data.numpy().fill(math.nan)),
+            "written",
+            "weight:param",
+        ),
     ],
 )
 def test_state_that_code_spoils_is_not_blamed_on_an_optimizer(spoil, direction, site):
@@ -173,3 +202,26 @@ def test_the_cause_in_backward_is_the_one_of_these_numbers(run, factor, cause):
 
     report = gaff.find_nonfinite(step, model=model)
     assert re.search(cause, report.cause), report
+
+
+def test_running_statistics_that_overflow_are_told_though_nothing_uses_them_yet():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    report = gaff.find_nonfinite(lambda: model(torch.randn(8, 4) * 1e20), model=model)
+    assert report.site == "0/batch_norm#0"
+    assert "running statistics overflowed" in report.cause
+
+
+def test_what_an_optimizer_keeps_is_told_where_it_overflows_and_later_as_there_before():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        (model(torch.ones(8, 4)) * 1e21).sum().backward()
+        optimizer.step()
+
+    first, second = gaff.find_nonfinite(step, model=model), gaff.find_nonfinite(step, model=model)
+    assert (first.direction, first.site) == ("update", "weight:param")
+    assert "exp_avg_sq, overflowed in its step, of a finite gradient up to 8e+21" in first.cause
+    assert (second.direction, second.site) == ("before", "weight:param")
+    assert "exp_avg_sq, was not finite before this step" in second.cause

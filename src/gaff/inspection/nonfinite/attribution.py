@@ -137,7 +137,7 @@ def judge(begun: Begun, tensor: Tensor, producers: Producers, position: int, all
     ``position``: how many ops ran before; ``allow``: patterns of sites whose values are meant. Waits for the device.
     """
     call, op = begun.call, begun.call.site.op or ""
-    unread = _only_written(call)
+    unread = only_written(call)
     came = [made for one, made in begun.came if made is not None and not _is_among(one, unread)]
     real = [made for made in came if not made.is_meant]
     if real:
@@ -171,7 +171,7 @@ def _is_among(tensor: Tensor, others: Iterable[Any]) -> bool:
     return any(tensor is other for other in others)
 
 
-def _only_written(call: OpCall) -> Sequence[Any]:
+def only_written(call: OpCall) -> Sequence[Any]:
     """The running statistics of a normalization that normalizes by its input: it updates them, and uses them not."""
     at = _STATISTICS_AT.get(call.func)
     if at is None:

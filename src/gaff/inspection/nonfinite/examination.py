@@ -27,13 +27,26 @@ from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import NonFiniteError, PlanError
 from gaff.inspection.call_log import shape_text
-from gaff.inspection.nonfinite.attribution import Begun, Now, before, has_nan, is_mask, is_scaling, judge, ranges_of
+from gaff.inspection.nonfinite.attribution import (
+    Begun,
+    Now,
+    before,
+    has_nan,
+    is_mask,
+    is_scaling,
+    judge,
+    only_written,
+    ranges_of,
+)
 from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.backward_causes import is_steep
 from gaff.inspection.nonfinite.provenance import (
     ARRIVED,
+    KEPT,
+    KEPT_BEFORE,
     NOWHERE,
     RETURNED,
+    RUNNING,
     UPDATED,
     WRITTEN,
     Made,
@@ -69,7 +82,8 @@ class BadState:
     """What of parameters and buffers was not finite, by identity.
 
     ``before``: they themselves, before the step; ``gradients``: theirs, before it; ``used``: theirs as an optimizer
-    was given them, with what made them so; ``made``: parameters that were bad right after an optimizer's step.
+    was given them, with what made them so; ``made``: parameters that were bad right after an optimizer's step;
+    ``kept``: what an optimizer keeps of a parameter, such as a mean of squares, by the parameter, where that is bad.
     """
 
     def __init__(self) -> None:
@@ -77,12 +91,19 @@ class BadState:
         self.gradients: set[int] = set()
         self.used: dict[int, Made] = {}
         self.made: set[int] = set()
+        self.kept: dict[int, Made] = {}
 
     def note_used(self, optimizer: Any, marks: Marks) -> None:
         """An optimizer's step begins: note which of its gradients are not finite, and what made them so.
 
         Waits for the device.
         """
+        for one, name, kept in _kept_of(optimizer):
+            if has_nonfinite(kept) and id(one) not in self.kept:
+                found = Made(
+                    Site("model", port="param"), "before", None, KEPT_BEFORE.format(name), range_of(kept, name)
+                )
+                self.kept[id(one)] = found
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
             if one.grad is not None and has_nonfinite(one.grad):
                 site, output = Site("model", port="grad"), range_of(one.grad, "value")
@@ -91,9 +112,15 @@ class BadState:
                 self.used[id(one)] = made if made and is_seen else Made(site, "arrived", None, ARRIVED, output)
 
     def note_made(self, optimizer: Any) -> None:
-        """An optimizer's step is over: note which of its parameters are not finite now. Waits."""
+        """An optimizer's step is over: note which of its parameters, and of what it keeps, are not finite. Waits."""
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
             (self.made.add if has_nonfinite(one) else self.made.discard)(id(one))
+        for one, name, kept in _kept_of(optimizer):
+            if id(one) in self.used or id(one) in self.kept or not has_nonfinite(kept):
+                continue
+            given = () if one.grad is None else (range_of(one.grad, "gradient"),)
+            cause = KEPT.format(name, f" up to {given[0].largest:.4g}" if given else "")
+            self.kept[id(one)] = Made(Site("model", port="param"), "update", None, cause, range_of(kept, name), given)
 
     def after(self, around: nn.Module, marks: Marks) -> Made | None:
         """What made the first parameter, gradient or buffer that is bad after the step; None where none is.
@@ -104,15 +131,17 @@ class BadState:
         for tensor, site in iter_state(around):
             grad = tensor.grad if site.port == "param" and tensor.is_leaf else None
             if grad is not None and has_nonfinite(grad):
-                made = marks.of(grad)
+                made = marks.of_memory(grad)
                 if id(tensor) in self.gradients:
                     return before(grad, replace(site, port="grad"))
                 if made is not None and made.direction == "forward" and not made.is_scaling:
                     return made
+            if id(tensor) in self.kept and not has_nonfinite(tensor):
+                return replace(self.kept[id(tensor)], site=site)
             if not has_nonfinite(tensor) or (site.port == "buffer" and id(tensor) in self.before):
                 continue
             is_stepped = id(tensor) in self.made
-            known = self.before.get(id(tensor)) or (None if is_stepped else marks.of(tensor))
+            known = self.before.get(id(tensor)) or (None if is_stepped else marks.of_memory(tensor))
             if known is not None and (site.port == "param" or not known.is_meant):
                 return known
             if site.port == "param":
@@ -126,6 +155,14 @@ class BadState:
             return replace(used, site=replace(site, port="grad")) if used.cause == ARRIVED else used
         direction, cause = ("update", UPDATED) if id(parameter) in self.made else ("written", WRITTEN)
         return Made(site, direction, None, cause, range_of(parameter, "value"))
+
+
+def _kept_of(optimizer: Any) -> Iterable[tuple[Tensor, str, Tensor]]:
+    """What an optimizer keeps of each element of its parameters from step to step: parameter, name and tensor."""
+    for one, kept in optimizer.state.items():
+        for name, value in kept.items() if isinstance(one, Tensor) and isinstance(kept, dict) else ():
+            if isinstance(value, Tensor) and value.shape == one.shape:
+                yield one, str(name), value
 
 
 class Examination:
@@ -247,14 +284,16 @@ class Examination:
                 self._state.gradients.add(id(tensor))
 
     def _look(self, tensor: Tensor, site: Site = NOWHERE) -> Made | None:
-        """The mark of a tensor that comes in; one that is not known yet is looked at."""
+        """The mark of a tensor that comes in; one that is not known, or whose memory was spoiled, is looked at."""
         if self._marks.knows(tensor):
-            return self._marks.of(tensor)
+            made = self._marks.of(tensor)
+            if made is not None or self._marks.of_memory(tensor) is None:  # .data writes past the version counter
+                return made
         if not can_hold(tensor):
             return None
         made = None
         if has_nonfinite(tensor):
-            made = self._marks.of_base(tensor) or self._now.made_of(tensor, self._trail.nodes, site)
+            made = self._marks.of_memory(tensor) or self._now.made_of(tensor, self._trail.nodes, site)
         self._marks.put(tensor, made)
         return made
 
@@ -311,6 +350,8 @@ class Examination:
         self._now.ops += 1
         tensors = [tensor for _, tensor in iter_tensors(output)]
         ran = Ran(call.site, users_place(call.place), begun.ranges or ())
+        for tensor in only_written(call):
+            self._judge_written(begun, tensor)
         for tensor in tensors:
             made = self._marks.of(tensor)  # by an op inside a composite one
             if made is None and has_nonfinite(tensor):
@@ -320,8 +361,6 @@ class Examination:
             if made is not None and tensor.grad_fn is not None:
                 ran.bad[tensor.grad_fn, tensor.output_nr] = made
             self._marks.put(tensor, made)
-            if made is not None and tensor._base is not None:
-                self._marks.put(tensor._base, made)
         shapes = ", ".join(shape_text(tensor) for tensor in tensors[:2])
         self._before.append(f"{shown(str(call.site))} -> {shapes}" if shapes else shown(str(call.site)))
         self._now.latest = ran.made
@@ -329,6 +368,15 @@ class Examination:
             self._now.outside = ran.made if ran.made is None or not ran.made.is_meant else None
         self._producers.note_all(output, Site(call.site.path, call.site.op, call.site.op_index))
         self._trail.nodes.follow(tensors, ran)
+
+    def _judge_written(self, begun: Begun, tensor: Any) -> None:
+        """Mark running statistics that are bad after an op that has written to them; what it returned may be finite."""
+        if not isinstance(tensor, Tensor) or not has_nonfinite(tensor):
+            return
+        known = [made for one, made in begun.came if one is tensor and made is not None]
+        made = known[0] if known else judge(begun, tensor, self._producers, self._now.ops - 1, self._allow)
+        is_own = not known and made.site == begun.call.site
+        self._marks.put(tensor, replace(made, cause=RUNNING) if is_own else made)
 
     def _note_scale(self, call: OpCall) -> None:
         """Note the factor by which a GradScaler multiplies the loss: backward asks what it would be without."""

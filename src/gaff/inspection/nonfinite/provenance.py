@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import STATE_PORTS, Site
-from gaff.compat.memory import version_of
+from gaff.compat.memory import memory_of, storage_life, version_of
 from gaff.inspection.nonfinite.report import Range, Report
 from gaff.inspection.op_log import code_at, place_of, place_text
 from gaff.version import FOLDER
@@ -31,6 +31,17 @@ ARRIVED = (
 UPDATED = (
     "the optimizer's step made it of a finite value and a finite gradient: look at the learning rate, at eps, and at "
     "what the optimizer keeps"
+)
+KEPT = (
+    "what the optimizer keeps of this parameter, {}, overflowed in its step, of a finite gradient{}: its updates are 0 "
+    "or NaN from now on. Clip the gradient, or scale the loss down"
+)
+KEPT_BEFORE = (
+    "what the optimizer keeps of this parameter, {}, was not finite before this step: its updates are 0 or NaN"
+)
+RUNNING = (
+    "its running statistics overflowed, though what it returned did not: the variance of this batch is more than their "
+    "type holds, and evaluation will divide by it"
 )
 WRITTEN = "no op that was seen and no optimizer made it: it was written to past torch, by .data or NumPy"
 SINCE = (
@@ -94,6 +105,7 @@ class Marks:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Made | None]] = {}
+        self._memory: dict[int, tuple[Callable[[], object], Made]] = {}  # by address
 
     def __iter__(self) -> Iterator[Made]:
         return (made for _, _, made in self._known.values() if made is not None)
@@ -101,6 +113,8 @@ class Marks:
     def put(self, tensor: Tensor, made: Made | None) -> None:
         """Note what made ``tensor`` bad, or with None that it is finite, as it is at this moment."""
         self._known[id(tensor)] = weakref.ref(tensor), version_of(tensor), made
+        if made is not None and (address := _memory_of(tensor)):
+            self._memory[address] = storage_life(tensor), made
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor was looked at, and nobody has written to it since."""
@@ -111,14 +125,13 @@ class Marks:
         """What made ``tensor`` bad; None where it is finite, or not known."""
         return self._known[id(tensor)][2] if self.knows(tensor) else None
 
-    def of_base(self, tensor: Tensor) -> Made | None:
-        """The origin of the tensor that this one is a view of; None for what is no view.
+    def of_memory(self, tensor: Tensor) -> Made | None:
+        """The origin of the last bad tensor in the memory of this one: of what was written through a view or an alias.
 
-        Writes to the base do not count here: who asks has seen that the view itself is bad.
+        Later writes do not count here: who asks has seen that the tensor itself is bad.
         """
-        base = tensor._base
-        known = self._known.get(id(base)) if base is not None else None
-        return known[2] if known is not None and known[0]() is base else None
+        life, made = self._memory.get(_memory_of(tensor), (None, None))
+        return made if life is not None and life() is not None else None
 
 
 @dataclass(slots=True)
@@ -133,6 +146,14 @@ class Ran:
     given: tuple[Range, ...]  # of ops with steep derivatives
     made: Made | None = None
     bad: dict[tuple[Any, int], Made] = field(default_factory=dict)  # by autograd node and number of an output
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; 0 of what has no memory of its own."""
+    try:
+        return memory_of(tensor)
+    except RuntimeError:  # torch's word for sparse and nested tensors
+        return 0
 
 
 def shown(name: str) -> str:
