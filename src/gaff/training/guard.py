@@ -25,7 +25,7 @@ from gaff.engine.process.optimizer import StepWatch
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, Tap
 from gaff.errors import NonFiniteError, PlanError
-from gaff.inspection.nonfinite.provenance import SINCE, STEP
+from gaff.inspection.nonfinite.provenance import FOLLOWED, SINCE, STEP
 from gaff.inspection.nonfinite.ranges import has_nonfinite, numbers_of, range_of
 from gaff.inspection.nonfinite.report import Report
 from gaff.inspection.op_log import iter_state
@@ -231,7 +231,7 @@ class Guard:
             return
         is_updated = report.direction == "before" and report.site.endswith(":param") and self.steps > 1
         if is_updated and report.site not in self._bad_before:
-            report = replace(report, direction="update", cause=SINCE)
+            report = replace(report, direction="update", cause=FOLLOWED if self.reports else SINCE)
         self.reports.append(report)
         if self._action == "raise":
             raise NonFiniteError(f"{report}", report)

@@ -48,6 +48,10 @@ SINCE = (
     "it was finite in the run before: the optimizer's step made it so (look at the learning rate, at eps, at its "
     "gradient and at what the optimizer keeps), or code that wrote to it"
 )
+FOLLOWED = (
+    "it was finite before what was told first: a guard that only warns lets the optimizer take the step all the same, "
+    "with gradients that may not have been finite"
+)
 STEP = "(step)"  # stands for the path of code outside the model
 _WRAPPING = ("accelerate/hooks.py", "accelerate\\hooks.py", "diffusers/hooks/hooks.py")
 _TORCH = torch.__file__.rpartition("__init__")[0]
