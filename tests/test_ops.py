@@ -1,5 +1,6 @@
 """Op sites: what a module's own forward does, seen, kept and changed as if it were written by hand."""
 
+import re
 import threading
 
 import pytest
@@ -444,3 +445,44 @@ def test_a_plan_of_ops_is_saved_and_read():
     with gaff.edit(model, again) as changed:
         model(x)
     assert [row.hits for row in changed.receipt.rows] == [1, 1, 1]
+
+
+class WritesThroughViews(nn.Module):
+    """Writes to a half of what ``a`` returned, and by an alias to what ``b`` returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 6), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        h[:, :3].mul_(2.0)
+        other, same = self.b(h[:, 3:]), self.c(h[:, :3])
+        other.detach().add_(1.0)
+        return other.relu() + same
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_who_made_an_input_is_the_last_that_wrote_to_it_also_through_a_view(mode):
+    with mode():
+        sites = str(gaff.sites(WritesThroughViews(), torch.randn(5, 3), ops=True))
+    assert re.search(r"/getitem#1 +5x6 /mul_#0 ", sites), sites
+    assert re.search(r"/relu#0 +5x3 /add_#0 ", sites), sites
+    assert re.search(r"b/linear#0 +5x3 /getitem#1,", sites), sites
+    assert re.search(r"c/linear#0 +5x3 /getitem#2,", sites), sites
+
+
+def test_a_write_to_other_elements_of_the_same_memory_makes_nothing_of_a_tensor():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 6), nn.Linear(3, 3)
+
+        def forward(self, x):
+            h = self.a(x)
+            left, right = h[:, :3], h[:, 3:]
+            left.mul_(2.0)
+            return self.b(right)
+
+    sites = str(gaff.sites(Halves(), torch.randn(5, 3), ops=True))
+    assert re.search(r"b/linear#0 +5x3 /getitem#1,", sites), sites

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,47 @@ def is_freed(tensor: Tensor) -> bool:
         return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
     except RuntimeError:  # torch's word for sparse tensors and the like, which have no memory of their own
         return False
+
+
+def address_of(tensor: Tensor) -> int:
+    """The address of the memory behind a tensor; 0 for what has no memory of its own, as sparse tensors have none."""
+    try:
+        return memory_of(tensor)
+    except RuntimeError:  # torch's word for it
+        return 0
+
+
+class Extent(NamedTuple):
+    """Which elements of its memory a tensor shows: its sizes, strides and first element, and the size of one."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    element_bytes: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element, counted as ``first`` is."""
+        return self.first + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True)) + 1
+
+
+def extent_of(tensor: Tensor) -> Extent:
+    """Which part of its memory a strided tensor shows."""
+    return Extent(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.element_size())
+
+
+def overlaps(one: Extent, other: Extent) -> bool:
+    """Whether two tensors in one memory share an element. Marks each element of that memory where bounds do not tell.
+
+    Elements of different sizes are taken to overlap.
+    """
+    if one.element_bytes != other.element_bytes:
+        return True
+    if not (all(one.size) and all(other.size)) or one.end <= other.first or other.end <= one.first:
+        return False
+    marks = torch.zeros(max(one.end, other.end), dtype=torch.bool)
+    marks.as_strided(one.size, one.stride, one.first).fill_(True)
+    return bool(marks.as_strided(other.size, other.stride, other.first).any())
 
 
 def version_of(tensor: Tensor) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import linecache
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from gaff.address.exported_calls import place_in_model
 from gaff.address.grammar import ATTENTIONS, WEIGHTS, Site, print_key
 from gaff.address.nested import Arguments, iter_tensors
 from gaff.address.resolve import called_modules, iter_modules, join
+from gaff.compat import memory
 from gaff.compat.autograd import next_sequence
 from gaff.engine.ops.attention import Weights
 from gaff.engine.ops.calls import OpCall
@@ -94,29 +95,57 @@ class Producers:
     """Who made a tensor: a parameter, an input of the model, a module, an op. Holds none of them.
 
     Tensors are known by identity, with a weak reference beside it: another tensor may get the identity of one that is
-    gone. The last who names a tensor wins, so that what an op returned, and then its module, is the module's.
+    gone. The last who names a tensor wins, so that what an op returned, and then its module, is the module's; an op in
+    place that wrote to it later, through a view or an alias, wins over both. Parameters and buffers keep their names.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], str, int]] = {}  # the last: in which order they were named
+        self._written: dict[int, list[_Write]] = {}  # by the address of the memory
+        self._order = 0
         for tensor, site in iter_state(model):
-            if not self.of(tensor):  # tied: the first of its names
+            if not self._named(tensor):  # tied: the first of its names
                 self.note(tensor, str(site))
+        self._own = {id(tensor) for tensor, _ in iter_state(model)}
 
     def note(self, tensor: Tensor, name: str) -> None:
         """``name``, an address, has made ``tensor``."""
-        self._known[id(tensor)] = weakref.ref(tensor), name
+        self._order += 1
+        self._known[id(tensor)] = weakref.ref(tensor), name, self._order
 
     def note_all(self, value: Any, site: Site) -> None:
         """Note ``site`` as the maker of all tensors in ``value``; those inside a structure get their keys."""
+        is_write = site.op is not None and (site.op.endswith("_") or site.op == "setitem")
         for key, tensor in iter_tensors(value):
             port = ":output" if key and site.port == "output" else ""
             self.note(tensor, f"{site}{port}{print_key(key)}")
+            if is_write and (address := memory.address_of(tensor)):
+                write = _Write(memory.storage_life(tensor), memory.extent_of(tensor), self._known[id(tensor)][1:])
+                self._written.setdefault(address, []).append(write)
 
     def of(self, tensor: Tensor) -> str:
         """The address of who made ``tensor``; empty for one that something else made, such as a constant."""
+        name, order = self._named(tensor) or ("", 0)
+        writes = self._written.get(memory.address_of(tensor), ()) if self._written else ()
+        for write in reversed(writes if id(tensor) not in self._own else ()):
+            if write.named[1] <= order:
+                break
+            if write.life() is not None and memory.overlaps(memory.extent_of(tensor), write.extent):
+                return write.named[0]
+        return name
+
+    def _named(self, tensor: Tensor) -> tuple[str, int] | None:
+        """The last name that was given to this very tensor, and when; None for one that has none."""
         found = self._known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else ""
+        return found[1:] if found is not None and found[0]() is tensor else None
+
+
+class _Write(NamedTuple):
+    """A write in place: whether its memory still lives, which part of it was written, and by whom and when."""
+
+    life: Callable[[], object]
+    extent: memory.Extent
+    named: tuple[str, int]
 
 
 class OpLog:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import STATE_PORTS, Site
-from gaff.compat.memory import memory_of, storage_life, version_of
+from gaff.compat.memory import address_of, storage_life, version_of
 from gaff.inspection.nonfinite.report import Range, Report
 from gaff.inspection.op_log import code_at, place_of, place_text
 from gaff.version import FOLDER
@@ -117,7 +117,7 @@ class Marks:
     def put(self, tensor: Tensor, made: Made | None) -> None:
         """Note what made ``tensor`` bad, or with None that it is finite, as it is at this moment."""
         self._known[id(tensor)] = weakref.ref(tensor), version_of(tensor), made
-        if made is not None and (address := _memory_of(tensor)):
+        if made is not None and (address := address_of(tensor)):
             self._memory[address] = storage_life(tensor), made
 
     def knows(self, tensor: Tensor) -> bool:
@@ -134,7 +134,7 @@ class Marks:
 
         Later writes do not count here: who asks has seen that the tensor itself is bad.
         """
-        life, made = self._memory.get(_memory_of(tensor), (None, None))
+        life, made = self._memory.get(address_of(tensor), (None, None))
         return made if life is not None and life() is not None else None
 
 
@@ -150,14 +150,6 @@ class Ran:
     given: tuple[Range, ...]  # of ops with steep derivatives
     made: Made | None = None
     bad: dict[tuple[Any, int], Made] = field(default_factory=dict)  # by autograd node and number of an output
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory; 0 of what has no memory of its own."""
-    try:
-        return memory_of(tensor)
-    except RuntimeError:  # torch's word for sparse and nested tensors
-        return 0
 
 
 def shown(name: str) -> str:
