@@ -228,7 +228,7 @@ WRONG = [
     (lambda m: edits.at(3, edits.zero()), "index 3 is no place"),
     (lambda m: edits.at(keep.mean(), edits.zero()), "is no place"),
     (lambda m: edits.when(edits.zero(), runs="first"), "names no numbers"),
-    (lambda m: edits.patch(torch.zeros(3), rows="first"), "is no mapping"),
+    (lambda m: edits.patch(torch.zeros(3), rows="first"), "expected a whole number"),
 ]
 
 

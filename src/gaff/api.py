@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from gaff.errors import PlanError
+from gaff.errors import PlanError, need_truth
 from gaff.sessions.capture import Capture
 from gaff.sessions.edit import Editing
 from gaff.sessions.edit import edit as make_edit
@@ -391,6 +391,8 @@ def trace(
     """
     from gaff.inspection.tracer import trace_run
 
+    for name, value in (("flops", flops), ("ops", ops), ("pictures", pictures)):
+        need_truth(value, name)
     return trace_run(model, args, kwargs, backward, has_flops=flops, has_ops=ops, has_pictures=pictures)
 
 
@@ -417,7 +419,8 @@ def sites(model: nn.Module, /, *what: Any, ops: bool = False, names: bool = Fals
     Raises SiteError for a pattern that matches nothing, PlanError for ``ops`` without an input, and for ``names`` of a
     model in which no stack of blocks is recognised.
     """
-    if names:
+    need_truth(ops, "ops")
+    if need_truth(names, "names"):
         from gaff.inspection.names import list_names
 
         if ops or any(isinstance(one, str) for one in what):

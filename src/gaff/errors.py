@@ -47,3 +47,10 @@ class RecordError(GaffError):
 def note(error: BaseException, text: str) -> None:
     """Add a line below the message of an exception, as ``add_note`` of Python 3.11 does; its arguments stay."""
     error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]  # of Python 3.11
+
+
+def need_truth(value: object, name: str) -> bool:
+    """A truth value. Raises PlanError for anything else, text among it, which Python would take for true."""
+    if not isinstance(value, bool):
+        raise PlanError(f"{name}={value!r:.60} is no truth value: expected True or False")
+    return value

@@ -12,6 +12,7 @@ to a GPU, which waits for it; slices and reductions do not. ``Part`` and ``Heads
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -100,6 +101,8 @@ class Reduce:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         dim: Any = tuple(range(tensor.dim())) if self.dim is None else self.dim
+        if any(not -tensor.dim() <= one < tensor.dim() for one in dim):
+            raise PlanError(f"{self.name} over {dim} asked of a tensor of shape {tuple(tensor.shape)}")
         tensor = elements.dequantized(tensor)
         if elements.is_small_float(tensor):
             tensor = tensor.float()
@@ -161,37 +164,39 @@ _KINDS: dict[str, Any] = {"part": Part, "heads": Heads, "reduce": Reduce, "proje
 
 def rows(index: int | slice | Sequence[int], dim: int = 0) -> Part:
     """Keep some examples of a batch: ``rows(0)``, ``rows(slice(0, 4))``, ``rows([1, 5])``. One keeps its dimension."""
-    return Part(_index(index), dim)
+    return Part(_index(index), _one(dim, "dim"))
 
 
 def positions(index: int | slice | Sequence[int], dim: int = 1) -> Part:
     """Keep some positions of ``[batch, position, feature]``; other layouts say ``dim``."""
-    return Part(_index(index), dim)
+    return Part(_index(index), _one(dim, "dim"))
 
 
 def channels(index: int | slice | Sequence[int], dim: int = 1) -> Part:
     """Keep some channels of ``[batch, channel, ...]``; features of a transformer are ``dim=-1``."""
-    return Part(_index(index), dim)
+    return Part(_index(index), _one(dim, "dim"))
 
 
 def heads(index: int | Sequence[int], count: int) -> Heads:
     """Keep some heads of ``[..., count * width]``, as ``[..., len(index), width]``; ``count``: how many there are."""
-    return Heads((index,) if isinstance(index, int) else tuple(index), count)
+    if _one(count, "count") < 1:
+        raise PlanError(f"count={count!r} given: expected how many heads there are, 1 or more")
+    return Heads(whole_numbers(index, "index"), _one(count, "count"))
 
 
 def mean(*dim: int) -> Reduce:
     """Keep the mean over ``dim``; over everything when none is given. Integers have no mean: torch raises for them."""
-    return Reduce("mean", dim or None)
+    return Reduce("mean", whole_numbers(dim, "dim") or None)
 
 
 def norm(*dim: int) -> Reduce:
     """Keep the L2 norm over ``dim``; over everything when none is given."""
-    return Reduce("norm", dim or None)
+    return Reduce("norm", whole_numbers(dim, "dim") or None)
 
 
 def project(size: int, seed: int = 0, dim: int = -1) -> Projection:
     """Keep a random projection of dimension ``dim`` onto ``size`` numbers; lengths stay what they were on average."""
-    return Projection(size, seed, dim)
+    return Projection(size, _one(seed, "seed"), _one(dim, "dim"))
 
 
 def in_graph(reduce: Any) -> Any:
@@ -226,19 +231,52 @@ def from_dict(data: dict[str, Any]) -> Any:
         raise PlanError(f"reduce {data!r} cannot be read: {error}; expected what a plan wrote") from None
 
 
-def _index(index: int | slice | Sequence[int]) -> Index:
-    """A list as a tuple, which can be compared and saved; integers and slices as they are.
+def _index(index: Any) -> Index:
+    """What a place was named by, as a value that can be compared and saved: a number, a slice, a tuple of numbers.
 
-    Raises PlanError for what torch indexes by otherwise or not at all: truth values, slices that run backwards.
+    Raises PlanError for a slice that runs backwards, and for what ``whole_numbers`` refuses.
     """
-    given = index if isinstance(index, Sequence) else (index,)
-    if any(isinstance(one, bool) for one in given):
-        raise PlanError(
-            f"index {index!r} given: expected numbers of places, as [1, 5]; truth values are gaff.keep.mask"
-        )
-    if isinstance(index, slice) and (index.step or 1) < 1:
+    if not isinstance(index, slice):
+        numbers = whole_numbers(index, "index")
+        return numbers[0] if _is_one(index) else numbers
+    ends = [None if one is None else whole_numbers(one, "index")[0] for one in (index.start, index.stop, index.step)]
+    if (1 if ends[2] is None else ends[2]) < 1:
         raise PlanError(f"{index} given: torch takes no slice that runs backwards; expected the places, as [2, 1, 0]")
-    return index if isinstance(index, (int, slice)) else tuple(index)
+    return slice(*ends)
+
+
+def whole_numbers(given: Any, what: str) -> tuple[int, ...]:
+    """A whole number of Python, NumPy or torch, or several in an order, as Python's.
+
+    Raises PlanError, which calls it ``what``, for everything else. Truth values are refused: as numbers they are 1 and
+    0, while whoever gives a mask means the places that are true.
+    """
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    several = [plain] if _is_one(plain) else list(plain) if isinstance(plain, Sequence) else None
+    several = (
+        [one.tolist() if hasattr(one, "tolist") else one for one in several or ()] if several is not None else None
+    )
+    if several is not None and any(isinstance(one, bool) for one in several):
+        raise PlanError(
+            f"{what} {given!r} given: expected numbers of places, as [1, 5]; of a mask, mask.nonzero().flatten()"
+        )
+    try:
+        return tuple(operator.index(one) for one in several)  # type: ignore[union-attr]
+    except TypeError:
+        raise PlanError(f"{what} {given!r} given: expected a whole number, or several, as [1, 5]") from None
+
+
+def _is_one(given: Any) -> bool:
+    """Whether one number is given, and not several."""
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    return not isinstance(plain, Sequence) and hasattr(plain, "__index__")
+
+
+def _one(given: Any, what: str) -> int:
+    """One whole number. Raises PlanError for everything else."""
+    if not _is_one(given):
+        raise PlanError(f"{what}={given!r} given: expected a whole number")
+    return whole_numbers(given, what)[0]
 
 
 def _plain(value: Any) -> Any:

@@ -120,12 +120,15 @@ def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site
     """
     from torch import nn
 
+    need_module(model)
     if isinstance(wanted, nn.Module):
         return [_find_object(model, wanted)]
     if isinstance(wanted, str):
         wanted = parse(wanted)
     if isinstance(wanted, (Site, Pattern)):
         return find_site(model, wanted) if isinstance(wanted, Site) else _find_pattern(model, wanted)
+    if not callable(wanted):
+        raise PlanError(f"{wanted!r:.60} names no site: expected an address, a module of the model or a predicate")
     found = [item for item in _iter_outputs(model) if wanted(item.site)]
     if not found:
         raise SiteError(f"predicate {wanted!r} accepted none of the sites of {type(model).__name__}")

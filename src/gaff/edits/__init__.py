@@ -23,7 +23,7 @@ from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Noise, Project, Quanti
 from gaff.edits.event import Call, Edit, Event, need_callable, with_event
 from gaff.edits.places import At, Chain, Skip, When, as_edit, numbers_of
 from gaff.edits.sources import Ablate, Patch, Replace, Source, pairs_of
-from gaff.errors import PlanError
+from gaff.errors import PlanError, need_truth
 from gaff.keep import Heads, Part
 
 __all__ = [
@@ -105,7 +105,7 @@ def noise(std: float, seed: int = 0) -> Noise:
     Drawn anew for each site, run, call and step from ``seed`` alone: the same in a recomputation and in a second
     session, and the global random state is not touched. Of several edits at one site each draws its own noise.
     """
-    if not isinstance(seed, Integral):
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
         raise PlanError(f"seed={seed!r} is no number: expected an integer")
     seed, std = int(seed), _need_number(std, "std")
     if not std >= 0 or math.isinf(std):
@@ -165,6 +165,8 @@ def ablate(how: str = "zero", reference: Tensor | Source | None = None, seed: in
         raise PlanError(f"ablate {how!r} is not known: expected 'zero', 'mean' or 'resample'")
     if (how == "zero") is not (reference is None):
         raise PlanError(f"ablate {how!r}: a reference of activations goes with 'mean' and 'resample', and only these")
+    if reference is not None and not isinstance(reference, (Tensor, Source)):
+        raise PlanError(f"ablate by {reference!r:.60}: expected a tensor [examples, ...] or a gaff.capture")
     return Ablate(how, reference, seed)
 
 
@@ -177,7 +179,7 @@ def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project
         raise PlanError(
             f"directions {directions!r} span nothing: expected a tensor [width] or [k, width], not all zero"
         )
-    return Project(directions, keep, dim)
+    return Project(directions, need_truth(keep, "keep"), dim)
 
 
 def reverse(factor: float = 1.0) -> Reverse:
@@ -204,7 +206,7 @@ def quantize(dtype: str | torch.dtype, *, scaled: bool = False) -> Quantize:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise PlanError(f"quantize {dtype!r} is no floating type: expected 'float16', 'bfloat16', 'float8_e4m3fn' ...")
-    return Quantize(name, scaled)
+    return Quantize(name, need_truth(scaled, "scaled"))
 
 
 def at(index: Part | Heads | Tensor, edit: Any) -> At:

@@ -6,7 +6,7 @@ around a patch; to what is put in it flows where that has an autograd graph, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from gaff.address.grammar import parse_site
 from gaff.edits.event import Event, generator, like, logical
 from gaff.errors import PlanError
+from gaff.keep import whole_numbers
 
 
 @runtime_checkable
@@ -148,17 +149,14 @@ def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:
     """
     if mapping is None:
         return None
-    mapping = mapping.tolist() if hasattr(mapping, "tolist") else mapping  # of NumPy
-    if isinstance(mapping, bool):
-        raise PlanError(f"{name}={mapping!r} is no place: expected a number, a list or {{here: there}}")
-    if isinstance(mapping, int) or (isinstance(mapping, Sequence) and all(isinstance(one, int) for one in mapping)):
-        numbers = [mapping] if isinstance(mapping, int) else mapping
-        mapping = {number: number for number in numbers}
-    if not isinstance(mapping, Mapping) or not mapping:
+    if not isinstance(mapping, Mapping):
+        mapping = {number: number for number in whole_numbers(mapping, f"{name}=")}
+    if not mapping:
         raise PlanError(
-            f"{name}={mapping!r} is no mapping: expected {{here: there}}, such as {{0: 1}}, a number or a list"
+            f"{name}={mapping!r} names no place: expected {{here: there}}, such as {{0: 1}}, a number or a list"
         )
-    return tuple((int(here), int(there)) for here, there in mapping.items())
+    here, there = (whole_numbers(list(one), f"{name}=") for one in (mapping, mapping.values()))
+    return tuple(zip(here, there, strict=True))
 
 
 def _rows(reference: Tensor | Source, event: Event) -> Tensor:

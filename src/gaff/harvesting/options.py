@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from gaff.errors import PlanError
+from gaff.errors import PlanError, need_truth
 from gaff.harvesting.rows import Rows, is_reserved
 from gaff.harvesting.values import Loss
 from gaff.sessions.plan import Plan
@@ -50,9 +50,17 @@ class HarvestOptions:
             raise PlanError(f"top={self.top!r} is no number of numbers: expected 1 or more, or None")
         if self.mask is not None and self.rows != "token":
             raise PlanError(f"mask={self.mask!r} is for rows='token': expected that, or no mask")
+        self._check_kinds()
         taken = [name for name in (() if callable(self.labels) else self.labels) if is_reserved(name)]
         if taken:
             raise PlanError(f"label {taken[0]!r} is a name of gaff's own: expected another")
+
+    def _check_kinds(self) -> None:
+        """Raise PlanError for an option that is not of the kind that it has to be."""
+        if not callable(self.labels) and not isinstance(self.labels, Mapping):
+            raise PlanError(f"labels={self.labels!r} is no mapping: expected {{'name': key of the batch}}")
+        for name in ("training", "accept_changes"):
+            need_truth(getattr(self, name), name)
         for name in ("loss", "inputs", "reduce"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise PlanError(f"{name}={getattr(self, name)!r} cannot be called: expected a function")

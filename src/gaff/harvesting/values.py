@@ -65,6 +65,7 @@ def reader_of(
 
 def _check(model: nn.Module, plan: Plan, loss: Loss | None, norms: Norms | None) -> None:
     """Raise PlanError where loss, gradients and norms do not fit each other or the model."""
+    plan.need_captures()
     gradients = [request for request in plan.requests if _port(request) in GRADIENT_PORTS]
     if gradients and loss is None:
         raise PlanError(f"{gradients[0]}: is a gradient: expected loss=, a function (output, batch) -> scalar loss")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaff.errors import RecordError
+from gaff.inspection.writing import write_text
 from gaff.record.node_rows import Edge, NodeRow
 from gaff.views import anatomy_svg, anatomy_text
 
@@ -73,9 +74,12 @@ class Anatomy:
             raise RecordError(f"anatomy cannot be read: {error!r}; expected what Anatomy.to_json wrote") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture where the name ends in ``.svg``, else JSON, which ``gaff.load`` reads."""
+        """Write a picture where the name ends in ``.svg``, else JSON, which ``gaff.load`` reads.
+
+        Raises RecordError where the file cannot be written.
+        """
         text = self.to_svg() if Path(path).suffix.lower() == ".svg" else self.to_json()
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_text(path, text + "\n")
 
 
 def _node(told: dict[str, Any]) -> NodeRow:

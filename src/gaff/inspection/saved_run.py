@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from gaff.compat import extras
+from gaff.inspection.writing import write_text
 from gaff.record.run import Record
 from gaff.views.notebook import Shown, framed
 from gaff.views.run_html import FindingList, run_cell
@@ -39,6 +40,5 @@ class SavedRun(Record):
         return framed(self.to_html(rank=rank), height)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page to a file. Raises as ``to_html``, and OSError where the file cannot be written."""
-        with open(path, "w", encoding="utf-8", errors="replace") as file:
-            file.write(self.to_html())
+        """Write the page to a file. Raises as ``to_html``, and RecordError where the file cannot be written."""
+        write_text(path, self.to_html())

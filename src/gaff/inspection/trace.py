@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gaff.compat import extras
 from gaff.errors import PlanError, RecordError, SiteError
+from gaff.inspection.writing import write_text
 from gaff.record.picture import Picture
 from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row, row_dict
 from gaff.views import trace_text
@@ -126,11 +127,11 @@ class Trace:
     def save(self, path: str | PathLike[str]) -> None:
         """Write a page where the name ends in ``.html``, else JSON, which ``load`` reads.
 
-        A page needs numpy: PlanError without.
+        A page needs numpy: PlanError without. Raises RecordError where the file cannot be written.
         """
         is_page = Path(path).suffix.lower() in (".html", ".htm")
         text = self.to_html() if is_page else self.to_json()
-        Path(path).write_text(text + "\n", encoding="utf-8", errors="replace" if is_page else "strict")
+        write_text(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:

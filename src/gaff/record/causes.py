@@ -51,11 +51,12 @@ class RunCase:
     many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
     ``guess``: for a loss that is a mean cross entropy the value that guessing among its classes gives, by its name;
     ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
-    was done; ``backwards``: backward passes of a run in which no optimizer made a step; ``norms``: steps with the L2
-    norm of all gradients, before they were clipped where that is known; ``is_acting``: most steps are those of an
-    agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
-    multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations,
-    each with its step.
+    was done; ``backwards``: backward passes of a run in which no optimizer made a step, ``others``: steps made there by
+    optimizers that were not to be watched; ``has_modules``: whether the filters left a module to look at; ``norms``:
+    steps with the L2 norm of all gradients, before they were clipped where that is known; ``is_acting``: most steps are
+    those of an agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a
+    loss was multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of
+    evaluations, each with its step.
     """
 
     findings: tuple[Finding, ...]
@@ -71,6 +72,8 @@ class RunCase:
     is_acting: bool = False
     factors: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    others: int = 0
+    has_modules: bool = True
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""

@@ -383,6 +383,7 @@ def _case(record: Record) -> RunCase:
         2 * sum(map(acts, looks)) > len(looks),
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),
+        0 if made.get("steps", 1) else int(made.get("others", 0)), bool(made.get("has_modules", True)),
     )  # fmt: skip
 
 

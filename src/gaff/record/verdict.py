@@ -79,6 +79,13 @@ def _others(found: list[Claim]) -> tuple[Alternative, ...]:
 
 def _missing(case: RunCase) -> str:
     """What keeps a run in which nothing was found from being judged; empty where enough was seen."""
+    if not case.has_modules:
+        return "the patterns given (only=, --only, skip=) leave no module of the model: nothing inside it was looked at"
+    if case.others:
+        return (
+            f"{case.others} steps were made by an optimizer that was not given to gaff.watch, and none by one that "
+            "was: give it the optimizer that trains the model, or none"
+        )
     if case.backwards > 1:
         told = f"{case.backwards} backward passes were seen, and no step of a torch.optim.Optimizer"
         return f"{told}: updates made by hand are not followed, so whether anything is learned cannot be told"

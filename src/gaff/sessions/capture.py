@@ -51,8 +51,7 @@ class Capture(Captured):
     def __init__(self, model: nn.Module | None, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
         if model is not None:
             need_module(model)
-        if plan.is_edit:
-            raise PlanError("the plan edits: expected one of captures, Plan.of('layer3'); open it with gaff.edit")
+        plan.need_captures()
         self._plan = plan
         self._model = model
         self._set_up(model, tensors)

@@ -48,8 +48,8 @@ class Plan:
         if len(patterns) == 1 and isinstance(patterns[0], Plan):
             if not options:
                 return patterns[0]
-            return replace(patterns[0], options=replace(patterns[0].options, **read_options(dict(options))))
-        return cls(tuple(requests_of(patterns)), Options(**read_options(dict(options))))
+            return replace(patterns[0], options=replace(patterns[0].options, **_of_captures(options)))
+        return cls(tuple(requests_of(patterns)), Options(**_of_captures(options)))
 
     @classmethod
     def edit(cls, changes: Mapping[Any, EditLike] | Plan, **options: Unpack[EditOptions]) -> Plan:
@@ -79,6 +79,11 @@ class Plan:
     def is_edit(self) -> bool:
         """Whether the plan changes what passes, at one site at least."""
         return any(request.edit is not None for request in self.requests)
+
+    def need_captures(self) -> None:
+        """Raise PlanError for a plan that edits: it changes nothing where values are only looked at."""
+        if self.is_edit:
+            raise PlanError("the plan edits: expected one of captures, Plan.of('layer3'); open it with gaff.edit")
 
     @property
     def digest(self) -> str:
@@ -141,3 +146,10 @@ class Plan:
     def load(cls, path: str | PathLike[str]) -> Plan:
         """The plan that was saved at ``path``. Raises RecordError where a file is missing or wrong."""
         return cls(*plan_files.load(path))
+
+
+def _of_captures(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a plan that captures. Raises PlanError for one that is known to edits only."""
+    if "check_finite" in options:
+        raise PlanError("option 'check_finite' is not known to a capture: expected it at gaff.edit, or gaff.guard")
+    return read_options(dict(options))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Address, Pattern, Site, parse
 from gaff.address.resolve import Found
 from gaff.edits.event import Edit
-from gaff.errors import PlanError
+from gaff.errors import PlanError, need_truth
 
 Reducer = Callable[[Tensor], Tensor]
 Threads = Literal["own", "all"]
@@ -37,7 +37,12 @@ PatternLike = str | Address | nn.Module | Maybe | Callable[[Site], bool] | Mappi
 
 
 def maybe(*patterns: PatternLike) -> Maybe:
-    """Allow these patterns to match nothing, or never to fire; the receipt still says so."""
+    """Allow these patterns to match nothing, or never to fire; the receipt still says so.
+
+    Raises PlanError without any.
+    """
+    if not patterns:
+        raise PlanError("maybe was given no pattern: expected gaff.maybe('layer3')")
     return Maybe(patterns)
 
 
@@ -88,9 +93,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("clone", "reference", "graph", "check_finite"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name}={getattr(self, name)!r} is no truth value: expected True or False")
-        if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
+            need_truth(getattr(self, name), name)
+        if self.last is not None and (isinstance(self.last, bool) or not isinstance(self.last, int) or self.last < 1):
             raise PlanError(f"last={self.last!r} keeps nothing: expected a number of events per site, 1 or more")
         if self.threads not in _THREADS:
             raise PlanError(f"threads={self.threads!r} is not known: expected one of {', '.join(map(repr, _THREADS))}")
@@ -99,12 +103,15 @@ class Options:
         if self.to is not None:
             try:
                 torch.device(self.to)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 raise PlanError(f"to={self.to!r} is no device: {str(error).splitlines()[0]}") from None
-        if self.dtype is not None and not self.dtype.is_floating_point:
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise PlanError(f"dtype={self.dtype!r} is no floating type: expected one, such as torch.float16")
         if self.reduce is not None and not callable(self.reduce):
             raise PlanError(f"reduce={self.reduce!r} cannot be called: expected gaff.keep.rows(0) or a function")
+
+
+_OF_CAPTURES = [name for name in Options.__dataclass_fields__ if name != "check_finite"]
 
 
 class CaptureOptions(TypedDict, total=False):
@@ -145,8 +152,8 @@ def parse_bytes(size: int | str) -> int:
 
     Raises PlanError for anything that is not positive, or no size.
     """
-    if isinstance(size, int):
-        if size <= 0:
+    if not isinstance(size, str):
+        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
             raise PlanError(f"budget={size!r} leaves no room: expected a positive number of bytes, or '4GB'")
         return size
     units = {
@@ -229,7 +236,7 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
     unknown = [name for name in known if name not in Options.__dataclass_fields__]
     if unknown:
         raise PlanError(
-            f"option {unknown[0]!r} is not known: expected {', '.join(Options.__dataclass_fields__)}, "
+            f"option {unknown[0]!r} is not known: expected {', '.join(_OF_CAPTURES)}, "
             "or a tensor to capture under this name"
         )
     tensors = [name for name, value in known.items() if isinstance(value, Tensor)]

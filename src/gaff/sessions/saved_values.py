@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gaff.address.grammar import Site
 from gaff.address.nested import Opaque, children
-from gaff.compat import elements, memory
+from gaff.compat import distributed, elements, memory
 from gaff.errors import ExactnessError, PlanError
 from gaff.sessions.exact import Refused, read
 
@@ -98,6 +98,7 @@ class Packing:
 
     def _tensor(self, tensor: Tensor, site: Site, name: str) -> dict[str, Any]:
         """One tensor as JSON, in which its parts have the names under which ``tensors`` holds them."""
+        tensor = distributed.arrived(tensor)
         layout = str(tensor.layout).removeprefix("torch.")
         if tensor.layout == torch.sparse_coo:
             parts = [self._tensor(one, site, f"{name} {what}") for one, what in (

@@ -245,6 +245,7 @@ def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
     Gradients are refused, since the run ends before any backward; so is a module under several names without a call.
     """
     need_module(model)
+    plan.need_captures()
     if plan.options != Options(to=plan.options.to, dtype=plan.options.dtype, reduce=plan.options.reduce,
                                clone=plan.options.clone):  # fmt: skip
         raise PlanError(f"take knows only the options {', '.join(_OPTIONS)}; the plan has others: {plan.options}")

@@ -5,6 +5,7 @@ They are apart from ``clipping`` so that a mistake is told without looking at an
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -57,6 +58,10 @@ class Limits:
             raise PlanError("deviations limit the global norm: expected per='global', alone or with norm")
         if self.spike == "skip" and self.deviations is None:
             raise PlanError("spike='skip' needs deviations=, which tell what a spike is")
+        if self.norm_type != 2.0 and self.norm is None and self.deviations is None:
+            raise PlanError(f"norm_type={self.norm_type:g} is given and no norm is limited: expected norm= with it")
+        if self.per == "tensor" and self.norm is None:
+            raise PlanError("per='tensor' is given and no norm is limited: expected norm= with it")
         if self.when == "backward" and (
             (self.per != "tensor" and self.value is None) or self.adaptive or self.deviations
         ):
@@ -84,5 +89,7 @@ class Limits:
             object.__setattr__(self, "norm_type", float(self.norm_type))
         except (TypeError, ValueError):
             raise PlanError(f"norm_type={self.norm_type!r} is no norm: expected a number, or inf") from None
+        if math.isnan(self.norm_type):
+            raise PlanError("norm_type=nan is no norm: expected a number, or inf")
         if not (isinstance(self.warmup, int) and isinstance(self.window, int)):
             raise PlanError(f"warmup={self.warmup!r}, window={self.window!r}: expected numbers of steps")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gaff.compat import extras
+from gaff.inspection.writing import write_text
 from gaff.views.notebook import Shown, cell, colored, framed, safe, table_html
 from gaff.views.run_text import number
 from gaff.views.text import table
@@ -160,9 +161,9 @@ class Difference:
         return document(self.to_dict()).to_html()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a page where the name ends in ``.html``, else JSON. Raises OSError where that cannot be."""
+        """Write a page where the name ends in ``.html``, else JSON. Raises RecordError where that cannot be."""
         is_page = Path(path).suffix.lower() in (".html", ".htm")
-        Path(path).write_text(self.to_html() if is_page else self.to_json() + "\n", encoding="utf-8", errors="replace")
+        write_text(path, self.to_html() if is_page else self.to_json() + "\n")
 
     def _repr_html_(self) -> str:
         """For notebooks: the verdict and the rows that ``str`` shows; ``page()`` shows all."""

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaff.address.grammar import Address, Site, fits_op
+from gaff.address.grammar import Address, Site, fits_op, parse
 from gaff.address.nested import map_tensors
 from gaff.address.resolve import join
 from gaff.compat import distributed
 from gaff.engine.gradients.nodes import NodeWatch
 from gaff.engine.ops.calls import OpCall
+from gaff.errors import PlanError, SiteError
 from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, Case, cause_of
 from gaff.inspection.nonfinite.provenance import Made, own_path, shown, users_place
 from gaff.inspection.nonfinite.ranges import plain, range_of
@@ -216,6 +217,22 @@ def _of_constant(call: OpCall, output: Range) -> str:
     if output.nan and not any(math.isnan(one) for one in constants) and any(math.isinf(one) for one in constants):
         return "an infinite constant among its arguments made a NaN of finite numbers: 0 * inf, or inf - inf"
     return "it was put in by a constant"
+
+
+def meant_by(allow: Iterable[str]) -> list[Address]:
+    """The patterns of ops and modules whose non-finite values are meant.
+
+    Raises PlanError for what is no list of texts, and SiteError for one that says more than a path and an op: what is
+    meant is meant at every call, and in whatever it returns.
+    """
+    texts = [allow] if isinstance(allow, str) or not isinstance(allow, Iterable) else list(allow)
+    if texts == [allow] or not all(isinstance(one, str) for one in texts):
+        raise PlanError(f"allow={allow!r} is no list of patterns: expected ['**.attn/masked_fill']")
+    patterns = [(text, parse(text)) for text in texts]
+    for text, pattern in patterns:
+        if pattern.port != "output" or pattern.call is not None or pattern.key:
+            raise SiteError(f"allow={text!r} says more than a module or an op: expected 'attn/masked_fill', say")
+    return [pattern for _, pattern in patterns]
 
 
 def _is_allowed(site: Site, patterns: Iterable[Address]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import Site, parse
+from gaff.address.grammar import Site
 from gaff.address.nested import Arguments, iter_deep, iter_tensors
 from gaff.address.resolve import called_modules, need_module, resolve
 from gaff.compat import distributed
@@ -35,6 +35,7 @@ from gaff.inspection.nonfinite.attribution import (
     is_mask,
     is_scaling,
     judge,
+    meant_by,
     only_written,
     ranges_of,
 )
@@ -188,7 +189,7 @@ class Examination:
         if model is not None:
             need_module(model)
         self._model = model
-        self._allow = [parse(pattern) for pattern in allow]
+        self._allow = meant_by(allow)
         for pattern in self._allow:
             if model is not None:
                 resolve(model, replace(pattern, op=None, op_index=None))  # a slip in the path is told

@@ -99,6 +99,8 @@ def make_watch(model: nn.Module | Mapping[str, nn.Module] | None, optimizer: Any
     for an unknown keyword, PlanError, SiteError or RecordError for what cannot be done, before anything is installed.
     """
     settings = Settings.of(rank=rank_of_process(), **options)
+    if settings.keep_batch and settings.out is None:
+        raise PlanError("keep_batch=True keeps batches in the folder of the record: expected out= with it")
     models = _named(model)
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     optimizers = [unwrap_optimizer(one) for one in given]
@@ -130,6 +132,8 @@ def _named(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Mo
     if model is None:
         return None
     named = dict(model) if isinstance(model, Mapping) else {name_of_variable(model) or "model": model}
+    if not named:
+        raise PlanError("no model was given: expected one, several by name, or none at all, for whatever is trained")
     for one in named.values():
         need_module(one)
     return named

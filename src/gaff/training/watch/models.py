@@ -112,6 +112,12 @@ class Models:
         self._only = [_module_filter(one) for one in only]
         self._skip = [_module_filter(one) for one in skip]
         self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._has_wanted = False
+
+    @property
+    def has_wanted(self) -> bool:
+        """Whether the filters have left a module of the models met so far, if any was met."""
+        return self._has_wanted or not self.all
 
     def named(self, name: str) -> Model:
         """The model that goes by this name; raises StopIteration where there is none."""
@@ -195,6 +201,7 @@ class Models:
         except SiteError as error:  # of one of several models; told when the run ends
             self.missed.append(f"{model.name}: {error}")
             wanted = set()
+        self._has_wanted |= wanted is None or bool(wanted)
         routings = routings_of(unwrap(root))
         for path, module, _ in iter_modules(root):
             if module not in self.entries and not is_container(module):

@@ -17,11 +17,13 @@ class Optimizers:
     run ends with a step of the leader. That is the first optimizer that makes one; another takes its place when it
     makes a second step before the leader has made one: the leader is gone, or steps less often.
 
-    All but those given are held weakly. ``counts``: how many steps each that has made one has made.
+    All but those given are held weakly. ``counts``: how many steps each that has made one has made; ``others``: how
+    many steps were made that do not count.
     """
 
     def __init__(self, given: Iterable[Any], models: Models, *, is_any: bool) -> None:
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps of each
+        self.others = 0
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given = list(given)
         self._models = models
@@ -42,6 +44,12 @@ class Optimizers:
             owns = any(self._models.name_of(parameter) for _, parameter in parameters_of(optimizer))
             known = self._owners[optimizer] = size, owns
         return known[1]
+
+    def leaves_out(self, optimizer: Any) -> bool:
+        """Whether a step that ``optimizer`` is about to make does not count; such steps are counted apart."""
+        is_other = not self.has(optimizer)
+        self.others += is_other
+        return is_other
 
     @property
     def known(self) -> int:

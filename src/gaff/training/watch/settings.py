@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gaff.errors import PlanError
+from gaff.errors import PlanError, need_truth
 from gaff.views.text import printable
 
 if TYPE_CHECKING:
@@ -78,12 +78,19 @@ class Settings:
             if isinstance(value, str):
                 raise PlanError(f"{name}={value!r}: expected a list of patterns, such as [{value!r}]")
             object.__setattr__(self, name, tuple(value))
-        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
+        if self.every is not None and (
+            isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1
+        ):
             raise PlanError(f"every={self.every!r}: expected a number of steps, 1 or more")
         if not isinstance(self.budget, (int, float)) or not 0 < self.budget < 1:
             raise PlanError(f"budget={self.budget!r}: expected a share of the time between 0 and 1, such as 0.01")
         if not isinstance(self.interval_s, (int, float)) or self.interval_s <= 0:
             raise PlanError(f"interval_s={self.interval_s!r}: expected seconds between lines, above 0, such as 10")
+        need_truth(self.keep_batch, "keep_batch")
+        if self.tell is not None and not callable(self.tell):
+            raise PlanError(
+                f"tell={self.tell!r} cannot be called: expected a function of a line of text, such as print"
+            )
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
 

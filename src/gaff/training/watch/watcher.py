@@ -118,7 +118,8 @@ class Watcher:
         self._stop()
         self._outer.close()
         notes = (*_notes(self._looks, self._calls, self._models, has_steps=has_steps), *self._flight.notes)
-        self.reporter.tell("made", self.step, steps=self.steps_made, backwards=self._losses.count)
+        made = {"steps": self.steps_made, "backwards": self._losses.count, "others": self._steps.optimizers.others}
+        self.reporter.tell("made", self.step, **made, has_modules=self._models.has_wanted)
         self.reporter.close(self.step, self.pace, notes, error)
         self._flight.close()
 
@@ -217,7 +218,7 @@ class Watcher:
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
         self._calls.left_model()
-        if not self._steps.optimizers.has(optimizer):
+        if self._steps.optimizers.leaves_out(optimizer):
             return
         if self._steps.has_stepped(optimizer):
             self._complete()
