@@ -155,7 +155,8 @@ class Projection:
 def _matrix(width: int, size: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The matrix of a projection, drawn on the CPU in float32."""
     with outside_modes(), torch.inference_mode(False), torch.no_grad():
-        drawn = torch.randn(width, size, generator=torch.Generator().manual_seed(seed), device="cpu")
+        drawn = torch.randn(width, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32,
+                            device="cpu")  # fmt: skip
         return (drawn / math.sqrt(size)).to(device, dtype)
 
 

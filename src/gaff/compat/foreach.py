@@ -39,9 +39,29 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def scale_each(tensors: list[Tensor], factors: list[Tensor]) -> None:
-    """Multiply each tensor in place by its own factor; of DTensors the local part."""
+    """Multiply each tensor in place by its own factor; of DTensors the local part. See ``scaled``."""
     for tensor, factor in zip(tensors, factors, strict=True):
-        distributed.local_of(tensor).mul_(factor.to(tensor.dtype))
+        local = distributed.local_of(tensor)
+        if _is_narrow(local):
+            local.copy_(scaled(local, factor))
+        else:
+            local.mul_(factor.to(local.dtype))
+
+
+def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+    """A tensor times a factor. Float16 and bfloat16 are multiplied in float32 where the factor is small.
+
+    As a number of the tensor's own type a factor that is less than the smallest normal one loses its digits, or
+    vanishes; any other is taken in that type, as torch does.
+    """
+    if not _is_narrow(tensor):
+        return tensor * factor.to(tensor.dtype)
+    exact = (tensor.float() * factor.float()).to(tensor.dtype)
+    return torch.where(factor < torch.finfo(tensor.dtype).tiny, exact, tensor * factor.to(tensor.dtype))
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def clamp_all(tensors: list[Tensor], limit: float) -> None:

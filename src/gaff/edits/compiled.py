@@ -30,7 +30,7 @@ from gaff.edits.arithmetic import (
 )
 from gaff.edits.event import Call, Edit, Event, like, need_number, need_room, too_narrow, without
 from gaff.edits.places import At, Chain, is_placed
-from gaff.edits.sources import Ablate, Patch, Replace
+from gaff.edits.sources import Ablate, Patch, Replace, mean_of, need_rows
 from gaff.errors import PlanError
 
 Change = Callable[[Tensor], Tensor]
@@ -212,12 +212,9 @@ def _ablate(edit: Ablate) -> Change | None:
     rows, narrow = edit.reference, too_narrow(edit.reference)
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or rows.shape[1:] != tensor.shape[1:]:
-            raise PlanError(f"reference of shape {tuple(rows.shape)} given where {tuple(tensor.shape)} passes")
+        need_rows(rows, tensor)
         need_room(rows, tensor.dtype, narrow)
-        wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-        mean = rows.to(tensor.device).mean(0, dtype=wide).to(tensor.dtype)
-        return mean.expand_as(tensor).contiguous()
+        return mean_of(rows, tensor)
 
     return change
 

@@ -178,8 +178,7 @@ def like(
     wanted = tensor.dtype if dtype is None else dtype
     if value.device == tensor.device and value.dtype == wanted:
         return value
-    if not elements.can_cast(value.dtype, wanted):
-        raise PlanError(f"a constant of {value.dtype} would lose something as {wanted}, which passes")
+    _need_cast(value, wanted)
     if known is None or value.requires_grad:
         return _converted(value, tensor.device, wanted)
     key = (tensor.device, wanted, memory.version_of(value))
@@ -229,8 +228,14 @@ def too_narrow(value: Tensor) -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype in wanted if not _fits(value, value.to(dtype)))
 
 
+def _need_cast(value: Tensor, dtype: torch.dtype) -> None:
+    if not elements.can_cast(value.dtype, dtype):
+        raise PlanError(f"a constant of {value.dtype} would lose something as {dtype}, which passes")
+
+
 def need_room(value: Tensor, dtype: torch.dtype, narrow: frozenset[torch.dtype]) -> None:
-    """Raise PlanError where ``dtype`` is one of those that are ``too_narrow`` for a constant."""
+    """Raise PlanError where ``dtype`` would lose something of a constant, or is one of those too ``narrow`` for it."""
+    _need_cast(value, dtype)
     if dtype in narrow:
         raise PlanError(_out_of_range(value.dtype, dtype))
 

@@ -130,16 +130,30 @@ class Ablate:
         """
         if self.how == "zero" or self.reference is None:
             return torch.zeros_like(tensor)
-        rows = like(_rows(self.reference, event), tensor)
-        if not tensor.dim() or rows.shape[1:] != tensor.shape[1:]:
-            raise PlanError(
-                f"reference of shape {_text(rows)} given where {_text(tensor)} passes: expected rows of equal shape"
-            )
+        given = _rows(self.reference, event)
+        need_rows(given, tensor)
+        rows = like(given, tensor)
         if self.how == "mean":
-            wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-            return rows.mean(0, dtype=wide).to(tensor.dtype).expand_as(tensor).contiguous()
+            return mean_of(given, tensor)
         draw = generator(event, self.seed, torch.device("cpu"))
         return rows[torch.randint(len(rows), (len(tensor),), generator=draw).to(rows.device)]
+
+
+def need_rows(rows: Tensor, tensor: Tensor) -> None:
+    """Raise PlanError where a reference has no examples, or such as have another shape than a row of ``tensor``."""
+    if not tensor.dim() or not len(rows) or rows.shape[1:] != tensor.shape[1:]:
+        raise PlanError(
+            f"reference of shape {_text(rows)} given where {_text(tensor)} passes: expected rows of equal shape"
+        )
+
+
+def mean_of(rows: Tensor, tensor: Tensor) -> Tensor:
+    """The mean of some rows, in each row of ``tensor``, on its device and in its dtype; averaged in float32 at least.
+
+    What passes in float64 is averaged in that.
+    """
+    wide = torch.promote_types(torch.promote_types(rows.dtype, tensor.dtype), torch.float32)
+    return rows.to(tensor.device).mean(0, dtype=wide).to(tensor.dtype).expand_as(tensor).contiguous()
 
 
 def pairs_of(mapping: Any, name: str) -> tuple[tuple[int, int], ...] | None:

@@ -143,7 +143,9 @@ def _largest(address: str, value: Any, count: int, dims: int) -> tuple[Tensor, T
     if elements.is_small_float(value):  # torch picks none out of float8
         found, place = _largest(address, value.float(), count, dims)
         return found.to(value.dtype), place
-    place = value.abs().topk(count, dim=-1).indices
+    # of the most negative whole number torch's ``abs`` is that number again
+    sizes = value.abs() if value.is_floating_point() or value.is_complex() else value.double().abs()
+    place = sizes.topk(count, dim=-1).indices
     return value.gather(-1, place), place.to(torch.int32)
 
 
@@ -164,7 +166,7 @@ def _rounded(address: str, rows: Tensor) -> tuple[Tensor, Tensor]:
         raise PlanError(f"{address}: is of {rows.dtype}: expected floating numbers for dtype='int8'")
     given, rows = rows, rows.float()
     if not rows.numel():
-        return rows.to(torch.int8), torch.zeros(len(rows))
+        return rows.to(torch.int8), torch.zeros(len(rows), dtype=torch.float32)
     dims = tuple(range(1, rows.dim()))
     if given.dtype == torch.float64 and bool((rows.isinf() & given.isfinite()).any()):
         raise PlanError(f"{address}: holds numbers beyond those of float32: expected smaller ones for dtype='int8'")

@@ -367,7 +367,8 @@ def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
 
     None of complex, empty and sparse tensors, and of those that hold none. Half precision is summed in float32,
     integers in float64; of a tensor that is spread over processes it is this one's part. Waits for the device to see
-    whether all is finite: elements are counted only if not.
+    whether all is finite and nothing overflowed on the way: only if not, elements are counted, and scaled by their
+    largest.
     """
     if tensor.is_complex() or tensor.layout != torch.strided:
         return None
@@ -381,8 +382,14 @@ def measure(tensor: Tensor) -> tuple[Tensor, ...] | None:
         std, mean = torch.std_mean(wide, correction=0)
         low, high = torch.aminmax(wide)
         count = torch.zeros((), device=x.device)
-        if not bool(torch.isfinite(mean + low + high)):
-            count, mean = (~torch.isfinite(wide)).sum(), wide.mean()  # of infinite numbers the other way makes NaN
+        is_odd = ~torch.isfinite(mean + low + high + std) | ((std == 0) & (low < high))
+        if bool(is_odd):
+            count = (~torch.isfinite(wide)).sum()
+            if count:
+                mean = wide.double().mean()  # of infinite numbers the other way makes NaN
+            else:
+                size = torch.maximum(low.abs(), high.abs()).double()
+                std, mean = (one * size for one in torch.std_mean(wide.double() / size, correction=0))
         return mean, std, low, high, count
 
 

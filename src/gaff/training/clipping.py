@@ -242,7 +242,8 @@ class _Window:
         """
         norm = torch.where(raw.isfinite(), norm, float("nan"))
         if self._norms is None:
-            self._norms = torch.full((self._size,), float("nan"), device=norm.device)
+            wide = torch.promote_types(norm.dtype, torch.float32)
+            self._norms = torch.full((self._size,), float("nan"), dtype=wide, device=norm.device)
         self._norms[self._count % self._size] = norm
         self._count += int(self._norms.device.type != "cpu" or bool(norm.isfinite()))
 

@@ -61,7 +61,7 @@ class BackwardClipping:
         elif limits.norm is not None:
             factor = (limits.norm / (norm + TINY)).clamp(max=1.0)
             self._audit.add_each([number], [factor < 1])
-            local = local * factor.to(local.dtype)
+            local = foreach.scaled(local, factor)
         return _with(gradient, local)
 
     def _norm(self, gradient: Tensor, wide: torch.dtype | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import iter_modules, join
-from gaff.compat import distributed
+from gaff.compat import distributed, foreach
 from gaff.compat.flat_shards import flat_shards
 from gaff.errors import NonFiniteError, PlanError
 from gaff.training.clipping_limits import Limits
@@ -88,8 +88,8 @@ class LimitedParameters:
         weight, change = self.all[number].detach().reshape(shape), gradient.reshape(shape)
         most = _unit_norm(weight, dims).clamp(min=_FLOOR) * ratio
         norm = _unit_norm(change, dims)
-        factor = torch.where(norm > most, most / norm.clamp(min=TINY), 1.0).to(gradient.dtype)
-        new = (change * factor).reshape(gradient.shape)
+        factor = torch.where(norm > most, most / norm.clamp(min=TINY), 1.0)
+        new = foreach.scaled(change, factor).reshape(gradient.shape)
         if distributed.is_spread(gradient):
             new = new.redistribute(placements=gradient.placements)  # type: ignore[attr-defined]
         gradient.copy_(new)
@@ -144,6 +144,6 @@ def _unit(parameter: Tensor, owner: nn.Module | None, name: str) -> Unit:
 
 
 def _unit_norm(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The norm of each unit, with dimensions kept; in float32 at least, and of a scalar its magnitude."""
-    wide = torch.float32 if tensor.element_size() < 4 else tensor.dtype
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().to(wide)
+    """The norm of each unit, with dimensions kept; in float64, whose squares do not overflow; of a scalar its size."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide) if dims else tensor.abs().double()

@@ -149,7 +149,7 @@ def is_batched(layer: nn.Module, given: Tensor) -> bool:
 
 def _pairs(terms: list[Terms]) -> Tensor:
     """The squared norm, for each example, of the sum of all terms, in the precision that they have."""
-    total = torch.zeros((), device=terms[0].inner.device)
+    total = torch.zeros((), dtype=torch.float32, device=terms[0].inner.device)
     for number, one in enumerate(terms):
         total = total + _product(one, one)
         for other in terms[number + 1 :]:
@@ -179,7 +179,7 @@ def _product(one: Terms, other: Terms) -> Tensor:
         return _product(other, one)
     length = one.inner.shape[2]
     block = max(1, _MOST // max(1, len(one.inner) * one.inner.shape[1] * other.inner.shape[2]))
-    total = torch.zeros((), device=one.inner.device)
+    total = torch.zeros((), dtype=torch.float32, device=one.inner.device)
     for at in range(0, length, block):
         inner, outer = one.inner[:, :, at : at + block], one.outer[:, :, at : at + block]
         total = total + (_meet(outer, other.outer, inner.dtype) * (inner @ other.inner.mT)).sum((1, 2, 3))

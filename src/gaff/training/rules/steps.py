@@ -40,7 +40,8 @@ def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, row in sample.rows.items():
         is_state = key[1].endswith((":param", ":grad"))
         if row.nan or (is_state and row.nonfinite):
-            yield Hit(key, nan=row.nan, positive_inf=row.positive_inf, negative_inf=row.negative_inf, of=row.count)
+            yield Hit(key, nan=row.nan, positive_inf=row.positive_inf, negative_inf=row.negative_inf,
+                      of=row.count + row.nonfinite)  # fmt: skip
             return
     for name, value in sample.losses.items():
         if value - value != 0:

@@ -47,7 +47,7 @@ def shown_by(kind: str, args: Any, output: Any) -> Tensor | None:
 def entropy_of(probabilities: Tensor) -> Tensor:
     """Shannon's entropy of the rows of attention over that of uniform ones, which a causal mask makes smaller."""
     queries, keys = probabilities.shape[-2:]
-    behind = torch.arange(queries, device=probabilities.device) + keys - queries + 1.0
+    behind = torch.arange(keys - queries + 1, keys + 1, dtype=torch.float32, device=probabilities.device)
     is_causal = (probabilities.triu(keys - queries + 1) == 0).all()
     largest = torch.where(is_causal & (behind > 0), behind, float(keys)).log()
     rows = torch.special.entr(probabilities).sum(-1)

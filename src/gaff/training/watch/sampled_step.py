@@ -198,11 +198,12 @@ class SampledStep:
             return
         if entry.kind == "mixing" and args and type(args[0]) is Tensor and self._stands is None:
             self._given(entry, args[0])
+        places = [((), output)] if isinstance(output, Tensor) else list(iter_tensors(output))
         if entry.kind in ("dropout", "softmax", "attention"):
             shown = attention.shown_by(entry.kind, args, output)
-            if shown is not None:
-                self.numbers.add_share("entropy", entry.key("output"), attention.entropy_of(shown), 1)
-        places = [((), output)] if isinstance(output, Tensor) else list(iter_tensors(output))
+            if shown is not None and places:
+                at = entry.key("output", places[0][0])
+                self.numbers.add_share("entropy", at, attention.entropy_of(shown), 1)
         if entry.routing is not None and self._stands is None:
             place = next((key for key, tensor in places if tensor.is_floating_point()), ())
             self.routes.returned(entry.model, entry.routing, entry.key("output", place), output)

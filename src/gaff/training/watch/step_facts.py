@@ -73,7 +73,7 @@ def _entropy(labels: Tensor, classes: int) -> Tensor:
     class, which losses pass over, are left out.
     """
     inside = ((labels >= 0) & (labels < classes)).float()
-    counts = torch.zeros(classes, device=labels.device)
+    counts = torch.zeros(classes, dtype=torch.float32, device=labels.device)
     counts.scatter_add_(0, labels.long().clamp(0, classes - 1), inside)
     total = counts.sum().clamp(min=1)
     shares = counts / total

@@ -147,7 +147,8 @@ class Update:
         if firsts:
             norms = torch._foreach_norm([first for _, first in firsts])
             for (one, first), norm in zip(firsts, norms, strict=True):
-                one.momentum = norm * math.sqrt(one.parameter.numel() / max(1, first.numel()))
+                elements = one.parameter.numel() * (2 if one.parameter.is_complex() else 1)  # as ``first`` has pairs
+                one.momentum = norm * math.sqrt(elements / max(1, first.numel()))
         if seconds:
             expected = torch._foreach_div([second for _, _, second, _ in seconds], [scale for *_, scale in seconds])
             smallest = [float(one.group.get("eps", 1e-8)) ** 2 for one, *_ in seconds]
