@@ -89,7 +89,8 @@ def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
     The norm is added up in float64, and float16 and bfloat16 are multiplied in float32.
 
     ``per``: one norm for the whole "tensor", for each "row" (example: index of dimension 0), or for each "unit"
-    (index of dimension ``dim``: 0 for the outputs of a weight, 1 for channels). What has a non-finite norm passes.
+    (index of dimension ``dim``: 0 for the outputs of a weight, 1 for channels). A tensor of one dimension, such as the
+    gradient of a bias, has one norm all the same. What has a non-finite norm passes.
     """
     if per not in ("tensor", "row", "unit"):
         raise PlanError(f"per={per!r} is not known: expected 'tensor', 'row' or 'unit'")
@@ -175,9 +176,10 @@ def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project
 
     The span is found in float64 (dependent directions count once); float16 and bfloat16 are computed with in float32.
     """
-    if not isinstance(directions, Tensor) or directions.dim() not in (1, 2) or not directions.any():
+    is_matrix = isinstance(directions, Tensor) and directions.dim() in (1, 2)
+    if not is_matrix or not directions.any() or not directions.isfinite().all():
         raise PlanError(
-            f"directions {directions!r} span nothing: expected a tensor [width] or [k, width], not all zero"
+            f"directions {directions!r} span nothing: expected a finite tensor [width] or [k, width], not all zero"
         )
     return Project(directions, need_truth(keep, "keep"), dim)
 
@@ -199,8 +201,8 @@ def quantize(dtype: str | torch.dtype, *, scaled: bool = False) -> Quantize:
     """Round to "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2" and back, to ask what precision would do.
 
     Gradients pass straight through. ``scaled``: the largest magnitude of the tensor is first brought to the largest
-    of the type, as training in fp8 does; without it what is out of range becomes what torch makes of it (inf or
-    NaN), and the receipt counts it.
+    of the type, as training in fp8 does; without it what is out of range becomes what torch makes of it: infinite, NaN
+    (which the receipt counts) or, of some types, the largest number of the type.
     """
     name = str(dtype).removeprefix("torch.")
     found = getattr(torch, name, None)
@@ -248,6 +250,8 @@ def skip(value: Any = None) -> Skip:
 def _need_number(value: Any, name: str) -> Any:
     """A number of Python's; those of NumPy are made one. Raises PlanError for anything else, truth values included."""
     if isinstance(value, Integral) and not isinstance(value, bool):
+        if abs(int(value)) > 2**64:
+            raise PlanError(f"{name} is beyond the whole numbers of torch: expected one of at most 64 bits")
         return int(value)
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)

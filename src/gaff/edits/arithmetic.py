@@ -167,7 +167,8 @@ class Noise:
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The tensor plus noise drawn on its own device, where another kind of device draws other numbers."""
         draw = generator(event, self.seed, tensor.device)
-        noise = torch.empty_like(tensor, requires_grad=False).normal_(0.0, self.std, generator=draw)
+        noise = torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format)
+        noise.normal_(0.0, self.std, generator=draw)
         return tensor + noise
 
 
@@ -192,7 +193,7 @@ class Project:
         complex directions in a real tensor.
         """
         basis = self._basis(tensor)
-        if not tensor.dim() or tensor.shape[self.dim] != basis.shape[1]:
+        if not -tensor.dim() <= self.dim < tensor.dim() or tensor.shape[self.dim] != basis.shape[1]:
             raise PlanError(
                 f"directions of width {basis.shape[1]} given, dimension {self.dim} of {tuple(tensor.shape)} has another"
             )
@@ -261,8 +262,10 @@ class Quantize:
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """The rounded tensor in its own dtype. What is out of range becomes what torch's conversion makes of it.
 
-        Of complex numbers both parts are rounded.
+        Of complex numbers both parts are rounded. Raises PlanError for integers, of which it would make others.
         """
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            raise PlanError(f"quantize rounds floating and complex numbers, got {tensor.dtype}")
         if tensor.is_complex():
             return torch.view_as_complex(self.change(torch.view_as_real(tensor.resolve_conj()), event))
         rounded: Tensor = _Round.apply(tensor, getattr(torch, self.dtype), self.scaled)  # type: ignore[no-untyped-call]
@@ -292,13 +295,17 @@ class _Round(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype, scaled: bool) -> Tensor:
         """To ``dtype`` and back, in new memory.
 
-        Scaled, it is divided before by largest magnitude / largest number of the type, in float32, and multiplied
-        again. The smallest normal float32 keeps the scale of an all-zero tensor from being zero.
+        Scaled, it is divided before by largest finite magnitude / largest number of the type, in float32 or in the
+        tensor's own type where that is wider, and multiplied again. The smallest normal number keeps the scale of an
+        all-zero tensor from being zero. A type that reaches as far as the one computed in needs no scale.
         """
-        if not scaled or not tensor.numel():
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        if not scaled or not tensor.numel() or torch.finfo(dtype).max >= torch.finfo(wide).max:
             return tensor.to(dtype).to(tensor.dtype, copy=True)
-        scale = (tensor.abs().amax().float() / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
-        return ((tensor.float() / scale).to(dtype).float() * scale).to(tensor.dtype)
+        exact = tensor.to(wide)
+        largest = torch.where(exact.isfinite(), exact, 0.0).abs().amax()
+        scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(wide).tiny)
+        return ((exact / scale).to(dtype).to(wide) * scale).to(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -174,7 +174,7 @@ def _project(edit: Project) -> Change | None:
     basis = orthonormal(torch.atleast_2d(edit.directions))
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[edit.dim] != basis.shape[1]:
+        if not -tensor.dim() <= edit.dim < tensor.dim() or tensor.shape[edit.dim] != basis.shape[1]:
             raise PlanError(
                 f"directions of width {basis.shape[1]} given, dimension {edit.dim} of {tuple(tensor.shape)} has another"
             )

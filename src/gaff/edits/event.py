@@ -241,14 +241,17 @@ def need_room(value: Tensor, dtype: torch.dtype, narrow: frozenset[torch.dtype])
 
 
 def _fits(value: Tensor, new: Tensor) -> bool:
-    """Whether a constant's numbers are in the range of the type of ``new``, its copy. One that is trained: not asked.
+    """Whether a constant's numbers are in the range of the type of ``new``, its copy, and not all too small for it.
 
-    Reads numbers, so the process waits for the device.
+    One that is trained is not asked. Reads numbers, so the process waits for the device.
     """
     if value.requires_grad or not elements.is_readable(new) or not value.numel():
         return True
     old = value.detach().to(new.device)
     if new.dtype.is_floating_point or new.dtype.is_complex:
+        kept = new.float() if elements.is_small_float(new) else new
+        if not bool(kept.any()) and bool(old.any()):
+            return False
         parts = torch.view_as_real(old.resolve_conj()) if old.is_complex() else old.double()
         return bool((parts.abs().nan_to_num(0.0, 0.0, 0.0) <= torch.finfo(new.dtype).max).all())
     return torch.equal(new.to(old.dtype), old) and torch.equal(new.double(), old.double())

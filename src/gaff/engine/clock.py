@@ -25,7 +25,8 @@ from torch import Tensor
 
 from gaff.address.nested import iter_deep
 from gaff.compat import autograd, distributed, memory, modes
-from gaff.errors import PlanError
+from gaff.engine.stop import StopForward
+from gaff.errors import ExactnessError, PlanError
 
 
 class Frame:
@@ -64,9 +65,11 @@ class Run:
     __slots__ = (
         "arguments",
         "entered",
+        "failure",
         "first_node",
         "frames",
         "functions",
+        "handled",
         "has_backward",
         "index",
         "is_waiting",
@@ -97,9 +100,18 @@ class Run:
         self.last_node: int | None = None  # and when it had ended
         self.functions: list[Any] | None = None  # custom Functions around it; None: with grad mode, or nobody asks
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
+        self.handled = id(
+            sys.exc_info()[1]
+        )  # what the code around it is handling; torch ends a failed run in a handler
+        self.failure = ""  # what was raised for the user inside the model, which must not get lost there
 
     def __repr__(self) -> str:
         return f"Run({self.index})"
+
+    def fail(self, error: Exception) -> None:
+        """Note what an edit, or a look, has raised inside the model: the first error of the run is kept, as text."""
+        if not isinstance(error, StopForward):
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     @property
     def made(self) -> range:
@@ -167,15 +179,20 @@ class Clock:
         """End ``run``. ``output`` is what the outermost call returned; None also after an exception.
 
         What the run made in its forward stays known by the first and last sequence number of its autograd nodes, for
-        ``made``.
+        ``made``. Raises ExactnessError where the model has caught what an edit or a look had raised in it: it would go
+        on without them, and nobody would hear of it.
         """
-        for callback in self.at_end:
-            callback(run, output)
-        run.last_node = autograd.next_sequence()
-        self._spans.append((run.thread, run.first_node, run.last_node))
-        run.once.clear()
-        run.functions = run.functions and []
-        run.arguments = {}
+        try:
+            for callback in self.at_end:
+                callback(run, output)
+        finally:
+            run.last_node = autograd.next_sequence()
+            self._spans.append((run.thread, run.first_node, run.last_node))
+            run.once.clear()
+            run.functions = run.functions and []
+            run.arguments = {}
+        if run.failure and id(sys.exc_info()[1]) == run.handled:
+            raise ExactnessError(f"the model caught an error of the session open on it, and went on: {run.failure}")
 
     def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
         """Note that a hooked module is entered in an ordinary forward: its run, opened if this call is the outermost.

@@ -121,16 +121,27 @@ def entered(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         return None
     if node.clock.closed:
         return None
-    run = _enter(node, module, args, kwargs)
-    if run is None:
-        for act in side.acts:
-            refuse = getattr(act, "refuse_other_thread", None)
-            if refuse is not None:
-                refuse()
-        return None
-    if not side.acts:
-        return None
-    return _passed(side.cross, run.frames[-1], args, kwargs, run, run.entered[node.index] - 1)
+    try:
+        run = _enter(node, module, args, kwargs)
+        if run is None:
+            for act in side.acts:
+                refuse = getattr(act, "refuse_other_thread", None)
+                if refuse is not None:
+                    refuse()
+            return None
+        if not side.acts:
+            return None
+        return _passed(side.cross, run.frames[-1], args, kwargs, run, run.entered[node.index] - 1)
+    except Exception as error:
+        _failed(node, error)
+        raise
+
+
+def _failed(node: Node, error: Exception) -> None:
+    """Note in the run in progress that something was raised in it which is for the user, and not for the model."""
+    run = node.clock.open.get(get_ident())
+    if run is not None:
+        run.fail(error)
 
 
 def _passed(cross: Callable[..., Any], frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
@@ -175,14 +186,18 @@ def left(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     counts, index, side = run.left, node.index, node.exit
     call = counts[index]
     counts[index] = call + 1
-    for tap in side.taps:
-        tap(output, run, call)
-    if side.acts:
-        if side.direct is not None and type(output) is Tensor and node.mark is None and _is_once(run):
-            new = side.direct(output)
-            if new is not None:
-                return new
-        output = side.cross(output, Arguments(args, kwargs), run, call)
+    try:
+        for tap in side.taps:
+            tap(output, run, call)
+        if side.acts:
+            if side.direct is not None and type(output) is Tensor and node.mark is None and _is_once(run):
+                new = side.direct(output)
+                if new is not None:
+                    return new
+            output = side.cross(output, Arguments(args, kwargs), run, call)
+    except Exception as error:
+        run.fail(error)
+        raise
     if node.mark is not None:
         node.mark(output, run)
     return output

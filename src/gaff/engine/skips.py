@@ -49,7 +49,13 @@ class SkipChange(Act):
         frame = self._frame()
         if frame is None or not frame.notes.pop(self, False):
             return original(*args, **kwargs)
-        return self._stream.stand_in(args, kwargs, is_again=backward_task() != -1)
+        try:
+            return self._stream.stand_in(args, kwargs, is_again=backward_task() != -1)
+        except Exception as error:
+            run = self._node.clock.open.get(get_ident())
+            if run is not None:
+                run.fail(error)
+            raise
 
     def _frame(self) -> Frame | None:
         """The call of the module that is in progress, if this session sees it."""

@@ -1,19 +1,24 @@
 """Small stand-ins for tensors, so that two traces can be compared without keeping what passed.
 
-A digest is equal for equal bits. A sketch is a linear map to 32 numbers: element ``i`` is multiplied by a random sign
-and added to the number ``i mod 32``. The squared norm of the difference of two sketches has as its mean the squared
-norm of the difference of the tensors, and a relative deviation of at most ``sqrt(2 / 32)`` (Charikar, Chen &
-Farach-Colton, "Finding frequent items in data streams", 2002; the signs of every further 1,048,576 elements are the
-same ones, turned).
+A digest is equal for equal bits. A sketch is a linear map to 32 numbers: element ``i`` is multiplied by a random
+weight and added to the number ``i mod 32``. With weights of mean square 1 the squared norm of the difference of two
+sketches has as its mean the squared norm of the difference of the tensors, and a relative deviation of about ``sqrt(2 /
+32)`` (Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002, with signs for weights; the
+weights of every further 1,048,576 elements are the same ones, turned). The weights here have random signs, and sizes
+that differ a little: with signs alone two elements of one number that are exchanged would not be seen.
 
-Signs and factors come from generators with fixed seeds, made on the CPU, so that marks made in another process or on
+Which elements are NaN and infinite has a digest of its own, since a sketch passes over them.
+
+Weights and factors come from generators with fixed seeds, made on the CPU, so that marks made in another process or on
 another device can be compared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +27,37 @@ from gaff.compat import elements
 from gaff.record.picture import LENGTH
 
 _PERIOD = 1 << 20
+_LEAST = 0.7  # the smallest size of a weight; chosen, for how well two elements that are exchanged are told apart
+_SIZE = math.sqrt((1 + _LEAST + _LEAST**2) / 3)  # the root of the mean square of numbers between that and 1
 _DENSE = 1 << 24  # elements of a sparse tensor that is written out
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def marks_of(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Digest and sketch of several tensors as one; None where none of them can be read element by element.
+class Marks(NamedTuple):
+    """What stands for some tensors, on their device. ``odd``: the digest of what is not finite, 0 where all is."""
 
-    Both stay on the device, and nothing waits for it. The order counts: each further sketch is turned by its place,
-    and digests are combined as a polynomial.
+    digest: Tensor
+    sketch: Tensor
+    odd: Tensor
+
+
+def marks_of(tensors: Sequence[Tensor]) -> Marks | None:
+    """The marks of several tensors as one; None where none of them can be read element by element.
+
+    All stay on the device, and nothing waits for it. The order counts: each further sketch is turned by its place, and
+    digests are combined as a polynomial.
     """
     known = [plain for tensor in tensors if (plain := readable(tensor)) is not None]
     if not known:
         return None
-    total, bits = sketch(known[0]), digest(known[0])
+    bits = digest(known[0])
+    total, odd = sketch(known[0])
     for at, tensor in enumerate(known[1:], 1):
-        total = total + sketch(tensor).roll(at)
         bits = bits * 31 + digest(tensor)
-    return bits, total
+        further, more = sketch(tensor)
+        total, odd = total + further.roll(at), odd * 31 + more
+    return Marks(bits, total, odd)
 
 
 def readable(tensor: Tensor) -> Tensor | None:
@@ -55,24 +72,35 @@ def readable(tensor: Tensor) -> Tensor | None:
     return value if value is not None and value.numel() else None
 
 
-def sketch(tensor: Tensor) -> Tensor:
-    """The sketch of one tensor: [32] float64 on the tensor's device. No synchronisation.
+def sketch(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The sketch of one tensor, [32] float64, and the digest of what is not finite in it, a 0-dim int64 tensor.
 
-    Elements that are not finite count as zero, since one of them would spoil the norm; statistics count them. Goes
-    through the tensor in pieces of 2**20 elements, so that copies in between stay small.
+    On the tensor's device, without synchronisation. Elements that are not finite count as zero in the sketch, since one
+    of them would spoil the norm. Goes through the tensor in pieces of 2**20 elements, so that copies stay small.
     """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros(LENGTH, dtype=torch.float64, device=tensor.device)
-    signs = _signs(str(tensor.device))
+    odd = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights, factors = _weights(str(tensor.device)), _factors(str(tensor.device))
     for begin in range(0, flat.numel(), _PERIOD):
         part = flat[begin : begin + _PERIOD].to(torch.float32 if tensor.dtype in _NARROW else torch.float64)
-        turned = signs.roll(begin // _PERIOD * 7919) if begin else signs
-        part = part.nan_to_num(0.0, 0.0, 0.0) * turned[: part.numel()]
-        padding = -part.numel() % LENGTH
-        if padding:
-            part = torch.nn.functional.pad(part, (0, padding))
-        total += part.view(-1, LENGTH).sum(0, dtype=torch.float64)
-    return total
+        turned = (weights.roll(begin // _PERIOD * 7919) if begin else weights)[: part.numel()]
+        added = _added(part * turned)
+        if not (added.is_cpu and bool(added.isfinite().all())):  # to ask costs nothing on a CPU
+            kinds = part.isnan() + 2 * (part == math.inf) + 3 * (part == -math.inf)
+            odd = odd * 1000003 + (kinds * factors[: part.numel()]).sum()  # wraps, which is meant
+            added = _added(part.nan_to_num(0.0, 0.0, 0.0) * turned)
+        elif begin:
+            odd = odd * 1000003
+        total += added
+    return total / _SIZE, odd
+
+
+def _added(weighted: Tensor) -> Tensor:
+    """The sums of every 32nd element, in float64."""
+    padding = -weighted.numel() % LENGTH
+    padded = torch.nn.functional.pad(weighted, (0, padding)) if padding else weighted
+    return padded.view(-1, LENGTH).sum(0, dtype=torch.float64)
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -92,14 +120,20 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _signs(device: str) -> Tensor:
-    """The signs of 2**20 elements, -1 and 1 as int8, on a device; the same ones everywhere."""
-    made = torch.randint(0, 2, (_PERIOD,), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
-    return (made * 2 - 1).to(device)
+def _weights(device: str) -> Tensor:
+    """The weights of 2**20 elements, float32 on a device; the same ones everywhere. None is larger than 1.
+
+    So no finite element overflows by its weight. Their mean square is ``_SIZE`` squared.
+    """
+    draw = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, (_PERIOD,), generator=draw, dtype=torch.int8, device="cpu") * 2 - 1
+    sizes = torch.rand(_PERIOD, generator=draw, dtype=torch.float32, device="cpu") * (1 - _LEAST) + _LEAST
+    return (signs * sizes).to(device)
 
 
 @lru_cache(maxsize=8)
 def _factors(device: str) -> Tensor:
     """The factors of 2**20 places, int64 on a device; odd, so that none loses a bit of what it multiplies."""
-    made = torch.randint(-(2**62), 2**62, (_PERIOD,), generator=torch.Generator().manual_seed(2), dtype=torch.int64)
+    draw = torch.Generator().manual_seed(2)
+    made = torch.randint(-(2**62), 2**62, (_PERIOD,), generator=draw, dtype=torch.int64, device="cpu")
     return (made | 1).to(device)

@@ -21,7 +21,7 @@ from gaff.views import trace_text
 from gaff.views.notebook import Shown, framed
 from gaff.views.trace_html import trace_cell
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST_BYTES = 500 * 2**20
 
 

@@ -35,11 +35,13 @@ class Fingerprint:
     """What stands for the elements of a tensor when traces are compared (``gaff.inspection.sketches``).
 
     ``digest`` is equal for equal bits, and empty where there is nothing to compare; the distance of two ``sketch``
-    tells how far their tensors are apart. In JSON both stand beside the other fields of what they are of.
+    tells how far their tensors are apart. ``odd`` is equal where the same elements are NaN and infinite, and empty
+    where none is. In JSON they stand beside the other fields of what they are of.
     """
 
     digest: str = ""
     sketch: tuple[float, ...] = ()
+    odd: str = ""
 
     def is_same_as(self, other: Fingerprint) -> bool:
         """Whether both stand for the same bits, as far as they could be read."""
@@ -105,7 +107,7 @@ class ParameterRow:
 
 
 _KINDS: dict[str, Any] = {
-    **dict.fromkeys(("site", "path", "cls", "input", "output", "dtype", "digest"), str),
+    **dict.fromkeys(("site", "path", "cls", "input", "output", "dtype", "digest", "odd"), str),
     **dict.fromkeys(("call", "depth", "parameters", "flops"), int),
     "time_s": (int, float),
 }
@@ -153,7 +155,7 @@ def build_row(cls: type[_Row], data: dict[str, Any]) -> _Row:
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if "fingerprint" in known:
         sketch = tuple(float(one) for one in data.pop("sketch", ()))
-        data["fingerprint"] = Fingerprint(data.pop("digest", ""), sketch)
+        data["fingerprint"] = Fingerprint(data.pop("digest", ""), sketch, str(data.pop("odd", "")))
     unknown = [name for name in data if name not in known]
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r} of {cls.__name__}")

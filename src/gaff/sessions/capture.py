@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -280,20 +281,24 @@ def _with_inner(stream: KeptSite, seen: set[int]) -> Iterator[KeptSite]:
             yield from _with_inner(inner, seen)
 
 
-def raise_if_silent(receipt: Receipt, runs: int) -> None:
-    """Raises NeverFiredError when a pattern stayed silent; it carries the receipt, and names the likeliest reason."""
-    if not receipt.silent:
+def raise_if_silent(receipt: Receipt, runs: int, excused: AbstractSet[str] = frozenset()) -> None:
+    """Raises NeverFiredError when a pattern stayed silent; it carries the receipt, and names the likeliest reason.
+
+    ``excused``: patterns of which the user has heard another error.
+    """
+    silent = [name for name in receipt.silent if name not in excused]
+    if not silent:
         return
-    names = ", ".join(repr(name) for name in receipt.silent)
-    rows = [row for row in receipt.rows if row.pattern in receipt.silent]
+    names = ", ".join(repr(name) for name in silent)
+    rows = [row for row in receipt.rows if row.pattern in silent]
     reasons = [row.reason for row in rows if row.reason not in ("", NOT_CALLED, NO_BACKWARD)]
-    if any(name.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for name in receipt.silent):
+    if any(name.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for name in silent):
         hint = "a gradient needs backward() inside the session"
     elif runs == 0:
         hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
     else:
         hint = "the modules were not called in these runs"
-        hint += ", or not so often" if any("@" in name for name in receipt.silent) else ""
+        hint += ", or not so often" if any("@" in name for name in silent) else ""
     why = reasons[0] if reasons else hint
     raise NeverFiredError(
         f"{names} never fired in {counted(runs, 'run')}: {why}; allow it with gaff.maybe(pattern), see error.receipt",

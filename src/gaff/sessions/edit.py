@@ -157,22 +157,27 @@ class Editing:
         """Remove the hooks, then say what went wrong, unless an ``error`` of the user, never masked, is under way.
 
         Raises ExactnessError where backward went on without an edit, NeverFiredError for a pattern that never acted;
-        the latter not after an edit has failed, since the error that it raised says more.
+        not for one whose edit has failed, since the error that it raised says more.
         """
         is_quiet = error is not None
         self._family.is_open = False
-        for tap, stream in zip(self._taps, self._streams, strict=False):
-            if not is_there(tap.found):
-                stream.skip(REPLACED)
-                if stream.size.hits and not is_quiet:
-                    warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
-        self._sources.close()
-        self._session.__exit__(None, error, None)
+        gone = []
+        try:
+            gone = [stream for tap, stream in zip(self._taps, self._streams, strict=False) if not is_there(tap.found)]
+            self._sources.close()
+        finally:
+            self._session.__exit__(None, error, None)
+        for stream in gone:
+            stream.skip(REPLACED)
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
-        if lost and not is_quiet:
+        if is_quiet:
+            return
+        if lost:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
-        if not is_quiet and not any(stream.checked.has_failed for stream in self._streams):
-            raise_if_silent(self.receipt, self._ran())
+        raise_if_silent(self.receipt, self._ran(), {one.pattern for one in self._streams if one.checked.has_failed})
+        for stream in gone:
+            if stream.size.hits:
+                warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
 
     def _warn(self, run: Any, output: Any) -> None:
         """At the end of each run of attached edits: warn once where one has not acted, or its module was replaced.
@@ -180,8 +185,8 @@ class Editing:
         Gradients are waited for until a step is completed, everything else until the first run ends. A run that an
         exception ended says nothing.
         """
-        if output is None or any(stream.checked.has_failed for stream in self._streams):
-            return  # an exception ended the run
+        if output is None or run.failure or any(stream.checked.has_failed for stream in self._streams):
+            return  # an exception ended the run, or will
         if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
             self._has_warned = True
             warnings.warn(f"gaff: {REPLACED}: attach the plan again", stacklevel=4)

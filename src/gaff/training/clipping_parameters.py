@@ -30,7 +30,7 @@ class LimitedParameters:
     """
 
     def __init__(self, optimizer: Any, limits: Limits, model: nn.Module | None) -> None:
-        """Raises PlanError for limits of units where the model does not tell what a unit is."""
+        """Raises PlanError for limits of units where the model does not tell what a unit is, and of complex values."""
         self.all: list[Tensor] = []
         self.names: list[str] = []
         self.numbers: dict[int, int] = {}
@@ -46,6 +46,8 @@ class LimitedParameters:
         new = [one for group in self._optimizer.param_groups for one in group["params"]]
         if len(self.all) == len(new) and all(a is b for a, b in zip(self.all, new, strict=True)):
             return
+        if self._limits.value is not None and any(one.is_complex() for one in new):
+            raise PlanError("value= clamps real numbers, and a parameter is complex: expected norm=")
         self.all = new
         self.numbers = {id(one): number for number, one in enumerate(new)}
         self.flat = flat_shards(new)

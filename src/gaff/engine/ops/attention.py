@@ -206,7 +206,11 @@ class WeightsChange(Act):
 
     def weigh(self, weights: Tensor, crossing: Crossing) -> Tensor:
         """What attention goes on with in the place of ``weights``."""
-        return self._stream.change(weights, crossing)
+        try:
+            return self._stream.change(weights, crossing)
+        except Exception as error:
+            crossing.run.fail(error)
+            raise
 
     def refuse(self, crossing: Crossing, reason: str) -> None:
         """Raises ExactnessError while the session is open: the weights cannot be told, and so not be edited."""

@@ -232,21 +232,32 @@ class Written:
         return self.target if (is_changed or has_values) and not self.is_reshaped else None
 
 
+def _fail(events: list[OpEvent], error: Exception) -> None:
+    """Note in the runs of these events that something was raised which is for the user, should the model catch it."""
+    for event in events:
+        if event.part.run is not None:
+            event.part.run.fail(error)
+
+
 def enter_op(events: list[OpEvent], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Any]]:
     """An op is about to run: let edits change what comes in, then tell listeners, then whoever looks.
 
     ``events``: one for each session that asks, edits first. Returns the arguments for the op, and the listeners with
     what they were told.
     """
-    edits = [event for event in events if event.part.scope.is_edit]
-    for event in edits:
-        args, kwargs = event.before(args, kwargs)
-    heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
-    for listener, call in heard:
-        listener.enter(call)
-    for event in events[len(edits) :]:
-        event.before(args, kwargs)
-    return args, kwargs, heard
+    try:
+        edits = [event for event in events if event.part.scope.is_edit]
+        for event in edits:
+            args, kwargs = event.before(args, kwargs)
+        heard = [(listener, event.heard(func, args, kwargs)) for event in events for listener in event.listeners]
+        for listener, call in heard:
+            listener.enter(call)
+        for event in events[len(edits) :]:
+            event.before(args, kwargs)
+        return args, kwargs, heard
+    except Exception as error:
+        _fail(events, error)
+        raise
 
 
 def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: Any, kwargs: Any) -> Any:
@@ -255,22 +266,26 @@ def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: 
     Returns what the caller of the op gets. ``written``: of an op that worked on a copy; the edited value is copied into
     what it should have written to.
     """
-    value = args[0] if output is None else output
-    for event in events:
-        fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
-        is_plain = written is None and fresh is None  # else what it returned is no mere input
-        new = event.change(value if fresh is None else fresh, Arguments(args if is_plain else (), kwargs))
-        if fresh is None:
-            value = new
-        elif new is not fresh:
-            value.copy_(new)
-    if written is not None and written.target is not None:
-        value = written.target.copy_(value)
-        args, kwargs = written.put(args, kwargs, value)
-    given = Arguments(args, kwargs)
-    for event in events:
-        event.after(value, given)
-    return None if output is None else value
+    try:
+        value = args[0] if output is None else output
+        for event in events:
+            fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
+            is_plain = written is None and fresh is None  # else what it returned is no mere input
+            new = event.change(value if fresh is None else fresh, Arguments(args if is_plain else (), kwargs))
+            if fresh is None:
+                value = new
+            elif new is not fresh:
+                value.copy_(new)
+        if written is not None and written.target is not None:
+            value = written.target.copy_(value)
+            args, kwargs = written.put(args, kwargs, value)
+        given = Arguments(args, kwargs)
+        for event in events:
+            event.after(value, given)
+        return None if output is None else value
+    except Exception as error:
+        _fail(events, error)
+        raise
 
 
 def is_at(place: tuple[int, Any, int] | None, frame: FrameType, own: FrameType) -> bool:

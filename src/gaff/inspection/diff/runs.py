@@ -19,7 +19,8 @@ from gaff.record.run import Record
 from gaff.record.sample import port_of
 
 _EVERY = 1 << 30  # columns: no bucket holds more than one look
-_NUMBERS = ("rms", "mean", "min", "max", "zeros", "nonfinite")
+_ODD = ("nan", "positive_inf", "negative_inf")
+_NUMBERS = ("rms", "mean", "min", "max", "zeros", *_ODD)
 _LEAST = 1e-3  # of the median rms of a port: gradients below it are rounding of the others
 _ROUNDING = 1e-5  # what another order of summation makes of single precision in a few steps
 _DEVIATIONS = 4.0
@@ -181,7 +182,7 @@ def _deltas(one: Line, other: Line, name: str, here: Any, there: Any, least: flo
     """
     a, b = one.values[name][here], other.values[name][there]
     with np.errstate(divide="ignore", invalid="ignore"):
-        if name == "nonfinite":
+        if name in _ODD:
             return np.where(a == b, 0.0, math.inf)
         if name == "rms":
             found = np.abs(np.log(np.maximum(a, least)) - np.log(np.maximum(b, least)))

@@ -147,9 +147,8 @@ def _forward(one: CallRow, other: CallRow, how: str, tolerance: float) -> list[D
         ]
     if delta < math.inf and one.fingerprint.sketch and other.fingerprint.sketch:
         delta = _sketched(one.fingerprint, other.fingerprint)
-        counts = [one.statistics.nonfinite, other.statistics.nonfinite]
-        if delta == 0 and counts[0] and one.dtype == other.dtype:  # then they are of other kinds, or elsewhere
-            number, delta, values = "nonfinite", math.inf, counts
+        if one.fingerprint.odd != other.fingerprint.odd:
+            number, values = "nonfinite", [one.statistics.nonfinite, other.statistics.nonfinite]
     delta = max(delta, _LITTLE)  # the bits differ, or the type
     state = state_of(delta, tolerance)
     told = shown(values[0]), shown(values[1])
@@ -169,7 +168,11 @@ def _of_sketches(one: CallRow, other: CallRow, how: str, tolerance: float) -> li
     if not one.fingerprint.sketch or not other.fingerprint.sketch:
         return []
     delta = max(_sketched(one.fingerprint, other.fingerprint), _LITTLE)
-    return [DiffRow(one.site, other.site, "forward", state_of(delta, tolerance), delta, tolerance, "sketch", how=how)]
+    state, sites = state_of(delta, tolerance), (one.site, other.site)
+    if delta == math.inf:
+        a, b = ("some" if row.fingerprint.odd else "none" for row in (one, other))
+        return [DiffRow(*sites, "forward", state, delta, tolerance, "nonfinite", a, b, how)]
+    return [DiffRow(*sites, "forward", state, delta, tolerance, "sketch", how=how)]
 
 
 def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
@@ -185,14 +188,19 @@ def _farthest(one: CallRow, other: CallRow) -> tuple[str, float]:
     if not known:
         return "mean", 0.0
     worst = max(known, key=lambda name: known[name])
+    if math.isinf(known[worst]):
+        return worst, math.inf
     return worst, known[worst] / size if size else float(known[worst] > 0)
 
 
 def _sketched(one: Fingerprint, other: Fingerprint, least: float = 0.0) -> float:
     """The norm of the difference of two tensors relative to the larger, as their sketches tell it: within a third.
 
-    ``least``: a norm below which neither counts as the larger one, see ``_backward``.
+    Infinite where not the same elements are NaN or infinite. ``least``: a norm below which neither counts as the larger
+    one, see ``_backward``.
     """
+    if one.odd != other.odd:
+        return math.inf
     difference = math.hypot(*(a - b for a, b in zip(one.sketch, other.sketch, strict=True)))
     size = max(least, math.hypot(*one.sketch), math.hypot(*other.sketch))
     return difference / size if size else float(difference > 0)
@@ -224,7 +232,6 @@ def _backward(
         delta = math.inf
     elif one.fingerprint.sketch and other.fingerprint.sketch and one.shape == other.shape:
         delta = _sketched(one.fingerprint, other.fingerprint, least)
-        delta = math.inf if delta == 0 and not all(is_finite) else delta
     else:
         size = max(one.norm, other.norm, least)
         delta = abs(one.norm - other.norm) / size if size else 0.0
