@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
@@ -29,9 +30,36 @@ dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 
 
+# How many function modes are at work on this thread.
+function_depth: Callable[[], int] = torch._C._len_torch_function_stack
+
+
 def outside_modes() -> AbstractContextManager[Any]:
-    """Run what is inside unseen by dispatch modes, such as that of a selective checkpoint, which counts operations."""
-    return _disable_current_modes() if dispatch_depth() else nullcontext()
+    """Run what is inside unseen by modes: dispatch modes, such as that of a selective checkpoint, which counts
+    operations, and function modes, such as that of ``torch.set_default_device``."""
+    if not function_depth() or torch.compiler.is_compiling():
+        return _disable_current_modes() if dispatch_depth() else nullcontext()
+    outside = ExitStack()
+    if dispatch_depth():
+        outside.enter_context(_disable_current_modes())
+    outside.enter_context(_outside_functions())
+    return outside
+
+
+@contextmanager
+def _outside_functions() -> Iterator[None]:
+    """Take all function modes off this thread's stack, and put them back in their order."""
+    taken = [pop_mode() for _ in range(function_depth())]
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            push_mode(mode)
+
+
+def is_simple() -> bool:
+    """Whether an operation is no more than that: no mode is at work, and no tensor may carry a tangent."""
+    return not dispatch_depth() and not function_depth() and forward_ad._current_level < 0
 
 
 def decomposed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

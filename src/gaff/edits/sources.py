@@ -136,7 +136,7 @@ class Ablate:
         if self.how == "mean":
             return mean_of(given, tensor)
         draw = generator(event, self.seed, torch.device("cpu"))
-        return rows[torch.randint(len(rows), (len(tensor),), generator=draw).to(rows.device)]
+        return rows[torch.randint(len(rows), (len(tensor),), generator=draw, device="cpu").to(rows.device)]
 
 
 def need_rows(rows: Tensor, tensor: Tensor) -> None:

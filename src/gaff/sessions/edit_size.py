@@ -38,8 +38,8 @@ class EditSize:
             before, after = plain(old), plain(new)
             self._seen += before.numel()
             sums = _sums(before, after)
-        known = self._sums.get(old.device)
-        self._sums[old.device] = sums if known is None else [a + b for a, b in zip(known, sums, strict=True)]
+            known = self._sums.get(old.device)
+            self._sums[old.device] = sums if known is None else [a + b for a, b in zip(known, sums, strict=True)]
         return sums[2]
 
     def read(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gaff.address.nested import iter_tensors
 from gaff.compat import elements, memory
 from gaff.compat.autograd import is_grad_enabled, set_grad_enabled
 from gaff.compat.memory import memory_of
-from gaff.compat.modes import dispatch_depth
+from gaff.compat.modes import is_simple
 from gaff.compat.placements import ANY_PARTS, PARTS, Placement
 from gaff.engine.ops.attention import Weights
 from gaff.errors import GaffError, PlanError, note
@@ -241,7 +241,7 @@ class KeptSite:
         graph.
         """
         had_grad = is_grad_enabled()
-        if dispatch_depth():  # modes of others do not see what is kept
+        if not is_simple():  # modes of others do not see what is kept
             return None
         if had_grad:
             set_grad_enabled(False)  # cheaper than detaching first
