@@ -110,3 +110,33 @@ def test_two_forwards_before_their_backwards_keep_their_runs():
         hidden.retain_grad()
         model.second(model.first[1](hidden)).pow(2).sum().backward()
         assert torch.equal(got.run(run)["first.0:grad_output"], hidden.grad)
+
+
+class Twice(nn.Module):
+    """A layer under a reentrant checkpoint, inside another one if it is ``deep``, then one that is not."""
+
+    def __init__(self, is_deep):
+        super().__init__()
+        self.a, self.out, self.is_deep = nn.Linear(4, 4), nn.Linear(4, 2), is_deep
+
+    def forward(self, x):
+        inner = (lambda y: checkpoint(self.a, y, use_reentrant=True)) if self.is_deep else self.a
+        return self.out(checkpoint(inner, x, use_reentrant=True))
+
+
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_the_gradient_of_a_weight_inside_a_reentrant_checkpoint_belongs_to_its_run(is_deep):
+    model, x = Twice(is_deep), torch.randn(2, 4, requires_grad=True)
+    with gaff.capture(model, "a.weight:grad") as got:
+        losses = [model(x).sum(), model(2 * x).sum()]
+        losses[0].backward()
+        first = model.a.weight.grad.clone()
+        losses[1].backward()
+    assert torch.equal(got.run(0)["a.weight:grad"], first)
+    assert torch.allclose(got.run(1)["a.weight:grad"], model.a.weight.grad - first)
+    model.zero_grad()
+    with gaff.edit(model, {"**.weight:grad": gaff.edits.when(gaff.edits.zero(), runs=0)}):
+        losses = [model(x).sum(), model(2 * x).sum()]
+        losses[0].backward()
+    assert not model.a.weight.grad.any()
+    assert not model.out.weight.grad.any()

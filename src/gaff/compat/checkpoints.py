@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -51,15 +51,19 @@ def _is_forward_of(node: Any, code: CodeType) -> bool:
 
 def recomputing_function() -> Any:
     """The node of the reentrant checkpoint (or other custom Function) inside whose backward this code runs, or None."""
+    return next(recomputing_functions(), None)
+
+
+def recomputing_functions() -> Iterator[Any]:
+    """The nodes of all custom Functions inside whose backward this code runs, the inner one first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, torch.autograd.function.BackwardCFunction):
-                return first
+                yield first
         frame = frame.f_back
-    return None
 
 
 def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:

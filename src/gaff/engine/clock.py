@@ -77,6 +77,7 @@ class Run:
         "left",
         "model",
         "once",
+        "opening",
         "outermost",
         "step",
         "thread",
@@ -98,6 +99,7 @@ class Run:
         self.has_backward = False  # a gradient of this run has been seen
         self.first_node = 0  # sequence number of autograd nodes when it began
         self.last_node: int | None = None  # and when it had ended
+        self.opening = 0  # how often its session had been opened before
         self.functions: list[Any] | None = None  # custom Functions around it; None: with grad mode, or nobody asks
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
         self.handled = id(
@@ -138,7 +140,7 @@ class Clock:
         self.at_recomputed: list[Callable[[], None]] = []
         self._size = 0
         self._is_everywhere = threads == "all"
-        self._spans: deque[tuple[int, int, int]] = deque(maxlen=4096)  # thread, first and last node of a run's forward
+        self._ended: deque[Run] = deque(maxlen=4096)
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
         self.restart(addresses)
@@ -147,7 +149,9 @@ class Clock:
         """Count from nothing, for the thread that asks; ``addresses`` as when made. Nothing may be in progress."""
         self.closed = False
         self.step = 0
+        opening = self.before.opening + 1 if hasattr(self, "before") else 0
         self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
+        self.before.opening = opening
         self.latest = self.before  # the run begun last
         self._addresses = addresses
         self._owner = None if self._is_everywhere else get_ident()
@@ -169,6 +173,7 @@ class Clock:
         if torch._C._get_tracing_state() or torch.compiler.is_exporting():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
         run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._addresses)
+        run.opening = self.before.opening
         self.latest = run
         run.first_node = autograd.next_sequence()
         for callback in self.at_begin:
@@ -187,7 +192,7 @@ class Clock:
                 callback(run, output)
         finally:
             run.last_node = autograd.next_sequence()
-            self._spans.append((run.thread, run.first_node, run.last_node))
+            self._ended.append(run)
             run.once.clear()
             run.functions = run.functions and []
             run.arguments = {}
@@ -287,10 +292,14 @@ class Clock:
         Known are the runs in progress and the last 4096 that ended. Sequence numbers count for each thread apart; on a
         thread of autograd's own it cannot be told which thread ran the forward, and the number alone decides.
         """
+        return self.run_of(node) is not None
+
+    def run_of(self, node: Any) -> Run | None:
+        """The run whose forward made an autograd node, as ``made`` tells it; None where none did."""
         number, thread = autograd.sequence_of(node), get_ident()
         is_any = autograd.is_autograd_thread()
-        spans = [*self._spans, *((run.thread, run.first_node, number + 1) for run in self.open.values())]
-        return any(first <= number < last and (is_any or owner == thread) for owner, first, last in spans)
+        runs = (*self._ended, *self.open.values())
+        return next((run for run in runs if number in run.made and (is_any or run.thread == thread)), None)
 
     def is_own_thread(self) -> bool:
         """Whether this session looks at what the current thread does."""

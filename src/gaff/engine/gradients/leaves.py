@@ -145,10 +145,14 @@ class LeafGradient:
     def _run(self) -> Run | None:
         """The run whose backward pass this is: one whose outputs it has come by, the last of several; or the only one.
 
+        Inside a reentrant checkpoint, which runs a pass of its own, it is the run that made the checkpoint's node.
         None where several runs have been and the pass came by nothing that they made of the tensor: it may be of an
         earlier forward, or of a loss on the tensor itself.
         """
         runs = self._gradients.runs_of(autograd.backward_task())
+        if not runs:
+            made = (self._clock.run_of(function) for function in checkpoints.recomputing_functions())
+            runs = [run for run in made if run is not None and run.opening == self._clock.before.opening]
         latest = self._clock.latest
         is_only = latest.index <= 0 and self._clock.is_own_backward()
         return runs[-1] if runs else latest if is_only else None
