@@ -194,6 +194,64 @@ def test_transformer_lens_hooks_change_heads():
         run_with_cache(nn.Linear(2, 2), torch.ones(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"bwd_hooks": []}, "bwd_hooks= of TransformerLens is not done here"),
+        ({"incl_bwd": True}, "is not done here"),
+        ({"pos_slice": -1}, "is not done here"),
+        ({"stop_at_layer": 1}, "gaff.take"),
+        ({"fwd_hook": []}, "expected fwd_hooks="),
+        ({"name_filter": "hook_embed"}, "expected names_filter="),
+    ],
+)
+@pytest.mark.parametrize("run", [run_with_cache, run_with_hooks])
+def test_options_that_the_model_would_swallow_are_refused(run, option, words):
+    with pytest.raises(PlanError, match=words):
+        run(llama(), tokens(), **option)
+
+
+def test_transformer_lens_more_ways_to_name():
+    model, ids = llama(), tokens()
+    cache = run_with_cache(model, ids, use_cache=False)[1]
+    assert torch.equal(cache["embed"], cache["hook_embed"])
+    assert torch.equal(cache["normalized", 0, "ln1"], cache["blocks.0.ln1.hook_normalized"])
+    assert torch.equal(cache["pre", 0, "mlp"], cache["pre", 0])
+    with pytest.raises(SiteError, match="not in the cache"):
+        cache["pre", 0, "attn"]
+    with pytest.raises(SiteError, match="accepts none of the"):
+        run_with_hooks(model, ids, fwd_hooks=[(lambda name: False, lambda value, hook: value)])
+    with pytest.raises(PlanError, match="expected a tensor, or None"):
+        run_with_hooks(model, ids, fwd_hooks=[("hook_embed", lambda value, hook: 3)])
+
+
+def test_baukit_arguments_by_place_and_what_stop_hands_out():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    with TraceDict(model, ["0"], True, True) as ret:
+        model(x)
+    assert torch.equal(ret["0"].input, x)
+    with Trace(model) as ret:
+        y = model(x)
+    assert torch.equal(ret.output, y)
+    with TraceDict(model, ["0", "1"], edit_output=lambda out, name: out * 0 if name == "1" else out):
+        assert not model(x).any()
+    with Trace(model, "0", stop=True, detach=True) as ret:
+        model(x)
+    assert not ret.output.requires_grad
+    with Trace(model, "0", stop=True, retain_output=False) as ret:
+        model(x)
+    with pytest.raises(PlanError, match="not kept"):
+        _ = ret.output
+
+
+def test_torchvision_keywords_that_are_not_known_are_refused():
+    with pytest.raises(PlanError, match="train_return_nodes= is not known"):
+        create_feature_extractor(Net(), ["fc"], train_return_nodes=["fc"])
+    with pytest.raises(PlanError, match="expected a list of names"):
+        create_feature_extractor(Net(), "fc")
+    create_feature_extractor(Net(), ["fc"], tracer_kwargs={}, suppress_diff_warning=True)
+
+
 def test_a_spot_for_captum_is_the_model_with_a_module_at_an_address():
     model, x = net()
     spot = at(model, "layer1.0/add#0")

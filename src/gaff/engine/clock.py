@@ -141,6 +141,7 @@ class Clock:
         self._size = 0
         self._is_everywhere = threads == "all"
         self._ended: deque[Run] = deque(maxlen=4096)
+        self._openings = itertools.count()
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
         self.restart(addresses)
@@ -149,9 +150,8 @@ class Clock:
         """Count from nothing, for the thread that asks; ``addresses`` as when made. Nothing may be in progress."""
         self.closed = False
         self.step = 0
-        opening = self.before.opening + 1 if hasattr(self, "before") else 0
         self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
-        self.before.opening = opening
+        self.before.opening = next(self._openings)
         self.latest = self.before  # the run begun last
         self._addresses = addresses
         self._owner = None if self._is_everywhere else get_ident()

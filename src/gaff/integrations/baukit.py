@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from inspect import signature
+from inspect import Parameter, signature
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +52,11 @@ class LayerValues:
         """The first tensor that the layer was given. Raises PlanError where it was not kept."""
         return self._read("input")
 
+    def end(self, output: Tensor) -> None:
+        """Note what the layer returned, at which the forward is ended."""
+        output = output.detach() if self._is_detached else output
+        self.last = output.clone() if self._is_cloned else output
+
     def retain(self, output: Tensor) -> Tensor:
         """Have autograd fill the ``grad`` of what is handed out; a copy for the model to go on with."""
         kept = output if output.requires_grad else output.detach().requires_grad_()
@@ -82,18 +87,18 @@ class TraceDict(Mapping[str, LayerValues]):
         clone, detach: copies; values without their autograd graph. Without ``detach`` they keep it.
         retain_grad: the output's ``grad`` is filled by backward passes, also after the block, and adds up as torch's
             does; the model goes on with a copy of the output. It goes before ``clone`` and ``detach``.
-        edit_output: a function of the output, and of ``layer`` where it has a parameter of that name, that returns what
-            the model goes on with. Of a layer that returns several tensors say which: ``"layer:output[0]"``.
+        edit_output: a function of the output, and of the layer's name where it has a second parameter or one that is
+            called ``layer``, that returns what the model goes on with. Of a layer that returns several tensors say
+            which: ``"layer:output[0]"``.
         stop: end the forward at the last of the layers; the block is left there.
 
     Raises SiteError for a layer that there is not, and NeverFiredError for one that was not called.
     """
 
-    def __init__(  # noqa: PLR0913  # the arguments of the class that it stands for
+    def __init__(  # noqa: PLR0913, PLR0917  # the arguments of the class that it stands for
         self,
         module: nn.Module,
         layers: Iterable[str],
-        *,
         retain_output: bool = True,
         retain_input: bool = False,
         clone: bool = False,
@@ -103,6 +108,7 @@ class TraceDict(Mapping[str, LayerValues]):
         stop: bool = False,
     ) -> None:
         self._module, self._stop, self._edit, self._retains = module, stop, edit_output, retain_grad
+        self._keeps = retain_output
         self._layers = {layer: LayerValues(layer, clone, detach) for layer in layers}
         self._last = list(self._layers)[-1] if self._layers else ""
         for layer, one in self._layers.items():
@@ -146,35 +152,41 @@ class TraceDict(Mapping[str, LayerValues]):
 
     def _change(self, layer: str) -> Callable[[Tensor], Tensor]:
         """What happens at a layer: its output is changed, and may be the last that is wanted."""
-        more = {"layer": layer} if self._edit is not None and _takes_layer(self._edit) else {}
+        more = _with_layer(self._edit, layer) if self._edit is not None else ((), {})
 
         def change(output: Tensor) -> Tensor:
             if self._edit is not None:
-                output = self._edit(output, **more)
+                output = self._edit(output, *more[0], **more[1])
             if self._retains:
                 output = self._layers[layer].retain(output)
             if self._stop and layer == self._last:
-                if not self._retains:
-                    self._layers[layer].last = output
+                if not self._retains and self._keeps:
+                    self._layers[layer].end(output)
                 raise LastLayer("the last layer that was wanted")
             return output
 
         return change
 
 
-def _takes_layer(function: Callable[..., Any]) -> bool:
+def _with_layer(function: Callable[..., Any], layer: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """What a function is given beside the output: the name of the layer, by name or in the second place, or nothing."""
     try:
-        return "layer" in signature(function).parameters
+        parameters = signature(function).parameters
     except ValueError:  # a builtin of torch's has no signature to be read
-        return False
+        return (), {}
+    if "layer" in parameters:
+        return (), {"layer": layer}
+    places = [one for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return ((layer,) if len(places) > 1 and places[1].default is Parameter.empty else ()), {}
 
 
 class LayerTrace(TraceDict):
     """Keeps, and may change, what passes at one layer: ``with Trace(model, "layer4") as ret: model(x); ret.output``."""
 
-    def __init__(self, module: nn.Module, layer: str, **options: Any) -> None:
-        super().__init__(module, [layer], **options)
-        self.layer = layer
+    def __init__(self, module: nn.Module, layer: str | None = None, *options: Any, **named: Any) -> None:
+        """As ``TraceDict`` of one layer; without one it is the model itself."""
+        super().__init__(module, [layer or ""], *options, **named)
+        self.layer = layer or ""
 
     @property
     def output(self) -> Any:

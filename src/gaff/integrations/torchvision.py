@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import Site, nearest
 from gaff.address.resolve import is_container, iter_modules
-from gaff.errors import SiteError
+from gaff.errors import PlanError, SiteError
 from gaff.inspection.op_log import OpRow
 from gaff.inspection.sites import list_sites
 from gaff.sessions.take import take
+
+_TRACING = ("tracer_kwargs", "suppress_diff_warning", "concrete_args")
 
 
 class FeatureExtractor(nn.Module):
@@ -58,7 +60,7 @@ class FeatureExtractor(nn.Module):
 
 
 def create_feature_extractor(
-    model: nn.Module, return_nodes: Sequence[str] | Mapping[str, str], **ignored: Any
+    model: nn.Module, return_nodes: Sequence[str] | Mapping[str, str], **tracing: Any
 ) -> FeatureExtractor:
     """A module that returns features of ``model`` by name, as torchvision's function of this name does.
 
@@ -68,11 +70,18 @@ def create_feature_extractor(
     Args:
         model: any module; nothing of it is copied, and its parameters are trained through the extractor.
         return_nodes: names of nodes, or addresses, or a dict from these to names in the result.
-        ignored: what torchvision's function needs for tracing (``tracer_kwargs`` ...).
+        tracing: what torchvision's function needs to trace a graph (``tracer_kwargs``, ``suppress_diff_warning``,
+            ``concrete_args``): nothing is traced here, and they are passed over.
 
-    Raises SiteError for a node of a module that there is not; a functional call that does not run is told by the first
+    Raises PlanError for another keyword, nodes for each mode among them, since the model runs in the mode that it is
+    in; SiteError for a node of a module that there is not; a functional call that does not run is told by the first
     call.
     """
+    unknown = [name for name in tracing if name not in _TRACING]
+    if unknown:
+        raise PlanError(f"{unknown[0]}= is not known here: expected return_nodes, for the mode that the model is in")
+    if isinstance(return_nodes, str):
+        raise PlanError(f"return_nodes={return_nodes!r}: expected a list of names, such as [{return_nodes!r}]")
     wanted = return_nodes if isinstance(return_nodes, Mapping) else {name: name for name in return_nodes}
     return FeatureExtractor(model, wanted)
 
@@ -127,12 +136,17 @@ def _numbered(node: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else (node, 0)
 
 
-def get_graph_node_names(model: nn.Module, *inputs: Tensor, **ignored: Any) -> tuple[list[str], list[str]]:
-    """The names of all nodes in training and in evaluation mode, as torchvision's function of this name gives them.
+def get_graph_node_names(model: nn.Module, *inputs: Tensor, **tracing: Any) -> tuple[list[str], list[str]]:
+    """The names of all nodes in training and in evaluation mode, module by module.
 
-    With an example input, for which the model runs twice, functional calls are listed, in the order in which they run;
-    without one modules alone. The model is left as it was.
+    With an example input, for which the model runs twice, functional calls are listed, too; without one modules alone.
+    torchvision lists nodes in the order in which they run, ``x += y`` as an ``add``, which here is an ``add_``, and
+    blocks of its own (``Conv2dNormActivation``) as one; names in its way are understood all the same. The model is left
+    as it was. ``tracing`` as for ``create_feature_extractor``.
     """
+    unknown = [name for name in tracing if name not in _TRACING]
+    if unknown:
+        raise PlanError(f"{unknown[0]}= is not known here: expected example inputs, and nothing else")
     if not inputs:
         names = [path for path, module, _ in iter_modules(model) if path and not module._modules]
         return names, list(names)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 from weakref import finalize
 
@@ -42,6 +44,16 @@ _AROUND = {"hook_embed": "embed", "hook_pos_embed": "pos_embed", "ln_final.hook_
 _SHORT = {"resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
           "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "pre": "mlp.hook_pre", "post": "mlp.hook_post",
           **{one: f"attn.hook_{one}" for one in ("q", "k", "v", "z", "pattern")}}  # fmt: skip
+_OWN = ("names_filter", "remove_batch_dim", "fwd_hooks")
+# Options of TransformerLens' functions and of its models' forward that mean something which is not done here.
+_NOT_HERE = {
+    "bwd_hooks": "gaff.edit of 'h.3:grad_output'", "incl_bwd": "gaff.capture of 'h.3:grad_output'",
+    "pos_slice": "a slice of what is kept", "stop_at_layer": "gaff.take, which stops by itself", "start_at_layer": "",
+    "return_type": "what the model itself returns", "return_cache_object": "dict(cache)", "device": "tensor.to(device)",
+    "reset_hooks": "", "reset_hooks_end": "", "clear_contexts": "", "loss_per_token": "", "prepend_bos": "",
+    "padding_side": "", "tokens": "", "shortformer_pos_embed": "", "past_kv_cache": "",
+}  # fmt: skip
+_KINDS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}  # short names of parts
 _BY_HEAD = {"attn.q": "queries", "attn.k": "keys", "attn.v": "keys", "attn.z": "queries"}
 
 
@@ -143,13 +155,17 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def _full(self, name: str | tuple[Any, ...]) -> str:
         if isinstance(name, str):
-            return name
+            return f"hook_{name}" if name not in self._values and f"hook_{name}" in self._values else name
         if not isinstance(name, tuple) or not 2 <= len(name) <= 3 or not isinstance(name[1], int):
             raise SiteError(f"{name!r} names no activation: expected a hook's name, or such as ('resid_post', 3)")
         what, number = str(name[0]), name[1]
         if not -self.layers <= number < self.layers:
             raise SiteError(f"layer {number}: there are {self.layers} blocks")
-        return f"blocks.{number % self.layers}.{_SHORT.get(what, what)}"
+        block = f"blocks.{number % self.layers}."
+        if len(name) == 2:
+            return block + _SHORT.get(what, what)
+        kind = _KINDS.get(str(name[2]), str(name[2]))
+        return block + (f"{kind}.hook_{what}" if kind else f"hook_{what}")
 
 
 def run_with_cache(
@@ -168,6 +184,7 @@ def run_with_cache(
 
     Raises SiteError for a hook that the model has not, PlanError for a model without any.
     """
+    _need_known(model, kwargs)
     known = hook_names(model, args, kwargs)
     chosen = _chosen(known, names_filter)
     plan = Plan.of(*(f"names:{known[hook]}" for hook in chosen), graph=torch.is_grad_enabled())
@@ -196,6 +213,7 @@ def run_with_hooks(
     ``fwd_hooks``: pairs of a hook's name (or a function of names) and a function ``(activation, hook)`` that returns
     another activation, or None for the same. It is given a copy, and may write into that. Raises as ``run_with_cache``.
     """
+    _need_known(model, kwargs)
     known = hook_names(model, args, kwargs)
     changes: dict[str, list[Any]] = {}
     for which, function in fwd_hooks:
@@ -207,12 +225,30 @@ def run_with_hooks(
         return model(*args, **kwargs)
 
 
+def _need_known(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for an option that would get lost in the model: one of TransformerLens, or one with a slip in it.
+
+    Models of transformers take any keyword and pass over those that they do not know.
+    """
+    own = signature(unwrap(model).forward).parameters
+    for name in (name for name in kwargs if name not in own):
+        if name in _NOT_HERE:
+            instead = f": expected {_NOT_HERE[name]}" if _NOT_HERE[name] else ""
+            raise PlanError(f"{name}= of TransformerLens is not done here{instead}")
+        near = get_close_matches(name, (*_OWN, *_NOT_HERE), 1, 0.8)
+        if near:
+            raise PlanError(f"{name}= is no option: expected {near[0]}=, or one of the model")
+
+
 def _chosen(known: Mapping[str, str], which: str | Sequence[str] | Callable[[str], bool] | None) -> list[str]:
     """The hooks that are meant. Raises SiteError for one that there is not."""
     if which is None:
         return list(known)
     if callable(which):
-        return [hook for hook in known if which(hook)]
+        found = [hook for hook in known if which(hook)]
+        if not found:
+            raise SiteError(f"{which!r} accepts none of the {len(known)} hooks of this model: {', '.join(known):.200}")
+        return found
     wanted = [which] if isinstance(which, str) else list(which)
     missing = next((hook for hook in wanted if hook not in known), None)
     if missing is not None:
@@ -228,6 +264,8 @@ def _changed(
         copied = value.clone()
         given = _by_head(model, name, copied)
         new = function(given, HookPoint(hook))
+        if new is not None and not isinstance(new, Tensor):
+            raise PlanError(f"{hook}: the function returned {new!r:.40}: expected a tensor, or None for the same")
         if new is not None and new.shape != given.shape:
             raise PlanError(f"{hook}: the function returned shape {list(new.shape)}: expected {list(given.shape)}")
         return copied if new is None else new.reshape(value.shape)
