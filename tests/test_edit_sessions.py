@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import parametrize
 
 import gaff
 from gaff import edits, keep
@@ -678,3 +679,30 @@ def test_tensors_of_any_make_are_saved_or_refused(tmp_path):
         with pytest.raises(gaff.PlanError, match="expected a plain one to save"):
             gaff.Plan.edit({"a": edits.add(tensor)}).save(tmp_path / "x.json")
     assert not (tmp_path / "x.json.safetensors").exists()
+
+
+@pytest.mark.parametrize("is_edit", [True, False])
+def test_a_module_that_is_replaced_is_told_where_its_ops_are_asked_for_too(is_edit):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    session = gaff.edit(model, {"0/linear": edits.scale(2.0)}) if is_edit else gaff.capture(model, "0/linear")
+    with pytest.warns(UserWarning, match="0/linear#0: the module was replaced"), session:  # noqa: PT031
+        model(x)
+        model[0] = nn.Linear(4, 4)
+        model(x)
+    assert "the module was replaced" in str(session.receipt)
+
+
+def test_an_edit_inside_a_parametrisation_is_refused_where_torch_keeps_what_that_makes():
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    site = "0.parametrizations.weight.original1:param"
+    with parametrize.cached(), gaff.edit(model, {site: edits.scale(2.0)}) as editing:
+        with pytest.raises(gaff.PlanError, match="parametrize.cached"):
+            model(torch.ones(2, 4))
+        editing.off()
+    with (
+        gaff.edit(model, {site: edits.scale(2.0)}),
+        parametrize.cached(),
+        pytest.raises(gaff.PlanError, match="cached"),
+    ):
+        model(torch.ones(2, 4))

@@ -173,17 +173,18 @@ class Capture(Captured):
         """
         for inside, name, child, stream in self._places:
             if inside.get(name) is not child:
-                stream.is_replaced = True
+                for one in (stream, *stream.told):
+                    one.is_replaced = True
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
         """Say which modules were replaced while the session was open: what their successors did was not seen."""
         if self._is_all_there():
             return
         for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
-            if not is_there(tap.found):
-                stream.skip("the module was replaced while the session was open: what its successor did was not seen")
-                if stream.fired and not is_quiet:
-                    warnings.warn(f"gaff: {stream.site}: {list(stream.reasons)[-1]}", stacklevel=3)
+            for one in stream.told if not is_there(tap.found) else ():
+                one.skip("the module was replaced while the session was open: what its successor did was not seen")
+                if one.fired and not is_quiet:
+                    warnings.warn(f"gaff: {one.site}: {list(one.reasons)[-1]}", stacklevel=3)
 
     def _ran(self) -> int:
         """How many runs there have been; none before the session is opened."""

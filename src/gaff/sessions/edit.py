@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from gaff.address.grammar import GRADIENT_PORTS, Site, parse
 from gaff.address.resolve import identity, is_there, need_module
@@ -90,6 +91,8 @@ class Editing:
         except BaseException:
             self._session.close()
             raise
+        if any("parametrizations" in stream.site.path for stream in self._streams):
+            self._session.clock.at_begin.append(_need_no_cache)
         CHANGING.add(self)
 
     def remove(self) -> None:
@@ -163,7 +166,8 @@ class Editing:
         self._family.is_open = False
         gone = []
         try:
-            gone = [stream for tap, stream in zip(self._taps, self._streams, strict=False) if not is_there(tap.found)]
+            pairs = zip(self._taps, self._streams, strict=False)
+            gone = [one for tap, stream in pairs if not is_there(tap.found) for one in stream.spawned or [stream]]
             self._sources.close()
         finally:
             self._session.__exit__(None, error, None)
@@ -280,3 +284,13 @@ def _check_port(site: Site, inner: Any, threads: str, *, is_spread: bool) -> Non
         )
     if site.port == "param" and threads == "all":
         raise PlanError(f"{site}: a parameter is edited for one thread's run: expected threads='own'")
+
+
+def _need_no_cache(run: Any) -> None:
+    """At the begin of a run: raise PlanError where torch keeps what parametrisations make (``parametrize.cached``).
+
+    It would keep what the edit has made, after the session too, or go on with what was there before it.
+    """
+    if parametrize._cache_enabled:
+        raise PlanError("an edit inside a parametrisation under torch.nn.utils.parametrize.cached(), which would keep "
+                        "what it makes: expected the run outside of that block")  # fmt: skip

@@ -150,6 +150,11 @@ class KeptSite:
             found.patterns = self.patterns
         return found
 
+    @property
+    def told(self) -> list[KeptSite]:
+        """The streams that the receipt tells of it: those of its ops where it names several, else itself."""
+        return [one for key, one in self.inner.items() if isinstance(key, Site)] or [self]
+
     def spawn(self, site: Site, known: Any) -> KeptSite:
         """The stream of one op, where this site names several.
 
