@@ -92,7 +92,7 @@ class Editing:
             self._session.close()
             raise
         if any("parametrizations" in stream.site.path for stream in self._streams):
-            self._session.clock.at_begin.append(_need_no_cache)
+            self._session.clock.at_begin.insert(0, _need_no_cache)  # before parameters stand in
         CHANGING.add(self)
 
     def remove(self) -> None:
