@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 33_800
-MOST_OF_CORE = 12_700
+MOST_LINES = 34_400
+MOST_OF_CORE = 12_950
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 

@@ -28,6 +28,8 @@ from gaff.compat import autograd, distributed, memory, modes
 from gaff.engine.stop import StopForward
 from gaff.errors import ExactnessError, PlanError
 
+_NO_END = 1 << 62  # of the numbers of autograd nodes, while a run is open
+
 
 class Frame:
     """One call in progress of a module that is hooked on entry; made when it is entered, dropped when it leaves.
@@ -44,6 +46,23 @@ class Frame:
         self.ticket = ticket
         self.notes: dict[object, Any] = {}
         self.at_leave: list[Callable[[], object]] = []
+
+
+class Failure:
+    """What was raised inside a model for the user, as ``text``, which must not get lost there; empty where nothing was.
+
+    Made when a run begins: torch ends a run that fails while it handles what was raised, and in no other.
+    """
+
+    __slots__ = ("_handled", "text")
+
+    def __init__(self) -> None:
+        self._handled = id(sys.exc_info()[1])  # by the code around the run
+        self.text = ""
+
+    def is_swallowed(self) -> bool:
+        """Whether something was raised and the run, which ends now, goes on without it."""
+        return bool(self.text) and id(sys.exc_info()[1]) == self._handled
 
 
 class Run:
@@ -66,18 +85,15 @@ class Run:
         "arguments",
         "entered",
         "failure",
-        "first_node",
         "frames",
         "functions",
-        "handled",
         "has_backward",
         "index",
         "is_waiting",
-        "last_node",
         "left",
+        "made",
         "model",
         "once",
-        "opening",
         "outermost",
         "step",
         "thread",
@@ -97,15 +113,12 @@ class Run:
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
-        self.first_node = 0  # sequence number of autograd nodes when it began
-        self.last_node: int | None = None  # and when it had ended
-        self.opening = 0  # how often its session had been opened before
+        self.made = range(
+            0
+        )  # the sequence numbers of the autograd nodes that its thread made in it; open, of all since
         self.functions: list[Any] | None = None  # custom Functions around it; None: with grad mode, or nobody asks
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
-        self.handled = id(
-            sys.exc_info()[1]
-        )  # what the code around it is handling; torch ends a failed run in a handler
-        self.failure = ""  # what was raised for the user inside the model, which must not get lost there
+        self.failure = Failure()
 
     def __repr__(self) -> str:
         return f"Run({self.index})"
@@ -113,12 +126,7 @@ class Run:
     def fail(self, error: Exception) -> None:
         """Note what an edit, or a look, has raised inside the model: the first error of the run is kept, as text."""
         if not isinstance(error, StopForward):
-            self.failure = self.failure or f"{type(error).__name__}: {error}"
-
-    @property
-    def made(self) -> range:
-        """The sequence numbers of the autograd nodes that its thread has made in it; while it is open, of all since."""
-        return range(self.first_node, 1 << 62 if self.last_node is None else self.last_node)
+            self.failure.text = self.failure.text or f"{type(error).__name__}: {error}"
 
 
 class Clock:
@@ -141,7 +149,6 @@ class Clock:
         self._size = 0
         self._is_everywhere = threads == "all"
         self._ended: deque[Run] = deque(maxlen=4096)
-        self._openings = itertools.count()
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
         self.restart(addresses)
@@ -151,7 +158,7 @@ class Clock:
         self.closed = False
         self.step = 0
         self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
-        self.before.opening = next(self._openings)
+        self._ended.clear()
         self.latest = self.before  # the run begun last
         self._addresses = addresses
         self._owner = None if self._is_everywhere else get_ident()
@@ -173,9 +180,8 @@ class Clock:
         if torch._C._get_tracing_state() or torch.compiler.is_exporting():
             raise PlanError("torch exports or traces the model while a gaff session is open on it: close it first")
         run = Run(next(self._numbers), self.step, self._size, _memory(args, kwargs), self._addresses)
-        run.opening = self.before.opening
         self.latest = run
-        run.first_node = autograd.next_sequence()
+        run.made = range(autograd.next_sequence(), _NO_END)
         for callback in self.at_begin:
             callback(run)
         return run
@@ -191,13 +197,15 @@ class Clock:
             for callback in self.at_end:
                 callback(run, output)
         finally:
-            run.last_node = autograd.next_sequence()
+            run.made = range(run.made.start, autograd.next_sequence())
             self._ended.append(run)
             run.once.clear()
             run.functions = run.functions and []
             run.arguments = {}
-        if run.failure and id(sys.exc_info()[1]) == run.handled:
-            raise ExactnessError(f"the model caught an error of the session open on it, and went on: {run.failure}")
+        if run.failure.is_swallowed():
+            raise ExactnessError(
+                f"the model caught an error of the session open on it, and went on: {run.failure.text}"
+            )
 
     def enter(self, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run | None:
         """Note that a hooked module is entered in an ordinary forward: its run, opened if this call is the outermost.
@@ -240,7 +248,8 @@ class Clock:
             if run is None:
                 return
             run.functions = None
-            run.first_node -= not autograd.is_outside_functions()  # the node of that code was made just before it ran
+            # the node of that code was made just before it ran
+            run.made = range(run.made.start - (not autograd.is_outside_functions()), _NO_END)
             self.open[run.thread] = run
         run.frames.append(Frame(owner, ticket))
 

@@ -26,7 +26,7 @@ from gaff.engine.flops import FlopCount
 from gaff.engine.ops.names import COMPOSITES
 from gaff.engine.streams import Stream
 from gaff.inspection.pictures import Album, are_probabilities
-from gaff.inspection.sketches import Marks, marks_of
+from gaff.inspection.sketches import TensorMarks, marks_of
 from gaff.record.trace_rows import Fingerprint, Gradient, Statistics
 
 _MOST_NODES = 500  # of the autograd graph between two calls
@@ -47,7 +47,7 @@ class Returned:
     flops: int = 0
     memory_bytes: int = 0
     statistics: tuple[Tensor, ...] | None = None
-    marks: Marks | None = None
+    marks: TensorMarks | None = None
 
 
 NOT_YET = Returned()
@@ -92,7 +92,7 @@ class CallLog:
     def __init__(self, counter: FlopCount | None, device: torch.device, album: Album | None = None) -> None:
         self.calls: list[CallNotes] = []
         self.album = album
-        self.given: Marks | None = None  # of what the model was given
+        self.given: TensorMarks | None = None  # of what the model was given
         self.class_name: Callable[[int], str] = str  # of a class of the model's output
         self.own: set[int] = set()  # identities of parameters and buffers, which no call has made
         # who made a tensor, by its identity, and its version then; by its autograd node; what came before others
@@ -422,7 +422,7 @@ def gradient_of(tensor: Tensor) -> Gradient:
     return Gradient(shape_text(tensor), norm, zeros, "", fingerprint)
 
 
-def fingerprint_of(marks: Marks | None) -> Fingerprint:
+def fingerprint_of(marks: TensorMarks | None) -> Fingerprint:
     """What ``marks_of`` returned, as plain values. Synchronises with the device."""
     if marks is None:
         return Fingerprint()

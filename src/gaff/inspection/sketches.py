@@ -34,7 +34,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Marks(NamedTuple):
+class TensorMarks(NamedTuple):
     """What stands for some tensors, on their device. ``odd``: the digest of what is not finite, 0 where all is."""
 
     digest: Tensor
@@ -42,7 +42,7 @@ class Marks(NamedTuple):
     odd: Tensor
 
 
-def marks_of(tensors: Sequence[Tensor]) -> Marks | None:
+def marks_of(tensors: Sequence[Tensor]) -> TensorMarks | None:
     """The marks of several tensors as one; None where none of them can be read element by element.
 
     All stay on the device, and nothing waits for it. The order counts: each further sketch is turned by its place, and
@@ -57,7 +57,7 @@ def marks_of(tensors: Sequence[Tensor]) -> Marks | None:
         bits = bits * 31 + digest(tensor)
         further, more = sketch(tensor)
         total, odd = total + further.roll(at), odd * 31 + more
-    return Marks(bits, total, odd)
+    return TensorMarks(bits, total, odd)
 
 
 def readable(tensor: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from types import TracebackType
 from typing import Any
@@ -77,6 +78,19 @@ class LayerValues:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What is done at the layers, with the names and in the order of baukit; ``TraceDict`` tells what each means."""
+
+    retain_output: bool = True
+    retain_input: bool = False
+    clone: bool = False
+    detach: bool = False
+    retain_grad: bool = False
+    edit_output: Callable[..., Any] | None = None
+    stop: bool = False
+
+
 class TraceDict(Mapping[str, LayerValues]):
     """Keeps, and may change, what passes at several layers: ``with TraceDict(model, ["layer1", "layer2"]) as ret``.
 
@@ -95,29 +109,19 @@ class TraceDict(Mapping[str, LayerValues]):
     Raises SiteError for a layer that there is not, and NeverFiredError for one that was not called.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  # the arguments of the class that it stands for
-        self,
-        module: nn.Module,
-        layers: Iterable[str],
-        retain_output: bool = True,
-        retain_input: bool = False,
-        clone: bool = False,
-        detach: bool = False,
-        retain_grad: bool = False,
-        edit_output: Callable[..., Any] | None = None,
-        stop: bool = False,
-    ) -> None:
-        self._module, self._stop, self._edit, self._retains = module, stop, edit_output, retain_grad
-        self._keeps = retain_output
-        self._layers = {layer: LayerValues(layer, clone, detach) for layer in layers}
+    def __init__(self, module: nn.Module, layers: Iterable[str], *options: Any, **named: Any) -> None:
+        """``options``, ``named``: those of ``TraceOptions``, by place or by name. Raises TypeError for another one."""
+        self._module, self._asked = module, TraceOptions(*options, **named)
+        asked = self._asked
+        self._layers = {layer: LayerValues(layer, asked.clone, asked.detach) for layer in layers}
         self._last = list(self._layers)[-1] if self._layers else ""
         for layer, one in self._layers.items():
-            if retain_output and not retain_grad and not (stop and layer == self._last):
+            if asked.retain_output and not asked.retain_grad and not (asked.stop and layer == self._last):
                 one.kept["output"] = layer or _ROOT
-            if retain_input:
+            if asked.retain_input:
                 one.kept["input"] = _input_of(layer)
         wanted = [address for one in self._layers.values() for address in one.kept.values()]
-        self._capture = Capture(module, Plan.of(*wanted, graph=not detach), {}) if wanted else None
+        self._capture = Capture(module, Plan.of(*wanted, graph=not asked.detach), {}) if wanted else None
         self._stack = ExitStack()
 
     def __getitem__(self, layer: str) -> LayerValues:
@@ -131,8 +135,8 @@ class TraceDict(Mapping[str, LayerValues]):
 
     def __enter__(self) -> TraceDict:
         with ExitStack() as opening:
-            is_any = self._edit is not None or self._retains
-            changed = self._layers if is_any else [self._last] if self._stop else []
+            is_any = self._asked.edit_output is not None or self._asked.retain_grad
+            changed = self._layers if is_any else [self._last] if self._asked.stop else []
             if changed:
                 opening.enter_context(
                     edit(self._module, {layer or _ROOT: self._change(layer) for layer in changed}, {})
@@ -148,19 +152,19 @@ class TraceDict(Mapping[str, LayerValues]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._stack.__exit__(kind, error, trace)
-        return self._stop and isinstance(error, LastLayer)
+        return self._asked.stop and isinstance(error, LastLayer)
 
     def _change(self, layer: str) -> Callable[[Tensor], Tensor]:
         """What happens at a layer: its output is changed, and may be the last that is wanted."""
-        more = _with_layer(self._edit, layer) if self._edit is not None else ((), {})
+        more = _with_layer(self._asked.edit_output, layer) if self._asked.edit_output is not None else ((), {})
 
         def change(output: Tensor) -> Tensor:
-            if self._edit is not None:
-                output = self._edit(output, *more[0], **more[1])
-            if self._retains:
+            if self._asked.edit_output is not None:
+                output = self._asked.edit_output(output, *more[0], **more[1])
+            if self._asked.retain_grad:
                 output = self._layers[layer].retain(output)
-            if self._stop and layer == self._last:
-                if not self._retains and self._keeps:
+            if self._asked.stop and layer == self._last:
+                if not self._asked.retain_grad and self._asked.retain_output:
                     self._layers[layer].end(output)
                 raise LastLayer("the last layer that was wanted")
             return output

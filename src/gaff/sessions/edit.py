@@ -189,7 +189,7 @@ class Editing:
         Gradients are waited for until a step is completed, everything else until the first run ends. A run that an
         exception ended says nothing.
         """
-        if output is None or run.failure or any(stream.checked.has_failed for stream in self._streams):
+        if output is None or run.failure.text or any(stream.checked.has_failed for stream in self._streams):
             return  # an exception ended the run, or will
         if not self._has_warned and not all(is_there(tap.found) for tap in self._taps):
             self._has_warned = True

@@ -152,7 +152,7 @@ class LeafGradient:
         runs = self._gradients.runs_of(autograd.backward_task())
         if not runs:
             made = (self._clock.run_of(function) for function in checkpoints.recomputing_functions())
-            runs = [run for run in made if run is not None and run.opening == self._clock.before.opening]
+            runs = [run for run in made if run is not None]
         latest = self._clock.latest
         is_only = latest.index <= 0 and self._clock.is_own_backward()
         return runs[-1] if runs else latest if is_only else None

@@ -278,9 +278,8 @@ class Watcher:
         samples, numbers = self._batches.take_samples() + self._calls.passing.take_samples(), self._losses.numbers()
         if samples and not seconds:  # the run has ended in the middle of a step
             self._flight.ended(self.step, seconds, numbers, samples)
-        self.reporter.pulse(
-            self.step, seconds, numbers, self._steps.skipped, samples, self._alone.take(self._steps.at.began)
-        )
+        alone = self._alone.take(self._steps.at.began)
+        self.reporter.pulse(self.step, seconds, numbers, self._steps.skipped, samples, alone)
         self._losses.forget()
 
     # looks
