@@ -583,7 +583,7 @@ def running_statistics_that_do_not_settle():
     return classifier(model, adam(model), image_batch)
 
 
-@fault("attention_collapse", "encoder.layers.0.self_attn", "attend", "attend.softmax")
+@fault("attention_collapse", "encoder.layers.0.self_attn", "attend", "attend.softmax", "attend:output[0]")
 def attention_that_looks_at_one_place():
     class Net(nn.Module):
         def __init__(self):

@@ -291,7 +291,8 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
                        "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
     if finding is None or after is None:
         return None
-    return Claim("input_scale", "likely", _told(finding), (_evidence(finding), _evidence(after)), 0, finding.remedy,
+    return Claim("input_scale", "likely", _told(finding), (_evidence(finding), _evidence(after)), finding.since,
+                 finding.remedy,
                  ("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
                   "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high"),
                  ("lr=0.1x", "blind"))  # fmt: skip

@@ -63,9 +63,7 @@ class OriginSearch:
         values that are healed again, as those of a mask. Gradients may come from another guarded model.
         """
         report = self.first()
-        if has_gradients and (not report or report.site == STEP):  # another guarded model may have made it
-            others = [other.first() for other in OPEN if other is not self]  # all of them: processes look together
-            report = next((one for one in others if one and one.site != STEP), report)
+        report = self._or_of_others(report, is_unknown=has_gradients and (not report or report.site == STEP))
         if not report and hits and self._failure:  # then nobody knows whether it was meant
             first = next(iter(hits)).path
             cause = f"what it returned is not finite, and where that began cannot be told: {self._failure}"
@@ -99,7 +97,20 @@ class OriginSearch:
         if batch is None or _is_overflow(batch):
             return Report(False)
         largest = max(float(gradient.abs().max()) for _, gradient in batch.gradients) or 1.0
-        return self._examine(replace(batch, gradients=[(at, gradient / largest) for at, gradient in batch.gradients]))
+        small = [(at, gradient / largest) for at, gradient in batch.gradients]
+        return self._or_of_others(self._examine(replace(batch, gradients=small)))
+
+    def _or_of_others(self, report: Report, *, is_unknown: bool = False) -> Report:
+        """The report, or that of another guarded model, which may have made what this one was given.
+
+        ``is_unknown``: of what was seen here nothing says where it began.
+        """
+        is_given = report.direction == "before" and ":input" in report.site
+        if not is_unknown and not is_given:
+            return report
+        others = [other.first() for other in OPEN if other is not self]  # all of them: processes look together
+        made = [one for one in others if one and one.site != STEP]
+        return next((one for one in made if not is_given or one.direction != "before"), report)
 
     def agreed(self, report: Report) -> Report:
         """The report of the process in which it began first, the same on all that share the model.

@@ -18,6 +18,8 @@ _PAIRWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _WITH_TARGETS = ("cross_entropy", "nll_loss", *_PAIRWISE)
 _HALF = ("bfloat16", "float16")
 
+_USUAL_DECAY, _USUAL_ADAMW = 1e-3, 0.1  # weight decays that people train with; chosen
+
 
 @rule(
     "loss_sign",
@@ -190,8 +192,8 @@ def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of the share that decay has in an update is above a half, and no loss has fallen by a
-    tenth. Weights without any gradient are left out: of what they get decay is all, however small, and the fault lies
-    elsewhere.
+    tenth. Weights without any gradient are left out, and a decay that is usual (up to 1e-3, of AdamW 0.1): where that
+    is most of what they get, the gradient is too small, and the fault lies elsewhere.
 
     AdamW (Loshchilov & Hutter, 2019) takes lr * decay * weight off: its share of the update; others add decay * weight
     to the gradient: its share of the two.
@@ -203,7 +205,7 @@ def weight_decay_too_high(sample: Sample, past: Past) -> Iterator[Hit]:
         weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
         if one.kind != "weight" or not one.decay or not one.lr or weight is None or update is None or gradient is None:
             continue
-        if not gradient.rms:
+        if not gradient.rms or one.decay <= (_USUAL_ADAMW if one.is_decoupled else _USUAL_DECAY):
             continue
         if one.is_decoupled:
             share = one.lr * one.decay * weight.rms / update.rms if update.rms else 0.0

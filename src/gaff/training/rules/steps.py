@@ -21,6 +21,8 @@ from gaff.training.rules.registry import Hit, Past, rule
 _LEAST_USUAL = 8  # looks that tell what is usual
 _SPIKE = 10.0
 
+_SQUARES_OVERFLOW = 1e18  # gradients whose squares are near the end of float32
+
 
 @rule(
     "nonfinite",
@@ -167,7 +169,8 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 
     Gradients a thousand times smaller than the model's largest are left out: a bias before BatchNorm has only noise. So
     are steps that change nothing at all, of L-BFGS, whose line search finds nothing better once it has arrived, and in
-    runs of which a loss has fallen to half.
+    runs of which a loss has fallen to half; and gradients above 1e18, whose squares overflow in what Adam keeps, which
+    divides by their root: they explode, and that is told.
     """
     has_arrived = sample.facts.get("searches") or any(has_fallen(past, name, 0.5) for name in past.losses)
     if has_arrived and _is_still(sample):
@@ -178,6 +181,8 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, one in sample.parameters.items():
         update, gradient = sample.of(key, "update"), sample.of(key, "grad")
         if update is None or gradient is None or not one.lr or one.optimizer is None or not update.count:
+            continue
+        if gradient.rms > _SQUARES_OVERFLOW:
             continue
         if update.zeros == 1.0 and gradient.zeros < 0.5 and gradient.rms > 1e-3 * largest[key[0]]:
             yield Hit(key, gradient_rms=gradient.rms, lr=one.lr, dtype=one.dtype)
@@ -322,15 +327,21 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
 def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
     """rms(update) / rms(weight), by model and parameter, of weights that got a gradient.
 
-    Left out are biases and embeddings, parameters without a learning rate, and those whose gradient is zero everywhere:
-    of none of them does a small ratio say that too little is learned.
+    Left out are biases and embeddings, parameters without a learning rate, and those whose gradient is zero everywhere,
+    or so large that its square overflows: of none of them does a small ratio say that too little is learned.
     """
     found: dict[str, dict[Key, float]] = {}
     for key, one in sample.parameters.items():
         weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
         if one.kind != "weight" or not one.lr or weight is None or update is None or gradient is None:
             continue
-        if weight.count and weight.rms > 0 and gradient.count and gradient.zeros < 1.0:
+        if (
+            weight.count
+            and weight.rms > 0
+            and gradient.count
+            and gradient.zeros < 1.0
+            and gradient.rms < _SQUARES_OVERFLOW
+        ):
             found.setdefault(key[0], {})[key] = update.rms / weight.rms
     return found
 

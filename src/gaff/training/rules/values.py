@@ -332,17 +332,17 @@ def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "nll_of_scores",
     severity="error",
-    means="nll_loss is given what are no log-probabilities: the loss has no lower limit",
-    cause="nll_loss expects log_softmax; cross_entropy contains it",
-    remedy="use cross_entropy, or log_softmax before nll_loss",
+    means="nll_loss or ctc_loss is given what are no log-probabilities: the loss has no lower limit",
+    cause="both expect log_softmax; cross_entropy contains it",
+    remedy="use log_softmax before the loss, or cross_entropy instead of nll_loss",
     least=2,
     share=0.5,
 )
 def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
-    """No log_softmax before nll_loss in the autograd graph, and a negative loss. Certain."""
+    """No log_softmax before nll_loss or ctc_loss in the autograd graph, and a negative loss. Certain."""
     found = sample.facts.get("nll")
     if found and sample.losses.get(found, 0.0) < 0:
-        told = f"the loss {found!r} is negative: nll_loss is given values that are no log-probabilities"
+        told = f"the loss {found!r} is negative: it is given values that are no log-probabilities"
         yield Hit(("", ""), told, loss=sample.losses[found])
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from gaff.address.nested import size_bytes
 from gaff.inspection.nonfinite.rerun import Batch
-from gaff.training.watch.models import Model
+from gaff.training.watch.loss_graph import leaf_behind
+from gaff.training.watch.models import Model, Models
 
 _KEPT = 16  # batches of one step
 _FIRST = 4  # runs of a step of which each is kept
@@ -63,12 +64,17 @@ class StepBatches:
             self.samples += self._size
         return batch
 
-    def whose(self) -> str:
-        """The names of the models that ran since this was last asked; where none did, what was told then."""
+    def whose(self, models: Models, loss: Tensor) -> str:
+        """The names of the models that ran since this was last asked; where none did, what was told then.
+
+        That is so where no model was seen to run, too: if the parameter behind ``loss`` is of another one, it is that.
+        """
         if self._ran:
             self._whose = ", ".join(sorted(self._ran))
             self._ran.clear()
-        return self._whose
+            return self._whose
+        owner = models.owner_of(leaf_behind(loss))
+        return owner if owner and owner not in self._whose.split(", ") else self._whose
 
     def is_rest(self) -> bool:
         """Whether the latest batch is less than half of the largest: the rest of a data set, whose loss is noisier."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -68,7 +69,26 @@ class EvaluationCalls:
             sampled.facts.setdefault("dropout_in_eval", []).append([entry.model, entry.path])
 
     def _loss_returned(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """A loss was computed without gradients: add it up, as a mean over calls."""
+        """A loss was computed without gradients: add it up, as a mean over calls, or of sums as one over targets."""
         if isinstance(output, Tensor) and output.numel() == 1 and not torch.is_grad_enabled():
             total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + output.detach().double(), count + 1
+            self._sums[name] = total + output.detach().double(), count + _summed(name, args, kwargs)
+
+
+def _summed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Over how many targets a loss was summed up, perhaps as a tensor; 1 where it is a mean, or that cannot be told.
+
+    Of targets that are numbers of classes those count that are not to be ignored.
+    """
+    try:
+        given = signature(getattr(torch.nn.functional, name)).bind_partial(*args, **kwargs).arguments
+    except (AttributeError, TypeError, ValueError):  # another function of this name, or none that has a signature
+        return 1
+    if given.get("reduction") != "sum" and given.get("size_average") is not False:
+        return 1
+    target = given.get("target", given.get("targets", next(iter(args), None)))
+    if not isinstance(target, Tensor) or not target.numel():
+        return 1
+    if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+        return (target != given.get("ignore_index", -100)).sum().clamp(min=1)
+    return target.numel()

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+_MOST_NODES = 1000
 _DEPTH = 10
 _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross entropy",
              "MseLossBackward": "a mean squared error", "SmoothL1LossBackward": "a smooth L1 error",
@@ -21,10 +22,10 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     """What the autograd nodes just behind a loss tell the rules about how it was computed.
 
     Follows the first input of each node, ten nodes deep, past views. ``classes``: how many classes a mean of the
-    negative log-likelihood has that is the loss itself, and no part of a sum; ``nll``: that it was not given
-    log-probabilities; ``axis``: that its log_softmax ran over the batch; ``doubled``: that a softmax or a sigmoid was
-    applied twice; ``negated``: that the loss is minus one that is never negative; ``factor``: by what it was multiplied
-    at last, as where gradients are accumulated. Reads no value that is on a device, so it waits for none.
+    negative log-likelihood has that is the loss itself, and no part of a sum; ``nll``: that it, or a CTC loss, was not
+    given log-probabilities; ``axis``: that its log_softmax ran over the batch; ``doubled``: that a softmax or a sigmoid
+    was applied twice; ``negated``: that the loss is minus one that is never negative; ``factor``: by what it was
+    multiplied at last, as where gradients are accumulated. Reads no value that is on a device, so it waits for none.
     """
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
@@ -41,7 +42,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
     for at, one in enumerate(names):
         behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
-        if one.startswith("NllLoss") and behind != "LogSoftmaxBackward":
+        if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward":
             found["nll"] = name
         if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
             _note_classes(chain, names, at, name, found)
@@ -50,6 +51,19 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
             outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
             found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
     return found
+
+
+def leaf_behind(loss: Tensor) -> Tensor | None:
+    """A parameter that a loss depends on, the first that is met; None where the first 1,000 nodes lead to none."""
+    open_, met = [loss.grad_fn], 0
+    while open_ and met < _MOST_NODES:
+        node, met = open_.pop(), met + 1
+        if node is not None:
+            variable: Tensor | None = getattr(node, "variable", None)
+            if variable is not None:
+                return variable
+            open_ += [one for one, _ in node.next_functions]
+    return None
 
 
 def _factor_of(node: Any) -> float | None:

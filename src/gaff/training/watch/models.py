@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gaff.address.exported import GraphTree, class_of
 from gaff.address.grammar import Address, Site, parse
@@ -21,7 +23,7 @@ from gaff.engine.process.calls import is_compiled
 from gaff.errors import SiteError
 from gaff.record.sample import Key
 from gaff.training.watch.routers import Routing, routings_of
-from gaff.training.watch.variable_names import holder_of
+from gaff.training.watch.variable_names import holder_of, holder_of_parameter
 
 _RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.SELU, nn.CELU, nn.Mish, nn.Softplus,
                nn.Hardswish, nn.PReLU, nn.RReLU, nn.Threshold)  # fmt: skip
@@ -113,6 +115,9 @@ class Models:
         self._skip = [_module_filter(one) for one in skip]
         self._passed_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_wanted = False
+        self._strangers: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        # by gradient of a parameter that no optimizer owns: its version at the last look
+        self.left_over: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
     @property
     def has_wanted(self) -> bool:
@@ -131,9 +136,10 @@ class Models:
     def find(self, module: nn.Module) -> Model | None:
         """The model that an outermost call of ``module`` belongs to, made known if it is new.
 
-        None for a module without parameters and without a holder that has some: a loss, an activation.
+        None for a module without parameters and without a holder that has some: a loss, an activation. None, too, for
+        what makes a parameter of another module, which is called while it is registered.
         """
-        if module in self._passed_over:
+        if module in self._passed_over or isinstance(module, ParametrizationList):
             return None
         name, holder = holder_of(module)
         if next(holder.parameters(), None) is None and next(holder.buffers(), None) is None:
@@ -177,6 +183,22 @@ class Models:
                 for model in self.all:
                     model.reread()
         return None
+
+    def owner_of(self, leaf: Tensor | None) -> str:
+        """The name of the model that a parameter belongs to; empty where none has it.
+
+        A model that nobody was there to see called is made known, if a variable of a running function holds it.
+        """
+        if leaf is None or leaf in self._strangers:
+            return ""
+        known = next((one.name for one in self.all if one.name_of(leaf)), None)
+        if known is not None:
+            return known
+        found = holder_of_parameter(leaf)
+        if found is None:
+            self._strangers[leaf] = True
+            return ""
+        return self.add(*found).name
 
     def select(self, root: nn.Module) -> set[int] | None:
         """The identities of the modules of ``root`` that the filters leave; None where there is no filter, for all.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gaff.address.nested import flat_tensors, iter_tensors
 from gaff.address.resolve import iter_modules, join, unwrap
 from gaff.compat import distributed, elements, flat_shards, libraries
+from gaff.compat.memory import version_of
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.models import Models
 from gaff.training.watch.recorder import bytes_of
@@ -219,8 +220,22 @@ def parameters(
                     found[key]["was_called"] = (model.name, path) in called
                 elif id(parameter) not in owned and models.name_of(parameter) == (model.name, join(path, name)):
                     found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
-                                  "had_grad": parameter.grad is not None}  # fmt: skip
+                                  "had_grad": _has_new_grad(parameter, models.left_over)}  # fmt: skip
     return found
+
+
+def _has_new_grad(parameter: Tensor, left_over: MutableMapping[Tensor, int]) -> bool:
+    """Whether a parameter has a gradient that was written to since this was last asked.
+
+    That of an earlier training may lie there still. ``left_over``: by gradient its version at that time.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    version = version_of(gradient)
+    is_new = left_over.get(gradient) != version
+    left_over[gradient] = version
+    return is_new
 
 
 def read(known: Mapping[str, Any]) -> Parameter:

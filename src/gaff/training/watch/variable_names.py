@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -30,13 +30,24 @@ def holder_of(module: nn.Module) -> tuple[str, nn.Module]:
     Variables of outer functions come first: a helper's parameter says less than the name in the script. A model that
     only an object holds is called ``self.model``; where nothing holds it, after its class.
     """
+    found = _outermost(lambda holder: any(one is module for one in holder.modules()))
+    return found or (type(unwrap(module)).__name__, module)
+
+
+def holder_of_parameter(parameter: Tensor) -> tuple[str, nn.Module] | None:
+    """As ``holder_of``, of a module that has this parameter; None where no variable holds one."""
+    return _outermost(lambda holder: any(one is parameter for one in holder.parameters()))
+
+
+def _outermost(is_wanted: Callable[[nn.Module], bool]) -> tuple[str, nn.Module] | None:
+    """The largest of the modules that are wanted and that a variable of a running function holds, with its name."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for frame in reversed(list(_frames())):
         for name, holder in _modules_in(_variables(frame)):
-            if any(one is module for one in holder.modules()):
+            if is_wanted(holder):
                 found.setdefault(id(holder), (holder, []))[1].append(name)
     if not found:
-        return type(unwrap(module)).__name__, module
+        return None
     holder, names = max(found.values(), key=lambda one: sum(1 for _ in one[0].modules()))
     return min(names, key=_rank), holder
 

@@ -199,13 +199,13 @@ class Watcher:
         self._calls.left_model()
         self._enter(LoopEvent.BACKWARD_BEGINS)
         self._alone.backward_begins()
-        sampled = self._looks.sampled
+        sampled, bad = self._looks.sampled, ""
         if sampled is not None:
             self._steps.clearing.look()
             self._calls.switch(is_on=True)  # for recomputations
-        bad, whose = "", self._batches.whose()
         for at, loss in _scalars(losses):
-            noted = self._losses.note(loss, at, whose=whose, is_sampled=sampled is not None)
+            noted = self._losses.note(loss, at, whose=self._batches.whose(self._models, loss),
+                                      is_sampled=sampled is not None)  # fmt: skip
             if sampled is not None:
                 sampled.scale = noted.scale
             if noted.spike is not None and not self._batches.is_rest():

@@ -1,0 +1,153 @@
+"""Programs that people write, in which nothing is wrong, or in which the fault is another than it seems."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import gaff
+
+
+def watched(tmp_path, program, **options):
+    """The run that a program leaves, which is watched at every step."""
+    torch.manual_seed(0)
+    with gaff.watch(out=tmp_path / "run", every=1, **options):
+        program()
+    return gaff.load(tmp_path / "run")
+
+
+def fit(model, loss_of, steps=120, optimizer=None, lr=1e-2):
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr)
+    for _ in range(steps):
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).long()
+
+
+def classes(model):
+    return F.cross_entropy(model(X), Y)
+
+
+def test_evaluation_losses_that_are_summed_up_are_told_as_means(tmp_path):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        for _ in range(4):
+            fit(model, classes, 30)
+            model.eval()
+            with torch.no_grad():
+                sum(F.cross_entropy(model(part), target, reduction="sum").item()
+                    for part, target in zip(X.split(16), Y.split(16), strict=True))  # fmt: skip
+            model.train()
+
+    run = watched(tmp_path, program)
+    assert "healthy" in str(run.verdict), run.verdict
+    (values,) = run.evaluated(0).values()
+    assert max(value for _, value in values) < 1.5, values
+
+
+def test_what_makes_a_parameter_is_no_model_though_it_is_called_while_it_is_registered(tmp_path):
+    def program():
+        fit(nn.Sequential(spectral_norm(nn.Linear(8, 16)), nn.ReLU(), spectral_norm(nn.Linear(16, 2))), classes, 150)
+
+    run = watched(tmp_path, program)
+    assert not [one for one in run.findings if one.rule in ("output_constant", "loss_spike")], run.findings
+    assert [name for name in run.scalars if name.startswith("loss:")] == ["loss:loss"]
+
+
+@pytest.mark.parametrize("every", [1, 25])
+def test_two_models_that_one_function_trains_have_a_loss_each(tmp_path, every):
+    target = X.sin().sum(1, keepdim=True)
+
+    def program():
+        for width in (32, 64):
+            model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
+            fit(model, lambda model: F.mse_loss(model(X), target))
+
+    torch.manual_seed(0)
+    with gaff.watch(out=tmp_path / "run", every=every):
+        program()
+    run = gaff.load(tmp_path / "run")
+    steps = {
+        name: [step for step, value in run.scalar(name) if value == value]
+        for name in run.scalars
+        if name.startswith("loss:")
+    }
+    assert list(steps.values()) == [list(range(120)), list(range(120, 240))], steps
+    assert not run.findings, run.findings
+
+
+def test_a_gradient_that_an_earlier_training_has_left_is_no_new_one(tmp_path):
+    def program():
+        encoder, decoder, head = nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(4, 2)
+        both = nn.Sequential(encoder, decoder)
+        fit(both, lambda model: F.mse_loss(model(X), X), 40)
+        whole = nn.Sequential(encoder, head)
+        fit(whole, lambda model: F.cross_entropy(model[1](model[0](X).detach()), Y), 40,
+            torch.optim.Adam(head.parameters(), 1e-2))  # fmt: skip
+
+    assert "not_owned" not in [one.rule for one in watched(tmp_path, program).findings]
+
+
+def test_gradients_whose_squares_overflow_explode_and_are_not_lost_to_a_low_learning_rate(tmp_path):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        fit(model, lambda model: ((model(X) - 1) * 1e12).square().mean(), 60, lr=1e-3)
+
+    run = watched(tmp_path, program)
+    rules = [one.rule for one in run.findings]
+    assert "exploding" in rules
+    assert not {"never_updated", "update_small"} & set(rules), rules
+
+
+def test_a_usual_weight_decay_is_not_to_blame_for_small_gradients(tmp_path):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+        fit(model, lambda model: F.cross_entropy(model(X) * 1e-9, Y), 60,
+            torch.optim.SGD(model.parameters(), 0.01, weight_decay=1e-4))  # fmt: skip
+
+    assert "weight_decay_too_high" not in [one.rule for one in watched(tmp_path, program).findings]
+
+
+def test_a_ctc_loss_of_scores_is_named(tmp_path):
+    def program():
+        model = nn.Linear(8, 5)
+        lengths, targets = torch.full((4,), 16), torch.randint(1, 5, (4, 6))
+
+        def loss(model):
+            return F.ctc_loss(model(X.view(16, 4, 8)), targets, lengths, torch.full((4,), 6))
+
+        fit(model, loss, 60)
+
+    run = watched(tmp_path, program)
+    assert "nll_of_scores" in [one.rule for one in run.findings], run.findings
+
+
+def test_a_nan_is_told_by_the_guard_of_the_model_that_made_it():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 2)
+
+        def forward(self, x):
+            return torch.log(self.a(x))
+
+    torch.manual_seed(0)
+    net, criterion = Net(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def steps():
+        for _ in range(30):
+            optimizer.zero_grad()
+            scaler.scale(criterion(net(X), Y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    with pytest.raises(gaff.NonFiniteError, match=r"NaN made by /log#0"), gaff.guard(criterion), gaff.guard(net):
+        steps()
