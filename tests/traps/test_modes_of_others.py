@@ -1,80 +1,110 @@
-"""Function modes and tangents of others: what is kept is what passed, and they never meet gaff's own operations."""
+"""Dispatch modes count and keep operations: those of gaff are none of the program's."""
+
+import functools
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import gaff
-from gaff import edits, keep
+
+OPTIONS = [{}, {"reduce": gaff.keep.project(3)}, {"reduce": gaff.keep.mean(1)}, {"clone": True}, {"dtype": torch.float64},
+           {"reduce": lambda value: value.mm(value.t())}]  # fmt: skip
 
 
-class Offset(TorchFunctionMode):
-    """Every function of torch gives a little too much, and draws a random number."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        if type(found) is torch.Tensor and found.is_floating_point() and found.dim():
-            with torch._C.DisableTorchFunction():
-                found = found + torch.rand(())
-        return found
-
-
-class Net(nn.Module):
-    def __init__(self):
+class Block(nn.Module):
+    def __init__(self, policy):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.policy = policy
+
+    def inside(self, x):
+        return self.b(torch.sigmoid(self.b(torch.sigmoid(self.a(x)))))
 
     def forward(self, x):
-        self.seen = self.a(x)
-        return self.b(torch.tanh(self.seen))
+        contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
+        return checkpoint(self.inside, x, use_reentrant=False, context_fn=contexts)
 
 
-@pytest.mark.parametrize("site", ["a", "a:input", "a.weight:param", "/tanh", "a:grad_output"])
-@pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("options", [{}, {"reduce": keep.rows(0)}, {"clone": True}])
-def test_what_is_kept_is_what_passed(site, is_inside, options):
-    model, x = Net(), torch.randn(2, 4)
-    with Offset():
-        torch.manual_seed(1)
-        bare = model(x)
-    torch.manual_seed(1)
-    if is_inside:
-        with gaff.capture(model, site, **options) as got:
-            with Offset():
-                y = model(x)
-            y.sum().backward()
-    else:
-        with Offset(), gaff.capture(model, site, **options) as got:
-            y = model(x)
-            with torch._C.DisableTorchFunction():
-                y.sum().backward()
-    assert torch.equal(y, bare)
-    with torch._C.DisableTorchFunction():
-        truth = {"a": model.seen, "a:input": x, "a.weight:param": model.a.weight}.get(site)
-        if truth is not None:
-            assert torch.equal(got[site], truth.detach()[: 1 if "reduce" in options else None])
+def save_all(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
 
 
-def test_a_default_device_changes_nothing(tmp_path):
-    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
-    rows = torch.randn(3, 4)
-    with torch.device("meta"):
-        with gaff.edit(model, {"0": edits.ablate("resample", rows)}) as editing:
-            found = model(x)
-        assert "8/8" in str(editing.receipt)
-        trace = gaff.trace(model, x)
-    assert all(any(torch.equal(row, one) for one in rows) for row in found)
-    assert trace.rows[1].statistics.nonfinite == 0
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("policy", [[torch.ops.aten.mm.default], save_all])
+def test_a_selective_checkpoint_keeps_no_operation_of_gaff(policy, options):
+    model, x = nn.Sequential(Block(policy)), torch.randn(2, 3)
+    model(x).sum().backward()
+    bare = [one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    with gaff.capture(model, "0.a", "0.b", **options):
+        model(x).sum().backward()
+    assert all(torch.equal(one.grad, grad) for one, grad in zip(model.parameters(), bare, strict=True))
 
 
-def test_kept_values_have_no_tangent():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    x = torch.randn(2, 4)
-    with forward_ad.dual_level():
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_mode_of_the_program_sees_what_the_program_does(options):
+    class Log(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.ops = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(3, 3)
+    with Log() as bare, FlopCounterMode(display=False) as flops:
+        model(x).sum().backward()
+    model.zero_grad()
+    with gaff.capture(model, "*", "*:grad_output", **options), Log() as seen, FlopCounterMode(display=False) as counted:
+        model(x).sum().backward()
+    assert seen.ops == bare.ops
+    assert counted.get_total_flops() == flops.get_total_flops()
+
+
+def test_what_a_process_tries_first_is_tried_outside_of_modes():
+    program = """
+import torch, gaff, functools
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts as contexts
+with FakeTensorMode():
+    model = nn.Sequential(nn.Linear(3, 2))
+    with gaff.capture(model, "0", reduce=gaff.keep.project(4)) as got: model(torch.randn(5, 3))
+    assert got["0"].shape == (5, 4)
+class Model(nn.Module):
+    def __init__(self): super().__init__(); self.a = nn.Linear(3, 3)
+    def forward(self, x):
+        save = functools.partial(contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        return checkpoint(self.a, x, use_reentrant=False, context_fn=save)
+model = Model()
+with gaff.edit(model, {"a": gaff.edits.scale(2.0)}): model(torch.randn(2, 3)).sum().backward()
+model = nn.Sequential(nn.Linear(3, 2))
+with gaff.capture(model, "0", reduce=gaff.keep.project(4)) as got: model(torch.randn(5, 3))
+assert got["0"].shape == (5, 4) and type(got["0"]) is torch.Tensor
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_projection_has_the_precision_that_it_says_under_autocast():
+    model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16), gaff.capture(model, "0", reduce=gaff.keep.project(3)) as got:
+        output = model(x)
+    assert got["0"].dtype == torch.float32
+    assert torch.equal(got["0"], gaff.keep.project(3)(output))
+
+
+def test_a_fake_value_is_kept_as_one():
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(3, 2))
         with gaff.capture(model, "0") as got:
-            model(forward_ad.make_dual(x, torch.ones(2, 4)))
-        assert forward_ad.unpack_dual(got["0"]).tangent is None
-        with gaff.edit(model, {"0": edits.patch(got)}):
-            assert forward_ad.unpack_dual(model(x)).tangent is None
+            model(torch.randn(5, 3))
+    assert got["0"].shape == (5, 2)
