@@ -30,14 +30,16 @@ dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 
 
-# How many function modes are at work on this thread.
-function_depth: Callable[[], int] = torch._C._len_torch_function_stack
+def has_function_mode() -> bool:
+    """Whether a function mode is at work on this thread that is not one of gaff's own (``is_gaffs``)."""
+    depth = torch._C._len_torch_function_stack()
+    return depth > 0 and not all(getattr(torch._C._get_function_stack_at(at), "is_gaffs", False) for at in range(depth))
 
 
 def outside_modes() -> AbstractContextManager[Any]:
     """Run what is inside unseen by modes: dispatch modes, such as that of a selective checkpoint, which counts
     operations, and function modes, such as that of ``torch.set_default_device``."""
-    if not function_depth() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not has_function_mode():
         return _disable_current_modes() if dispatch_depth() else nullcontext()
     outside = ExitStack()
     if dispatch_depth():
@@ -49,7 +51,7 @@ def outside_modes() -> AbstractContextManager[Any]:
 @contextmanager
 def _outside_functions() -> Iterator[None]:
     """Take all function modes off this thread's stack, and put them back in their order."""
-    taken = [pop_mode() for _ in range(function_depth())]
+    taken = [pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
     finally:
@@ -59,7 +61,7 @@ def _outside_functions() -> Iterator[None]:
 
 def is_simple() -> bool:
     """Whether an operation is no more than that: no mode is at work, and no tensor may carry a tangent."""
-    return not dispatch_depth() and not function_depth() and forward_ad._current_level < 0
+    return not dispatch_depth() and not has_function_mode() and forward_ad._current_level < 0
 
 
 def decomposed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

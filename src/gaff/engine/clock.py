@@ -113,9 +113,7 @@ class Run:
         self.outermost: FrameType | None = None
         self.once: set[object] = set()  # what has happened that happens once a run
         self.has_backward = False  # a gradient of this run has been seen
-        self.made = range(
-            0
-        )  # the sequence numbers of the autograd nodes that its thread made in it; open, of all since
+        self.made = range(0)  # sequence numbers of the autograd nodes that its thread made in it; open, of all since
         self.functions: list[Any] | None = None  # custom Functions around it; None: with grad mode, or nobody asks
         self.is_waiting = False  # calls without grad mode wait for a reentrant checkpoint to run them again
         self.failure = Failure()
@@ -148,7 +146,8 @@ class Clock:
         self.at_recomputed: list[Callable[[], None]] = []
         self._size = 0
         self._is_everywhere = threads == "all"
-        self._ended: deque[Run] = deque(maxlen=4096)
+        self._ended: deque[tuple[int, range]] = deque(maxlen=4096)  # thread of a run, and what it made
+        self._recent: deque[Run] = deque(maxlen=64)  # which count the calls of each module, so few are held
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
         self.restart(addresses)
@@ -158,7 +157,7 @@ class Clock:
         self.closed = False
         self.step = 0
         self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
-        self._ended.clear()
+        self._recent.clear()
         self.latest = self.before  # the run begun last
         self._addresses = addresses
         self._owner = None if self._is_everywhere else get_ident()
@@ -198,7 +197,8 @@ class Clock:
                 callback(run, output)
         finally:
             run.made = range(run.made.start, autograd.next_sequence())
-            self._ended.append(run)
+            self._ended.append((run.thread, run.made))
+            self._recent.append(run)
             run.once.clear()
             run.functions = run.functions and []
             run.arguments = {}
@@ -301,13 +301,16 @@ class Clock:
         Known are the runs in progress and the last 4096 that ended. Sequence numbers count for each thread apart; on a
         thread of autograd's own it cannot be told which thread ran the forward, and the number alone decides.
         """
-        return self.run_of(node) is not None
-
-    def run_of(self, node: Any) -> Run | None:
-        """The run whose forward made an autograd node, as ``made`` tells it; None where none did."""
         number, thread = autograd.sequence_of(node), get_ident()
         is_any = autograd.is_autograd_thread()
-        runs = (*self._ended, *self.open.values())
+        spans = (*self._ended, *((run.thread, run.made) for run in self.open.values()))
+        return any(number in made and (is_any or owner == thread) for owner, made in spans)
+
+    def run_of(self, node: Any) -> Run | None:
+        """The run whose forward made an autograd node, of those in progress and the last 64; as ``made`` tells it."""
+        number, thread = autograd.sequence_of(node), get_ident()
+        is_any = autograd.is_autograd_thread()
+        runs = (*self._recent, *self.open.values())
         return next((run for run in runs if number in run.made and (is_any or run.thread == thread)), None)
 
     def is_own_thread(self) -> bool:

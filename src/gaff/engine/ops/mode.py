@@ -156,6 +156,8 @@ class OpMode(TorchFunctionMode):
     called, so that what it does itself is not seen; ops inside an opened composite are (``_open``).
     """
 
+    is_gaffs = True
+
     def __init__(self) -> None:
         super().__init__()
         self.top: ScopedCall | None = None

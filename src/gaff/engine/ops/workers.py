@@ -31,6 +31,8 @@ UNSEEN = "a forward runs ops on another thread, where they are no sites"
 class _OnWorker(TorchFunctionMode):
     """Looks at the ops that a worker runs for a call of a module; those of modules called there are their own."""
 
+    is_gaffs = True
+
     def __init__(self, scopes: list[Scope]) -> None:
         super().__init__()
         self._scopes = scopes
