@@ -127,6 +127,24 @@ class Run:
             self.failure.text = self.failure.text or f"{type(error).__name__}: {error}"
 
 
+class EndedRuns:
+    """Runs that have ended: ``spans`` of the last 4096, thread and made nodes, and the last 64 themselves, ``recent``.
+
+    A run counts the calls of each module, so few are held.
+    """
+
+    __slots__ = ("recent", "spans")
+
+    def __init__(self) -> None:
+        self.spans: deque[tuple[int, range]] = deque(maxlen=4096)
+        self.recent: deque[Run] = deque(maxlen=64)
+
+    def add(self, run: Run) -> None:
+        """Note a run that has just ended."""
+        self.spans.append((run.thread, run.made))
+        self.recent.append(run)
+
+
 class Clock:
     """Opens and ends the runs of one session: one at a time on each thread.
 
@@ -146,8 +164,7 @@ class Clock:
         self.at_recomputed: list[Callable[[], None]] = []
         self._size = 0
         self._is_everywhere = threads == "all"
-        self._ended: deque[tuple[int, range]] = deque(maxlen=4096)  # thread of a run, and what it made
-        self._recent: deque[Run] = deque(maxlen=64)  # which count the calls of each module, so few are held
+        self._ended = EndedRuns()
         self._replays: dict[int, tuple[int, list[Frame]]] = {}  # by thread: backward pass, calls in progress
 
         self.restart(addresses)
@@ -157,7 +174,7 @@ class Clock:
         self.closed = False
         self.step = 0
         self.before = Run(-1, 0, 0, {}, addresses)  # stands for a forward before the session, and for one unknown
-        self._recent.clear()
+        self._ended.recent.clear()
         self.latest = self.before  # the run begun last
         self._addresses = addresses
         self._owner = None if self._is_everywhere else get_ident()
@@ -197,8 +214,7 @@ class Clock:
                 callback(run, output)
         finally:
             run.made = range(run.made.start, autograd.next_sequence())
-            self._ended.append((run.thread, run.made))
-            self._recent.append(run)
+            self._ended.add(run)
             run.once.clear()
             run.functions = run.functions and []
             run.arguments = {}
@@ -303,14 +319,14 @@ class Clock:
         """
         number, thread = autograd.sequence_of(node), get_ident()
         is_any = autograd.is_autograd_thread()
-        spans = (*self._ended, *((run.thread, run.made) for run in self.open.values()))
+        spans = (*self._ended.spans, *((run.thread, run.made) for run in self.open.values()))
         return any(number in made and (is_any or owner == thread) for owner, made in spans)
 
     def run_of(self, node: Any) -> Run | None:
         """The run whose forward made an autograd node, of those in progress and the last 64; as ``made`` tells it."""
         number, thread = autograd.sequence_of(node), get_ident()
         is_any = autograd.is_autograd_thread()
-        runs = (*self._recent, *self.open.values())
+        runs = (*self._ended.recent, *self.open.values())
         return next((run for run in runs if number in run.made and (is_any or run.thread == thread)), None)
 
     def is_own_thread(self) -> bool:
