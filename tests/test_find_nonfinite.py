@@ -160,6 +160,7 @@ def closed(*values):
         (lambda: of([0.0, 1.0]).acosh_(), "acosh is defined from 1 on"),
         (lambda: torch.var(of([1.0, 3.0]) * 1, correction=2), "divides by n - correction = 0"),
         (lambda: torch.logdet(torch.zeros(2, 2)), "singular"),
+        (lambda: torch.logdet(torch.diag(of([1.0, -1.0]))), "log of a negative number"),
         (lambda: torch.log(torch.zeros(4, dtype=torch.complex64)).real, "4 of 4 elements"),
         (lambda: torch.nn.functional.layer_norm(of([1e30, -3e30]), (2,), eps=0.0), "^overflow inside layer_norm"),
         (lambda: torch.nn.functional.layer_norm(torch.ones(2), (2,), eps=0.0), "variance: layer_norm with eps=0"),

@@ -310,8 +310,10 @@ def _xlogy(case: Case) -> str:
 
 
 def _determinant(case: Case) -> str:
-    """Logarithms of the determinant of a matrix that has no inverse."""
-    return f"log of 0: a matrix given to {case.op} is singular, so that its determinant is 0"
+    """Logarithms of the determinant of a matrix that has no inverse, or of one that is negative."""
+    if case.output.negative_inf:
+        return f"log of 0: a matrix given to {case.op} is singular, so that its determinant is 0"
+    return f"log of a negative number: the determinant of a matrix given to {case.op} is below 0, see slogdet"
 
 
 def _data(case: Case) -> str:
