@@ -239,3 +239,33 @@ def test_reading_too_early_or_in_the_wrong_way(model, x):
         with pytest.raises(gaff.SiteError, match=r"got\[0\]: expected an address as text"):
             got[0]
     assert got.receipt.rows[1].reason == "it was not called"
+
+
+def test_the_gradient_of_what_an_unfollowed_object_holds_is_refused_and_not_told_as_none():
+    class Set(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return {self.lin(x)}
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = Set()
+
+        def forward(self, x):
+            return sum(self.a(x))
+
+    model = Sums()
+    for site in ("a:grad_output", "a:outer_grad"):
+        with gaff.capture(model, site) as got:
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(gaff.ExactnessError, match="holds a set, into which gaff does not look"):
+            got[site]
+
+
+def test_the_sites_of_a_lazy_model_are_refused():
+    with pytest.raises(gaff.PlanError, match="not initialised yet"):
+        gaff.sites(nn.Sequential(nn.LazyLinear(3)))

@@ -195,6 +195,16 @@ def map_tensors(
         return opaque(value)
 
 
+def opaque_in(value: Any) -> str:
+    """The class of the first object in ``value`` into which gaff does not look, such as a set; empty without one."""
+    if isinstance(value, Tensor):
+        return ""
+    inside = children(value)
+    if inside is None:
+        return "" if isinstance(value, _PLAIN_LEAVES) else type(value).__name__
+    return next((name for _, child in inside if (name := opaque_in(child))), "")
+
+
 def first_tensor(value: Any) -> tuple[Key, Tensor] | None:
     """The first tensor in ``value`` with its key, None where there is none; of arguments, what ``:input`` means."""
     return next(iter_tensors(value), None)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gaff.address.grammar import WEIGHTS, Site, fits_op, parse_site
 from gaff.address.resolve import is_container, iter_modules, need_module
@@ -185,6 +186,9 @@ def _module_path(site: Site, name: str) -> str:
 def _iter_rows(model: nn.Module) -> Iterator[ModuleRow]:
     """A row for each module under each of its names, as they are without a run."""
     first: dict[int, str] = {}
+    lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
+    if lazy is not None:
+        raise PlanError(f"{lazy} is not initialised yet (lazy): run the model once first")
     for path, module, _ in iter_modules(model):
         known = first.setdefault(id(module), path)
         yield ModuleRow(

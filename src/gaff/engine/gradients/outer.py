@@ -15,7 +15,7 @@ from gaff.address.nested import Arguments, children, dig, iter_tensors, map_tens
 from gaff.compat import autograd, distributed
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients import tensor_hooks
-from gaff.engine.gradients.ports import GradientArm, ambiguous, report_missing
+from gaff.engine.gradients.ports import GradientArm, ambiguous, report_missing, tell_none
 from gaff.engine.replacements import Replacements
 from gaff.errors import PlanError
 
@@ -40,12 +40,13 @@ class OuterGradient(GradientArm):
         if not self._wants(call):
             return None
         try:
-            found = list(iter_tensors(dig(output, site.key)))
+            value = dig(output, site.key)
         except KeyError as error:
             report_missing(site, self._stream, self._is_exact, error)
             return None
+        found = list(iter_tensors(value))
         if not found:
-            self._stream.absent(run, call, "there is no tensor in this output")
+            tell_none(self._stream, run, call, value, is_exact=self._is_exact)
         if len(found) > 1 and self._is_exact:
             raise ambiguous(site, site.key, found)
         for key, tensor in found:

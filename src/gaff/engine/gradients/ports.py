@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.grammar import Key, Site, print_key
-from gaff.address.nested import Arguments, dig, first_tensor, iter_tensors
+from gaff.address.nested import Arguments, dig, first_tensor, iter_tensors, opaque_in
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Frame, Run
 from gaff.engine.crossing import Crossing
@@ -99,7 +99,7 @@ class OutputGradient(GradientArm):
             return
         found = list(iter_tensors(value))
         if not found:
-            self._stream.absent(run, call, "there is no tensor in this output")
+            tell_none(self._stream, run, call, value, is_exact=self._is_exact)
             return
         if len(found) > 1 and self._is_exact:
             raise ambiguous(self._site, self._site.key, found)
@@ -276,6 +276,15 @@ def report_missing(site: Site, stream: Stream, is_exact: bool, error: KeyError) 
     if is_exact:
         raise SiteError(f"{site}: {error.args[0]}") from None
     stream.skip(str(error.args[0]))
+
+
+def tell_none(stream: Stream, run: Run, call: int, value: Any, *, is_exact: bool) -> None:
+    """Tell ``stream`` that there is no tensor in a value; refuse it where an object may hold some that nobody sees."""
+    hidden = opaque_in(value)
+    why = (
+        f"the output holds a {hidden}, into which gaff does not look" if hidden else "there is no tensor in this output"
+    )
+    (stream.refuse if hidden and is_exact else stream.absent)(run, call, why)
 
 
 def ambiguous(site: Site, key: Key, found: list[tuple[Key, Tensor]]) -> SiteError:
