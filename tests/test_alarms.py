@@ -151,3 +151,25 @@ def test_a_nan_is_told_by_the_guard_of_the_model_that_made_it():
 
     with pytest.raises(gaff.NonFiniteError, match=r"NaN made by /log#0"), gaff.guard(criterion), gaff.guard(net):
         steps()
+
+
+def test_a_loss_that_a_step_does_not_have_is_no_nan_and_a_nan_is_no_missing_loss(tmp_path):
+    def program():
+        model = nn.Linear(8, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        for step in range(30):
+            optimizer.zero_grad()
+            even = F.cross_entropy(model(X), Y)
+            odd = F.cross_entropy(model(X), Y) * (float("nan") if step == 21 else 1.0)
+            if step % 2:
+                odd.backward()
+            else:
+                even.backward()
+            optimizer.step()
+
+    run = watched(tmp_path, program)
+    even, odd = (list(run.scalar(f"loss:{name}")) for name in ("even", "odd"))
+    assert [step for step, _ in even] == list(range(0, 30, 2))
+    assert [step for step, _ in odd] == list(range(1, 30, 2))
+    assert [step for step, value in odd if value != value] == list(range(21, 30, 2))  # the weights are NaN, too, then
+    assert "to nan" not in str(run)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
+from gaff.record.absent import is_absent
 from gaff.record.log import MATRIX, SERIES, LogReader
 from gaff.record.matrix import Table, number_of, unpack, unpack_series
 from gaff.record.part import RankPart
@@ -168,7 +169,7 @@ def steps(record: Record, *, since: Cursor | None = None) -> Iterator[list[Row]]
             yield [
                 Row(*start, name, values[at])
                 for name, is_loss, values in columns
-                if name != "step" and (is_loss or not math.isnan(values[at]))
+                if name != "step" and not (is_absent(values[at]) if is_loss else math.isnan(values[at]))
             ]
             place.steps += 1
 

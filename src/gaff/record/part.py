@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gaff.errors import RecordError
+from gaff.record.absent import ABSENT
 from gaff.record.finding import Finding
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader
 from gaff.record.matrix import Layout, Table, number_of, unpack, unpack_series
@@ -53,7 +54,7 @@ class RankPart:
                 self.events.append((frame.step, _checked(frame.json())))
 
     def _add_series(self, columns: dict[str, array[float]]) -> None:
-        """Append rows to the series; where a column is missing, before or in these rows, it is filled with NaN.
+        """Append rows to the series; where a column is missing, before or in these rows, it is filled with ``ABSENT``.
 
         Raises RecordError for steps that are not finite numbers from 0 on, and where the series of this process would
         hold more than 2**27 numbers.
@@ -66,11 +67,11 @@ class RankPart:
             raise RecordError(f"series of more than {_MOST_CELLS} numbers are none of gaff's")
         for name, values in columns.items():
             if name not in self.series:
-                self.series[name] = array("d", [math.nan]) * known
+                self.series[name] = array("d", [ABSENT]) * known
             self.series[name].extend(values)
         for name, values in self.series.items():
             if name not in columns:
-                values.extend([math.nan] * rows)
+                values.extend([ABSENT] * rows)
 
     def table(self, at: int, *, with_magnitudes: bool = False) -> Table | None:
         """The table at a place of ``tables``; None where its layout is not known: the frame that names it was damaged.

@@ -16,6 +16,7 @@ from typing import Any
 
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
+from gaff.record.absent import is_absent
 from gaff.record.causes import RunCase, by_severity
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
@@ -215,7 +216,8 @@ class Record:
         if name not in series:
             raise RecordError(f"no scalar {name!r} in {self.path}: expected one of {', '.join(self.scalars) or 'none'}")
         pairs = [(int(step), value) for step, value in zip(series["step"], series[name], strict=True)]
-        kept = [(step, value) for step, value in pairs if not math.isnan(value) or name.startswith("loss")]
+        is_missing = is_absent if name.startswith("loss") else math.isnan
+        kept = [(step, value) for step, value in pairs if not is_missing(value)]
         return Series([step for step, _ in kept], [value for _, value in kept])
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gaff.record.absent import ABSENT
 from gaff.training.watch import losses
 from gaff.training.watch.losses import StepNumbers
 
@@ -83,7 +84,7 @@ class StepSeries:
                 nothing if one.numbers.unclipped is None else losses.read(one.numbers.unclipped) for one in pulses
             ]
         for name in names:
-            columns[f"loss:{name}"] = [losses.read(one.numbers.losses.get(name, nothing)) for one in pulses]
+            columns[f"loss:{name}"] = [losses.read(one.numbers.losses.get(name, ABSENT)) for one in pulses]
         scales: list[Any] = [one.numbers.scale for one in pulses]
         if any(one is not None for one in scales):
             columns["scale"] = [nothing if one is None else losses.read(one) for one in scales]
