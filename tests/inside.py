@@ -20,6 +20,9 @@ IN_GRAPH = (
 REFUSED = "an edit in compiled code under a checkpoint around it is refused at closing while its backward has not run"
 VIEWS = "compiled code refuses the gradient of a view in words of its own"
 
+HANDLED = (
+    "Dynamo follows the model's handler: an edit that fails is told at closing, or by a warning; values are told later"
+)
 ANEW = "compiled code gives the module a container of its own"
 COMPILED = {
     "test_a_closed_session_leaves_no_hook_and_no_attribute": "compiling leaves an attribute of torch's own",
@@ -62,6 +65,10 @@ COMPILED = {
     "test_view_without_grad.py::test_what_a_module_returns": "torch compiles no such view",
     "test_gaff_is_right_or_says_why_not[gradients.gradient_of_a_view_that_is_written_to]": VIEWS,
     "test_gaff_is_right_or_says_why_not[traceless.model_is_as_before]": "compiling leaves an attribute of torch's own",
+    "test_an_edit_that_fails_inside_is_told_when_the_run_ends": HANDLED,
+    "test_a_capture_or_a_feature_that_fails_inside_is_told": HANDLED,
+    "test_function_modes.py::test_what_is_kept_is_what_passed": "torch compiles no function mode of others",
+    "test_kept_values_have_no_tangent": "torch compiles no forward-mode AD",
     "test_gaff_is_right_or_says_why_not[edits.edit_in_a_model_that_differentiates]": "torch compiles no double backward",
 }
 

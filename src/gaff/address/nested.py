@@ -201,7 +201,8 @@ def opaque_in(value: Any) -> str:
         return ""
     inside = children(value)
     if inside is None:
-        return "" if isinstance(value, _PLAIN_LEAVES) else type(value).__name__
+        name = value.type_name if isinstance(value, Opaque) else type(value).__name__
+        return "" if isinstance(value, _PLAIN_LEAVES) else name
     return next((name for _, child in inside if (name := opaque_in(child))), "")
 
 
