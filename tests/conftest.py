@@ -74,7 +74,8 @@ def _inside(request, monkeypatch):
 def _compiles_for_itself(request):
     """What one test compiles must not change what the next one does: sessions behave otherwise from then on."""
     yield
-    if request.config.getoption("--inside") is None and (has_compiled() or has_asked_to_compile()):
+    where = request.config.getoption("--inside")
+    if (where is None or where in inside.SPREAD_OVER) and (has_compiled() or has_asked_to_compile()):
         torch._dynamo.reset()
 
 

@@ -113,6 +113,8 @@ SPREAD = {
     "test_a_factor_for_each_row_of_a_sparse_gradient": SPARSE,
     "test_several_edits_of_a_sparse_gradient": SPARSE,
     "test_export_and_script_after_use": "torch scripts no such model",
+    "test_function_modes.py::test_what_is_kept_is_what_passed": "a mode sees the exchange of gradients, too",
+    "test_nothing_stays_where_warnings_are_errors": HOOKS,
     "test_lazy_is_refused_with_the_way_out": "torch refuses there what is not initialised",
     "test_it_is_refused_before_anything_is_installed": NAMES,
 }
@@ -121,6 +123,8 @@ SHARDED = {
     **SPREAD,
     "test_the_gradient_of_the_old_one_is_still_told_where_another_stands_in_for_a_while": PARTS,
     "test_what_stands_in_and_is_no_leaf_has_a_gradient_of_its_own": PARTS,
+    "test_an_edit_inside_a_parametrisation_is_refused_where_torch_keeps_what_that_makes": PARTS,
+    "test_a_part_that_is_torchscript_is_left_out_and_the_rest_is_told": "torch shards no TorchScript",
     "test_a_parameter_that_is_frozen_when_the_session_opens_is_heard_of_once_it_is_not": PARTS,
     "test_jit_trace_is_refused": "torch traces no sharded module",
     "test_parameters_stay_where_they_are": PARTS,

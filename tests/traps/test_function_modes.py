@@ -31,7 +31,10 @@ class Net(nn.Module):
         return self.b(torch.tanh(self.seen))
 
 
-@pytest.mark.parametrize("site", ["a", "a:input", "a.weight:param", "/tanh", "a:grad_output"])
+SITES = ["a", "a:input", "a.weight:param", "/tanh", "a:grad_output"]
+
+
+@pytest.mark.parametrize("site", SITES, ids=[site.strip("/") for site in SITES])
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("options", [{}, {"reduce": keep.rows(0)}, {"clone": True}])
 def test_what_is_kept_is_what_passed(site, is_inside, options):
