@@ -33,8 +33,8 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 34_400
-MOST_OF_CORE = 12_950
+MOST_LINES = 34_600
+MOST_OF_CORE = 13_000
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 
 
