@@ -23,7 +23,8 @@ from gaff.compat import distributed
 from gaff.engine.gradients.nodes import NodeWatch
 from gaff.engine.ops.calls import OpCall
 from gaff.errors import PlanError, SiteError
-from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, Case, cause_of
+from gaff.inspection.nonfinite.case import Case
+from gaff.inspection.nonfinite.causes import LOSSES, UNINITIALISED, cause_of
 from gaff.inspection.nonfinite.provenance import Made, own_path, shown, users_place
 from gaff.inspection.nonfinite.ranges import plain, range_of
 from gaff.inspection.nonfinite.report import Range

@@ -7,55 +7,22 @@ op by name. They are asked once, for the op that began it, so they may read tens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gaff.address.nested import iter_tensors, map_tensors
+from gaff.address.nested import iter_tensors
 from gaff.compat import modes
 from gaff.inspection.nonfinite.backward_causes import LIMITS
-from gaff.inspection.nonfinite.ranges import can_hold, plain, range_of
-from gaff.inspection.nonfinite.report import Range
+from gaff.inspection.nonfinite.case import Case, in_float64, is_finite_in_float64, magnitude
+from gaff.inspection.nonfinite.ranges import can_hold, range_of
 
 LOSSES = ("cross_entropy", "nll_loss", "kl_div", "ctc_loss", "binary_cross_entropy", "gaussian_nll_loss")
 _PRODUCTS = ("mul", "multiply", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "outer")
 _SUMS = ("add", "sub", "subtract", "rsub", "sum", "mean", "cumsum", "logsumexp", "addmm", "baddbmm", "addmv")
 UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """An op that made a NaN or inf. ``ranges``: of its tensors, in the order of its arguments.
-
-    ``args``, ``kwargs``: as the op had them, of tensors on several processes the part of this one. An op in place has
-    changed its arguments already: ``ranges`` are of before.
-    """
-
-    op: str
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    ranges: tuple[Range, ...]
-    output: Range
-
-    @property
-    def first(self) -> Range | None:
-        """The range of the first tensor that came in."""
-        return self.ranges[0] if self.ranges else None
-
-    def range_of(self, value: Any) -> Range | None:
-        """The range of one of the arguments, as it was before the op; None of a number, and of what holds no floats."""
-        tensors = [one for _, one in iter_tensors((self.args, self.kwargs)) if can_hold(one)]
-        known = zip(tensors, self.ranges, strict=False) if len(tensors) == len(self.ranges) else ()
-        return next((given for tensor, given in known if tensor is value), None)
-
-    def argument(self, position: int, name: str) -> Any:
-        """An argument given by position or by name."""
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name)
 
 
 def cause_of(case: Case) -> str:
@@ -169,7 +136,7 @@ def _normalised(case: Case) -> str:
     """Norm layers with ``eps=0``, whose variance is 0 where all elements are equal: in float64, too."""
     at = {"layer_norm": 4, "group_norm": 4, "batch_norm": 7, "instance_norm": 7}.get(case.op)
     eps = case.kwargs.get("eps", 1e-5) if at is None else case.argument(at, "eps")
-    if eps is None or eps or _is_finite_in_float64(case):
+    if eps is None or eps or is_finite_in_float64(case):
         return ""
     return f"division by zero variance: {case.op} with eps=0 on elements that are all equal"
 
@@ -324,7 +291,7 @@ def _data(case: Case) -> str:
     except (RuntimeError, TypeError, ValueError):  # complex numbers, or a buffer
         return ""
     if limit is not None and bool(wide.isfinite().all()):
-        return f"overflow: numbers up to {_magnitude(wide):.4g}, and {case.output.dtype} holds up to {limit:.4g}"
+        return f"overflow: numbers up to {magnitude(wide):.4g}, and {case.output.dtype} holds up to {limit:.4g}"
     return "it was in the numbers that the tensor was made of: a list or an array from outside torch"
 
 
@@ -368,11 +335,11 @@ def _overflow(case: Case) -> str:
     well nothing more can be said, and a NaN there has another cause.
     """
     limit = LIMITS.get(case.output.dtype)
-    tensors = None if limit is None else _in_float64(case)
+    tensors = None if limit is None else in_float64(case)
     if limit is None or tensors is None:
         return _exp_limit(case, limit)
     ranges = [range_of(tensor.double(), "") for tensor in tensors]
-    largest = max((_magnitude(tensor) for tensor in tensors), default=0.0)
+    largest = max((magnitude(tensor) for tensor in tensors), default=0.0)
     if any(one.nan for one in ranges):
         return ""
     if largest <= limit and all(one.is_finite for one in ranges):
@@ -389,24 +356,6 @@ def _overflow(case: Case) -> str:
         f"overflow: {case.op} gives {_number(largest)}, and {case.output.dtype} holds up to {limit:.4g}{over}"
         + _hint(case)
     )
-
-
-def _in_float64(case: Case) -> list[Tensor] | None:
-    """What the op returns when it is run again in float64; None where it cannot be, or would write to the user's."""
-    if case.op.endswith("_") or "out" in case.kwargs:
-        return None
-    try:
-        with _same_draws(case):
-            wide = case.func(*_wide(case.args), **_wide(case.kwargs))
-    except (RuntimeError, TypeError, ValueError):  # no float64 kernel, or arguments that do not go with it
-        return None
-    return [tensor for _, tensor in iter_tensors(wide) if can_hold(tensor)]
-
-
-def _is_finite_in_float64(case: Case) -> bool:
-    """Whether the op gives nothing but finite numbers in float64, so that only the type was too narrow."""
-    tensors = _in_float64(case)
-    return tensors is not None and all(range_of(tensor.double(), "").is_finite for tensor in tensors)
 
 
 def _exp_limit(case: Case, limit: float | None) -> str:
@@ -431,38 +380,6 @@ def _hint(case: Case) -> str:
     if case.op.strip("_") in ("exp", "expm1") and x is not None and x.max is not None:
         return f"; exp of {x.max:.4g}: subtract the maximum first"
     return "; use bfloat16 or scale down" if case.output.dtype == "float16" else ""
-
-
-@contextmanager
-def _same_draws(case: Case) -> Iterator[None]:
-    """Random numbers that are drawn inside are drawn again by the program, from torch's generators and its own."""
-    own = [one for one in (*case.args, *case.kwargs.values()) if isinstance(one, torch.Generator)]
-    states = [one.get_state() for one in own]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            for one, state in zip(own, states, strict=True):
-                one.set_state(state)
-
-
-def _wide(value: Any) -> Any:
-    """Arguments with floating tensors in float64, copied, and without a dtype that would undo it."""
-    if isinstance(value, dict):
-        value = {name: one for name, one in value.items() if name != "dtype"}
-    return map_tensors(value, _wide_copy)
-
-
-def _wide_copy(tensor: Tensor) -> Tensor:
-    """A floating tensor in float64, which the op may write to; others as they are."""
-    is_wanted = can_hold(tensor) and tensor.is_floating_point()
-    return tensor.detach().to(torch.float64, copy=True) if is_wanted else tensor
-
-
-def _magnitude(tensor: Tensor) -> float:
-    """The largest magnitude in a tensor."""
-    return float(plain(tensor).abs().max())
 
 
 def _number(value: float) -> str:
