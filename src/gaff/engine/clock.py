@@ -295,6 +295,12 @@ class Clock:
             run.outermost = None
             self.end(run, output)
 
+    def fail(self, error: Exception) -> None:
+        """Note in the run in progress on this thread that something was raised in it which is for the user."""
+        run = self.open.get(get_ident())
+        if run is not None:
+            run.fail(error)
+
     def count_step(self) -> None:
         """Count an optimizer step that was completed: runs that begin from now on belong to the next step."""
         self.step += 1

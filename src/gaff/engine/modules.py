@@ -133,15 +133,8 @@ def entered(node: Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             return None
         return _passed(side.cross, run.frames[-1], args, kwargs, run, run.entered[node.index] - 1)
     except Exception as error:
-        _failed(node, error)
+        node.clock.fail(error)
         raise
-
-
-def _failed(node: Node, error: Exception) -> None:
-    """Note in the run in progress that something was raised in it which is for the user, and not for the model."""
-    run = node.clock.open.get(get_ident())
-    if run is not None:
-        run.fail(error)
 
 
 def _passed(cross: Callable[..., Any], frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:

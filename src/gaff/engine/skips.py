@@ -52,9 +52,7 @@ class SkipChange(Act):
         try:
             return self._stream.stand_in(args, kwargs, is_again=backward_task() != -1)
         except Exception as error:
-            run = self._node.clock.open.get(get_ident())
-            if run is not None:
-                run.fail(error)
+            self._node.clock.fail(error)
             raise
 
     def _frame(self) -> Frame | None:
