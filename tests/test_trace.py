@@ -1,5 +1,7 @@
 """trace: one run told as a table, a tree and data."""
 
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -357,3 +359,24 @@ def test_the_mean_of_infinite_elements_is_infinite():
 
     row = gaff.trace(Joined(), torch.ones(3)).rows[0]
     assert (row.statistics.mean, row.statistics.nonfinite) == (float("inf"), 4)
+
+
+def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path):
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) / torch.tensor([0.0, 1.0, 1.0, 1.0])
+
+    trace = gaff.trace(Broken(), torch.full((2, 4), math.inf))
+    file = tmp_path / "trace.json"
+    trace.save(file)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    json.loads(file.read_text(), parse_constant=refuse)
+    assert '"number": "nan"' in file.read_text()
+    assert Trace.load(file).to_json() == trace.to_json()

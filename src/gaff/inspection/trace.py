@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
@@ -98,17 +99,20 @@ class Trace:
         return document(self).to_html()
 
     def to_json(self) -> str:
-        """Everything as JSON, with the number of the format; pictures as base64. ``from_json`` reads it back."""
+        """Everything as JSON, with the number of the format; pictures as base64. ``from_json`` reads it back.
+
+        A number that is not finite, for which JSON has no word, is an object: ``{"number": "nan"}``.
+        """
         told = asdict(replace(self, rows=(), parameters=(), pictures=()))
         told |= {name: [row_dict(row) for row in getattr(self, name)] for name in ("rows", "parameters")}
         told["pictures"] = [one.to_dict() for one in self.pictures]
-        return json.dumps({"gaff_trace": _FORMAT, **told}, indent=1)
+        return json.dumps(_worded({"gaff_trace": _FORMAT, **told}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no trace."""
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_hook=_number)
             if data.pop("gaff_trace") != _FORMAT:
                 raise ValueError(f"another format, expected {_FORMAT}")
             data["rows"] = tuple(call_row(row) for row in data["rows"])
@@ -142,3 +146,17 @@ class Trace:
         if file.stat().st_size > _MOST_BYTES:
             raise RecordError(f"trace {str(path)!r} is larger than {_MOST_BYTES} bytes: not read")
         return cls.from_json(file.read_text(encoding="utf-8"))
+
+
+def _worded(value: Any) -> Any:
+    """A copy of JSON data in which numbers that are not finite are objects with the number as text."""
+    if isinstance(value, dict):
+        return {name: _worded(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_worded(inner) for inner in value]
+    return {"number": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(told: dict[str, Any]) -> Any:
+    """Inverse of ``_worded`` for one object of JSON. Raises ValueError where the text is no number."""
+    return float(told["number"]) if told.keys() == {"number"} else told
