@@ -173,3 +173,32 @@ def test_a_loss_that_a_step_does_not_have_is_no_nan_and_a_nan_is_no_missing_loss
     assert [step for step, _ in odd] == list(range(1, 30, 2))
     assert [step for step, value in odd if value != value] == list(range(21, 30, 2))  # the weights are NaN, too, then
     assert "to nan" not in str(run)
+
+
+class Factors(nn.Module):
+    """Embeddings and nothing else, of which a step touches a few rows."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.users = nn.Embedding(2000, 8, sparse=sparse)
+        self.items = nn.Embedding(2000, 8, sparse=sparse)
+
+    def forward(self, users, items):
+        return (self.users(users) * self.items(items)).sum(1)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(("lr", "is_low"), [(1e-9, True), (1e-3, False)])
+def test_a_low_learning_rate_is_seen_in_a_model_of_embeddings_alone(tmp_path, sparse, lr, is_low):
+    def program():
+        model = Factors(sparse)
+        optimizer = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(list(model.parameters()), lr)
+
+        def loss(model):
+            users, items = torch.randint(2000, (64,)), torch.randint(2000, (64,))
+            return F.mse_loss(model(users, items), torch.randn(64))
+
+        fit(model, loss, 80, optimizer)
+
+    rules = [one.rule for one in watched(tmp_path, program).findings]
+    assert ("update_small" in rules) == is_low, rules

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from gaff.compat import extras
 from gaff.errors import PlanError, RecordError, SiteError

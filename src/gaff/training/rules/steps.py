@@ -200,8 +200,8 @@ def never_updated(sample: Sample, past: Past) -> Iterator[Hit]:
 def update_small(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median over the weights of rms(update) / rms(weight) is below 1e-5, a tenth of TheDeepChecker's limit.
 
-    Biases are left out; so is a step whose gradients are all zero, one of L-BFGS that changes nothing at all, and a run
-    whose loss falls by a tenth all the same.
+    Biases are left out, and embeddings where there are other weights; so is a step whose gradients are all zero, one of
+    L-BFGS that changes nothing at all, and a run whose loss falls by a tenth all the same.
     """
     if (sample.facts.get("searches") and _is_still(sample)) or any(has_fallen(past, name) for name in past.losses):
         return
@@ -229,7 +229,8 @@ def update_large(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
-    for ratios in _ratios(sample).values():
+    for told in _ratios(sample).values():
+        ratios = {key: ratio for key, ratio in told.items() if sample.parameters[key].kind == "weight"}
         large = {key: ratio for key, ratio in ratios.items() if ratio > 0.1}
         if len(large) > len(ratios) / 2 and sample.step >= 3:
             key = max(large, key=lambda one: large[one])
@@ -327,13 +328,18 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
 def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
     """rms(update) / rms(weight), by model and parameter, of weights that got a gradient.
 
-    Left out are biases and embeddings, parameters without a learning rate, and those whose gradient is zero everywhere,
-    or so large that its square overflows: of none of them does a small ratio say that too little is learned.
+    Left out are biases, parameters without a learning rate, and those whose gradient is zero everywhere, or so large
+    that its square overflows: of none of them does a small ratio say that too little is learned. Embeddings count only
+    in a model that has no other weights, and there those of their elements that the step has changed, if any.
     """
     found: dict[str, dict[Key, float]] = {}
+    weights = {key: one for key, one in sample.parameters.items() if one.kind == "weight"}
+    others = {key[0] for key in weights}
     for key, one in sample.parameters.items():
+        if key not in weights and (one.kind != "embedding" or key[0] in others):
+            continue
         weight, update, gradient = sample.rows.get(key), sample.of(key, "update"), sample.of(key, "grad")
-        if one.kind != "weight" or not one.lr or weight is None or update is None or gradient is None:
+        if not one.lr or weight is None or update is None or gradient is None:
             continue
         if (
             weight.count
@@ -342,7 +348,8 @@ def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:
             and gradient.zeros < 1.0
             and gradient.rms < _SQUARES_OVERFLOW
         ):
-            found.setdefault(key[0], {})[key] = update.rms / weight.rms
+            changed = 1.0 - update.zeros if one.kind == "embedding" and update.zeros < 1.0 else 1.0
+            found.setdefault(key[0], {})[key] = update.rms / changed**0.5 / weight.rms
     return found
 
 
