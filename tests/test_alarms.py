@@ -202,3 +202,77 @@ def test_a_low_learning_rate_is_seen_in_a_model_of_embeddings_alone(tmp_path, sp
 
     rules = [one.rule for one in watched(tmp_path, program).findings]
     assert ("update_small" in rules) == is_low, rules
+
+
+def encoded(begins):
+    """A training of an encoder and a head, with an optimizer each; the encoder's steps from step ``begins`` on."""
+
+    def program():
+        encoder, head = nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 2)
+        optimizers = [torch.optim.Adam(one.parameters(), 1e-2) for one in (head, encoder)]
+        for step in range(80):
+            for one in optimizers:
+                one.zero_grad()
+            classes(nn.Sequential(encoder, head)).backward()
+            for one in optimizers[: 1 + (step >= begins)]:
+                one.step()
+
+    return program
+
+
+def test_an_optimizer_that_never_steps_beside_one_that_does(tmp_path):
+    run = watched(tmp_path, encoded(begins=80))
+    assert "wrong, probably: Adam holds 2 of the 4 parameters of 'model', and never makes a step" in str(run.verdict)
+    assert [one.rule for one in run.findings] == ["never_stepped"]
+
+
+@pytest.mark.parametrize("begins", [0, 5, 30])
+def test_an_optimizer_that_steps_from_later_on(tmp_path, begins):
+    assert "healthy" in str(watched(tmp_path, encoded(begins)).verdict)
+
+
+def test_a_missing_step_of_the_only_optimizer(tmp_path):
+    def program(accumulated):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for count in range(1, 41):
+            classes(model).backward()
+            if accumulated and count % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run = watched(tmp_path / "never", lambda: program(0))
+    assert "wrong: Adam holds all 4 parameters of 'model', and never makes a step" in str(run.verdict), run.verdict
+    run = watched(tmp_path / "late", lambda: program(20))
+    assert "never" not in str(run.verdict), run.verdict
+
+
+@pytest.mark.parametrize("is_counted", [True, False], ids=["in place", "through data"])
+def test_weights_that_are_changed_by_hand_need_no_step_of_an_optimizer(tmp_path, is_counted):
+    def program():
+        model = nn.Linear(8, 2)
+        schedule = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(40):
+            model.zero_grad()
+            classes(model).backward()
+            with torch.no_grad():
+                for one in model.parameters():
+                    (one if is_counted else one.data).sub_(one.grad, alpha=schedule.param_groups[0]["lr"])
+
+    assert "updates made by hand are not followed" in str(watched(tmp_path, program).verdict)
+
+
+def test_a_container_that_is_made_anew_for_every_step_is_one_model(tmp_path):
+    def program():
+        body, head = nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 2)
+        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], 1e-2)
+        for _ in range(60):
+            loss = classes(nn.Sequential(body, head))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run = watched(tmp_path, program)
+    assert [name for name in run.scalars if name.startswith("loss:")] == ["loss:loss"]
+    assert len(run.sites) == len(set(run.sites)), run.sites
+    assert "healthy" in str(run.verdict)

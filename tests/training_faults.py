@@ -97,6 +97,19 @@ def zero_grad_of_another_optimizer():
     return Run(model, optimizer, step, steps=60)
 
 
+@fault("never_stepped")
+def optimizer_step_forgotten():
+    model = mlp()
+    optimizer = adam(model)
+
+    def step(number):
+        x, y = batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+    return Run(model, optimizer, step, steps=40)
+
+
 @fault("not_owned", "4.weight:param")
 def head_not_given_to_the_optimizer():
     model = mlp()

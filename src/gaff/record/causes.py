@@ -194,6 +194,18 @@ def read_from_the_process(case: RunCase) -> Claim | None:
 
 
 @cause
+def never_stepped(case: RunCase) -> Claim | None:
+    """An optimizer that never makes a step. Certain where none did; where others do, it may be meant, for a while."""
+    finding = case.found("never_stepped")
+    if finding is None:
+        return None
+    certainty = "certain" if case.backwards else "likely"
+    seen = (f"{case.backwards} backward passes were seen, and no step of any optimizer",) if case.backwards else ()
+    return Claim(finding.rule, certainty, _told(finding), (_evidence(finding), *seen), finding.since, finding.remedy,
+                 tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
+
+
+@cause
 def set_up_wrongly(case: RunCase) -> Claim | None:
     """Weight decay that outweighs what is learned, or batch norm over one or two examples, and what follows from it.
 

@@ -17,7 +17,7 @@ from gaff.record.finding import Finding
 from gaff.record.run import Record, Series
 from gaff.record.summary import summary_of
 from gaff.record.verdict import LEAST_LOOKS
-from gaff.views.text import table
+from gaff.views.text import counted, table
 from gaff.views.trials_text import trials_table
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -97,7 +97,7 @@ def box(title: str, lines: Iterable[str], *, plain: bool = False) -> str:
 def verdict(record: Record) -> str:
     """One sentence about a run: its state, the cause, the first step that shows it, and how many there were."""
     verdict = record.verdict
-    size = "" if verdict.state in ("not enough", "healthy") else f", in {record.steps} steps"
+    size = "" if verdict.state in ("not enough", "healthy") else f", in {counted(record.steps, 'step')}"
     several = f" ({len(record.ranks)} processes)" if len(record.ranks) > 1 else ""
     return f"{verdict}{size}{several}"
 

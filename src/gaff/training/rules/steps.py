@@ -69,6 +69,26 @@ def not_cleared(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "never_stepped",
+    severity="error",
+    means="an optimizer never makes a step: the parameters that it holds never change",
+    cause="optimizer.step() is missing, or is called on another optimizer",
+    remedy="call optimizer.step() after each backward pass, or after each that ends an accumulation",
+    least=1,
+    share=0.9,
+    hides=("not_owned", "never_updated", "update_small"),
+)
+def never_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
+    """An optimizer holds parameters that are in no optimizer that steps, has not made a step itself, and 16 steps of
+    others were made, in which these parameters got gradients, or 16 backward passes where no optimizer stepped."""
+    for one in sample.facts.get("idle", ()):
+        part = "all" if one["held"] == one["parameters"] else f"{one['held']} of the"
+        told = f"{one['optimizer']} holds {part} {one['parameters']} parameters of {one['model']!r}"
+        yield Hit((one["model"], ""), f"{told}, and never makes a step: they never change", optimizer=one["optimizer"],
+                  held=one["held"], parameters=one["parameters"])  # fmt: skip
+
+
+@rule(
     "not_owned",
     severity="warning",
     means="a parameter gets gradients, but is in no optimizer: it never changes",

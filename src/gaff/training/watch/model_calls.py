@@ -207,11 +207,13 @@ class ModelCalls:
         if entry is not None:  # a part that is called by itself, such as an encoder
             model = self._models.named(entry.model)
         else:
+            before = len(self._models.all)
             found = None if self._is_given else self._models.find(module)
             if found is None:
                 return
             model = found
-            self._told.found(model)
+            if len(self._models.all) > before:
+                self._told.found(model)
         self.know(model, module)
         if args is None:
             return

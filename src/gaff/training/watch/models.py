@@ -151,10 +151,12 @@ class Models:
         """The model whose root this is; made known if it is new, under a name of its own, and its modules are read.
 
         A name that another model has is numbered: ``net#2``. A model that is known already has its modules read once
-        more, for it may have got new ones.
+        more, for it may have got new ones. So has one that is gone, when its parameters come in another module of its
+        class: a container that is made anew for every call is one model.
         """
-        known = next((one for one in self.all if one.root() is root), None)
+        known = next((one for one in self.all if one.root() is root), None) or self._same(root)
         if known is not None:
+            known.root = weakref.ref(root)
             self._read(known, root)
             return known
         inner = unwrap(root)
@@ -210,6 +212,15 @@ class Models:
         everything = {id(module) for _, module, _ in iter_modules(root)}
         kept = {id(found.module) for one in self._only for found in resolve(root, one)} if self._only else everything
         return kept - {id(found.module) for one in self._skip for found in resolve(root, one)}
+
+    def _same(self, root: nn.Module) -> Model | None:
+        """The model that is gone, of the class of ``root``, whose parameters were just those of ``root``."""
+        kind, parameters = type(unwrap(root)).__name__, list(root.parameters())
+        for one in self.all:
+            is_like = one.root() is None and one.kind == kind and len(one.parameters) == len(parameters) > 0
+            if is_like and all(one.name_of(parameter) is not None for parameter in parameters):
+                return one
+        return None
 
     def _read(self, model: Model, root: nn.Module) -> None:
         """Enter a model's parameters, and those of its modules that are not known yet and that somebody can call.

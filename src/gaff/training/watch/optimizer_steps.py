@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
+from gaff.training.watch.idle_optimizers import IdleOptimizers
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
@@ -24,12 +25,14 @@ class OptimizerSteps:
 
     ``at``: where the training loop is. ``updates``: what each optimizer that stepped in the sampled step changes, by
     the optimizer's identity. ``skipped``: steps that a GradScaler left out, ``in_a_row`` those since the last one that
-    was made. ``optimizers`` and ``is_any`` are those of ``Optimizers``. Used on the thread that trains.
+    was made; ``idle``: optimizers that never step. ``optimizers`` and ``is_any`` are those of ``Optimizers``. Used on
+    the thread that trains.
     """
 
     def __init__(self, optimizers: Iterable[Any], models: Models, *, is_any: bool) -> None:
         self.at = StepState()
         self.optimizers = Optimizers(optimizers, models, is_any=is_any)
+        self.idle = IdleOptimizers(models, self.optimizers)
         self.clearing = Clearing()
         self.updates: dict[int, Update] = {}
         self.skipped = 0
@@ -49,6 +52,11 @@ class OptimizerSteps:
             if not self._stepped or id(optimizer) in self._stepped:
                 self.clearing.stepped(optimizer)
         self.looks += 1
+
+    def backward_begins(self, count: int) -> None:
+        """A backward pass begins, after so many: where there was no step yet, one may be missing."""
+        if not self.optimizers.counts:
+            self.idle.passed(count)
 
     def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool) -> None:
         """An optimizer is about to step; in a sampled step its gradients and weights are counted now.
@@ -72,6 +80,7 @@ class OptimizerSteps:
         In a sampled step what it has changed is counted now.
         """
         is_end = self.optimizers.stepped(optimizer)
+        self.idle.stepped(optimizer)
         self.in_a_row = 0
         if sampled is not None:
             update = self.updates.get(id(optimizer))
@@ -92,9 +101,11 @@ class OptimizerSteps:
         Several optimizers may share a GradScaler, which then leaves out a step of each: only those of the one that came
         first count, until the leading optimizer makes a step again.
         """
+        self.idle.stepped(optimizer)
         if self._skipper not in (None, id(optimizer)):
             return False
         self._skipper = id(optimizer)
+        self.updates.clear()
         self.skipped += 1
         self.in_a_row += 1
         return True

@@ -43,6 +43,8 @@ def _outermost(is_wanted: Callable[[nn.Module], bool]) -> tuple[str, nn.Module] 
     """The largest of the modules that are wanted and that a variable of a running function holds, with its name."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for frame in reversed(list(_frames())):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            continue  # what a module's own call names it: self
         for name, holder in _modules_in(_variables(frame)):
             if is_wanted(holder):
                 found.setdefault(id(holder), (holder, []))[1].append(name)

@@ -203,6 +203,7 @@ class Watcher:
         if sampled is not None:
             self._steps.clearing.look()
             self._calls.switch(is_on=True)  # for recomputations
+        self._steps.backward_begins(self._losses.count)
         for at, loss in _scalars(losses):
             noted = self._losses.note(loss, at, whose=self._batches.whose(self._models, loss),
                                       is_sampled=sampled is not None)  # fmt: skip
@@ -249,7 +250,6 @@ class Watcher:
             self.reporter.add(incidents.of_stuck_scaler(self.step, self._losses.scale, _STUCK), self.step)
             self._origin.find("a gradient", self.step, self._looks.sampled, has_gradients=True)
         self._batches.clear()
-        self._steps.updates.clear()
         if self._looks.sampled is not None:
             self._looks.drop()
             self._begin_look()
@@ -296,7 +296,7 @@ class Watcher:
             counts, new = steps.optimizers.counts, list(map(step_facts.optimizer, steps.optimizers.take_new()))
             sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped, settings=new,
                                  runs=sampled.runs.all, scale=self._losses.scale,
-                                 backwards=self._losses.in_step)  # fmt: skip
+                                 backwards=self._losses.in_step, idle=steps.idle.facts(self.step))  # fmt: skip
             known = step_facts.parameters(self._models, steps.updates.values(), counts, sampled.modules_called)
             self.reporter.look(sampled, known, self._losses.values())
         return sampled
