@@ -276,3 +276,45 @@ def test_a_container_that_is_made_anew_for_every_step_is_one_model(tmp_path):
     assert [name for name in run.scalars if name.startswith("loss:")] == ["loss:loss"]
     assert len(run.sites) == len(set(run.sites)), run.sites
     assert "healthy" in str(run.verdict)
+
+
+def test_a_net_without_an_optimizer_that_judges_is_no_fault(tmp_path):
+    """A perceptual loss: its parameters get gradients that nobody uses, called inside of the model and outside."""
+
+    class Judged(nn.Module):
+        def __init__(self, judge):
+            super().__init__()
+            self.body, self.hidden = nn.Linear(8, 8), [judge]
+
+        def forward(self, x):
+            return self.hidden[0](self.body(x))
+
+    def program(*, is_inside):
+        judge = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).requires_grad_(not is_inside)
+        model = Judged(judge) if is_inside else nn.Linear(8, 8)
+        fit(model, lambda model: F.cross_entropy(model(X) if is_inside else judge(model(X)), Y))
+
+    for is_inside in (True, False):
+        run = watched(tmp_path / str(is_inside), lambda is_inside=is_inside: program(is_inside=is_inside))
+        assert not {"unregistered", "wrong_parameters", "not_owned"} & {one.rule for one in run.findings}, run.findings
+
+
+def test_a_layer_that_is_added_to_a_model_as_it_runs_is_part_of_it(tmp_path):
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 16)
+
+        def forward(self, x):
+            if not hasattr(self, "second"):
+                self.second = nn.Linear(16, 2)
+            return self.second(self.first(x).relu())
+
+    def program():
+        model = Growing()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        classes(model)
+        optimizer.add_param_group({"params": model.second.parameters()})
+        fit(model, classes, optimizer=optimizer)
+
+    assert "unregistered" not in {one.rule for one in watched(tmp_path, program).findings}

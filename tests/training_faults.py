@@ -110,6 +110,41 @@ def optimizer_step_forgotten():
     return Run(model, optimizer, step, steps=40)
 
 
+@fault("wrong_parameters")
+def model_made_anew_after_the_optimizer():
+    optimizer = adam(mlp())
+    return loop(mlp(), optimizer, cross_entropy)
+
+
+@fault("wrong_parameters")
+def optimizer_of_the_teacher():
+    teacher = mlp()
+
+    def loss(model, x, y, number):
+        with torch.no_grad():
+            told = teacher(x).softmax(-1)
+        return F.kl_div(model(x).log_softmax(-1), told, reduction="batchmean")
+
+    return loop(mlp(), adam(teacher), loss)
+
+
+@fault("unregistered")
+def layers_in_a_list():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(64, 32), nn.Linear(32, 32)]
+            self.head = nn.Linear(32, 10)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).relu()
+            return self.head(x)
+
+    model = Listed()
+    return loop(model, adam(model), cross_entropy)
+
+
 @fault("not_owned", "4.weight:param")
 def head_not_given_to_the_optimizer():
     model = mlp()

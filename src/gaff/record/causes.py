@@ -148,7 +148,7 @@ def _symptom(finding: Finding) -> Claim:
 
 # What the process has done or left out: the finding is the cause itself.
 READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
-         "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "never_updated",
+         "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "never_updated",
          "train_mode_in_eval")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
@@ -188,20 +188,24 @@ def read_from_the_process(case: RunCase) -> Claim | None:
     if rise is not None:
         told.append(_risen(*rise))
     after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
-    explains = after if finding.rule in ("not_cleared", "nll_of_scores", "lr_zero") else ()
+    explains = after if finding.rule in ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters") else ()
     return Claim(finding.rule, "certain", _told(finding), tuple(told), finding.since, finding.remedy, explains,
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 
 @cause
-def never_stepped(case: RunCase) -> Claim | None:
-    """An optimizer that never makes a step. Certain where none did; where others do, it may be meant, for a while."""
-    finding = case.found("never_stepped")
+def trained_by_nobody(case: RunCase) -> Claim | None:
+    """An optimizer that never makes a step, or layers that are no part of their model.
+
+    Certain where no optimizer makes a step; else it may be meant, for a while, or of a net that judges.
+    """
+    finding = case.found("never_stepped", "unregistered")
     if finding is None:
         return None
-    certainty = "certain" if case.backwards else "likely"
-    seen = (f"{case.backwards} backward passes were seen, and no step of any optimizer",) if case.backwards else ()
-    return Claim(finding.rule, certainty, _told(finding), (_evidence(finding), *seen), finding.since, finding.remedy,
+    is_alone = case.backwards > 0 and finding.rule == "never_stepped"
+    seen = (f"{case.backwards} backward passes were seen, and no step of any optimizer",) if is_alone else ()
+    return Claim(finding.rule, "certain" if is_alone else "likely", _told(finding), (_evidence(finding), *seen),
+                 finding.since, finding.remedy,
                  tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
 
 

@@ -89,6 +89,44 @@ def never_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "wrong_parameters",
+    severity="error",
+    means="no parameter of the optimizer gets a gradient: what is trained is something else",
+    cause="the model was made anew, or its layers replaced, after the optimizer was made; or it got another model's",
+    remedy="make the optimizer after the model is complete, with the parameters of the model that runs",
+    least=3,
+    share=0.9,
+    hides=("no_gradient", "not_owned", "never_updated", "update_small"),
+)
+def wrong_parameters(sample: Sample, past: Past) -> Iterator[Hit]:
+    """All gradients of what the optimizers hold that make a step are None, while parameters of a model that is in none
+    of them got gradients. Certain."""
+    found = sample.facts.get("adrift")
+    if found:
+        model, count = next(iter(found["models"].items()))
+        told = f"no parameter that {' or '.join(found['optimizers'])} holds gets a gradient"
+        yield Hit(("", ""), f"{told}; {count} of {model!r} get one, and are in no optimizer", parameters=count)
+
+
+@rule(
+    "unregistered",
+    severity="error",
+    means="layers that a model calls are no part of it, and are trained by nobody",
+    cause="layers kept in a Python list or dict: parameters(), to() and state_dict() do not see them",
+    remedy="nn.ModuleList or nn.ModuleDict in place of the list or dict",
+    least=3,
+    share=0.9,
+)
+def unregistered(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Modules that are called while a model runs, that are no part of it, get gradients, and are in no optimizer."""
+    for model, found in sample.facts.get("strays", {}).items():
+        more = f" and {found['count'] - 1} more" if found["count"] > 1 else ""
+        told = f"{found['class']}{more}, called in the forward of {model!r}, {'are' if more else 'is'} no part of it"
+        yield Hit((model, ""), f"{told}: parameters in them get gradients, and are in no optimizer",
+                  modules=found["count"])  # fmt: skip
+
+
+@rule(
     "not_owned",
     severity="warning",
     means="a parameter gets gradients, but is in no optimizer: it never changes",

@@ -19,6 +19,7 @@ from gaff.compat import elements
 from gaff.compat.memory import version_of
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizers import Optimizers
+from gaff.training.watch.ownership import owned_by
 from gaff.training.watch.updates import parameters_of
 
 _FIRST, _TIMES = 16, 4  # looked for after so many steps or backward passes, and again after so many times as many
@@ -109,7 +110,7 @@ class IdleOptimizers:
 
         One of several models counts for the first.
         """
-        owned = {id(one) for optimizer in self._optimizers.counts for _, one in parameters_of(optimizer)}
+        owned = owned_by(self._optimizers.counts)
         found: dict[int, tuple[Model, Tensor]] = {}
         for model in self._models.all:
             for called, name, _ in model.parameters.values():

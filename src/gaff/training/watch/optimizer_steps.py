@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
+from gaff.record.sample import Key
+from gaff.training.watch import ownership, step_facts
 from gaff.training.watch.idle_optimizers import IdleOptimizers
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
@@ -109,6 +111,17 @@ class OptimizerSteps:
         self.skipped += 1
         self.in_a_row += 1
         return True
+
+    def facts(self, step: int, strays: ownership.Strays) -> dict[str, Any]:
+        """What rules read of the optimizers in the sampled step of this number; ``strays``: see ``ownership``."""
+        counts = self.optimizers.counts
+        new = list(map(step_facts.optimizer, self.optimizers.take_new()))
+        return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(step),
+                **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip
+
+    def parameters(self, called: set[Key]) -> dict[Key, dict[str, Any]]:
+        """Every parameter of the models that train, see ``step_facts``; ``called``: the modules that ran."""
+        return step_facts.parameters(self._models, self.updates.values(), self.optimizers.counts, called)
 
     def is_alone(self) -> bool:
         """Whether there is one optimizer, as far as is known: its step ends that of the run for certain."""

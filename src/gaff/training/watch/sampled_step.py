@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from gaff.record.statistics import NAN, NEGATIVE
 from gaff.training.watch import attention
 from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models, Place, WatchedModule, units_of
+from gaff.training.watch.ownership import Strays
 from gaff.training.watch.routers import Routes
 from gaff.training.watch.shield import Shield
 
@@ -98,10 +99,21 @@ class SampledOutput:
 
 @dataclass(slots=True)
 class RunCount:
-    """Runs of models in a step: all of them, and those that were looked at."""
+    """Runs of models in a step: all of them, and those that were looked at.
+
+    ``inside``: the model that runs now, empty between runs; ``strays``: modules that were called meanwhile, and are no
+    part of any model that is known.
+    """
 
     all: int = 0
     looked: int = 0
+    inside: str = ""
+    strays: Strays = field(default_factory=dict)
+
+    def passed_by(self, module: nn.Module) -> None:
+        """A module has returned that is part of no model: note one that has parameters and was called inside a run."""
+        if self.inside and module._parameters and id(module) not in self.strays:
+            self.strays[id(module)] = weakref.ref(module), self.inside
 
 
 class SampledStep:
@@ -159,7 +171,9 @@ class SampledStep:
         """
         self._stands = stands
         entry = self._models.entries.get(module)
-        if entry is not None and self.is_open:
+        if entry is None and self.is_open:
+            self.runs.passed_by(module)
+        elif entry is not None and self.is_open:
             if autograd.backward_task() != -1:
                 self._recomputed(entry, output)
             else:
@@ -173,6 +187,7 @@ class SampledStep:
         """
         self.runs.all += 1
         self.runs.looked += 1
+        self.runs.inside = model
         self.routes.run_begins()
         for at, (key, tensor) in enumerate(iter_tensors((args, kwargs))):
             value = readable(tensor) if tensor.is_floating_point() else None
@@ -184,6 +199,7 @@ class SampledStep:
 
     def run_ends(self) -> None:
         """The outermost module has returned, or raised: what it returned is the program's alone."""
+        self.runs.inside = ""
         self._latest.forget()
 
     def _called(self, entry: WatchedModule, args: Any, output: Any) -> None:

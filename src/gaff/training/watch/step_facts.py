@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from gaff.address.nested import flat_tensors, iter_tensors
 from gaff.address.resolve import iter_modules, join, unwrap
 from gaff.compat import distributed, elements, flat_shards, libraries
-from gaff.compat.memory import version_of
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.models import Models
+from gaff.training.watch.ownership import has_new_grad, owned_by
 from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.updates import Update
 
@@ -204,7 +204,7 @@ def parameters(
                 "had_grad": one.had_grad,
                 "step": optimizers.get(update.optimizer, 1) - 1,
             }
-    owned = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    owned = owned_by(optimizers)
     trained = {key[0] for key in found}
     for model in models.all:
         root = model.root()
@@ -220,22 +220,8 @@ def parameters(
                     found[key]["was_called"] = (model.name, path) in called
                 elif id(parameter) not in owned and models.name_of(parameter) == (model.name, join(path, name)):
                     found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
-                                  "had_grad": _has_new_grad(parameter, models.left_over)}  # fmt: skip
+                                  "had_grad": has_new_grad(parameter, models.left_over)}  # fmt: skip
     return found
-
-
-def _has_new_grad(parameter: Tensor, left_over: MutableMapping[Tensor, int]) -> bool:
-    """Whether a parameter has a gradient that was written to since this was last asked.
-
-    That of an earlier training may lie there still. ``left_over``: by gradient its version at that time.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        return False
-    version = version_of(gradient)
-    is_new = left_over.get(gradient) != version
-    left_over[gradient] = version
-    return is_new
 
 
 def read(known: Mapping[str, Any]) -> Parameter:

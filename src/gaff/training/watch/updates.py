@@ -58,6 +58,7 @@ class Update:
         self.optimizer = optimizer
         self.owned: list[Owned] = []
         self.was_cleared = True
+        self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
         self._has_closure = has_closure  # it brings the gradients, during the step
         self._has_moments = has_moments  # whether to read what the optimizer keeps
         self._models = models
@@ -93,6 +94,7 @@ class Update:
         """
         scale = getattr(self.optimizer, "grad_scale", None)
         pairs = []
+        self.is_fed = any(one.grad is not None for _, one in parameters_of(self.optimizer))
         for one in self.owned:
             gradient = one.parameter.grad
             one.had_grad = gradient is not None

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gaff.compat import checkpoints, compiler
 from gaff.engine.process.training_loop import Outer, Told
-from gaff.training.watch import forks, incidents, step_facts
+from gaff.training.watch import forks, incidents
 from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
 from gaff.training.watch.looks import Looks
@@ -293,11 +293,9 @@ class Watcher:
         """The sampled step is over: hand on what it has seen."""
         sampled, steps = self._looks.end(), self._steps
         if sampled is not None:
-            counts, new = steps.optimizers.counts, list(map(step_facts.optimizer, steps.optimizers.take_new()))
-            sampled.facts.update(self._losses.facts, optimizers=len(counts), skipped=steps.skipped, settings=new,
-                                 runs=sampled.runs.all, scale=self._losses.scale,
-                                 backwards=self._losses.in_step, idle=steps.idle.facts(self.step))  # fmt: skip
-            known = step_facts.parameters(self._models, steps.updates.values(), counts, sampled.modules_called)
+            sampled.facts.update(self._losses.facts, runs=sampled.runs.all, backwards=self._losses.in_step,
+                                 scale=self._losses.scale, **steps.facts(self.step, sampled.runs.strays))  # fmt: skip
+            known = steps.parameters(sampled.modules_called)
             self.reporter.look(sampled, known, self._losses.values())
         return sampled
 

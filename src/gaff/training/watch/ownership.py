@@ -1,0 +1,71 @@
+"""Which parameters belong to an optimizer that steps, and which get gradients and belong to none."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from gaff.compat.memory import version_of
+from gaff.training.watch.models import Models
+from gaff.training.watch.updates import Update, parameters_of
+
+Strays = dict[int, tuple[weakref.ref[nn.Module], str]]  # by identity, with the model whose forward has called it
+
+
+def owned_by(optimizers: Iterable[Any]) -> set[int]:
+    """The identities of all parameters in these optimizers."""
+    return {id(one) for optimizer in optimizers for _, one in parameters_of(optimizer)}
+
+
+def facts(models: Models, updates: Iterable[Update], optimizers: Iterable[Any], strays: Strays) -> dict[str, Any]:
+    """What of a step that was looked at gets gradients and is in no optimizer that steps, where that tells a fault.
+
+    ``adrift``: none of the parameters of any optimizer that made a step (``updates``) had a gradient, while those of
+    models had: the optimizers' classes, and how many parameters of which model; ``strays``: modules that a model has
+    called in its forward without having them as parts: by model, how many, and the class of the first.
+    """
+    owned = owned_by(optimizers)
+    made = list(updates)
+    told: dict[str, Any] = {}
+    if made and not any(one.is_fed for one in made):
+        adrift = {model: len(unowned) for model, unowned in _unowned(models, owned) if unowned}
+        if adrift:
+            told["adrift"] = {"optimizers": [type(one.optimizer).__name__ for one in made], "models": adrift}
+    for called, model in strays.values():
+        module = called()
+        if module is not None and _is_stray(module, models, owned):
+            known = told.setdefault("strays", {}).setdefault(model, {"count": 0, "class": type(module).__name__})
+            known["count"] += 1
+    return told
+
+
+def has_new_grad(parameter: Tensor, left_over: MutableMapping[Tensor, int]) -> bool:
+    """Whether a parameter has a gradient that was written to since this was last asked.
+
+    That of an earlier training may lie there still. ``left_over``: by gradient its version at that time.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    version = version_of(gradient)
+    is_new = left_over.get(gradient) != version
+    left_over[gradient] = version
+    return is_new
+
+
+def _unowned(models: Models, owned: set[int]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Of each model the parameters of modules in training mode that have got a gradient and are in no optimizer."""
+    for model in models.all:
+        parts = [(called(), name) for called, name, _ in model.parameters.values()]
+        held = [module._parameters.get(name) for module, name in parts if module is not None and module.training]
+        yield model.name, [one for one in held if one is not None and id(one) not in owned
+                           and one.requires_grad and has_new_grad(one, models.left_over)]  # fmt: skip
+
+
+def _is_stray(module: nn.Module, models: Models, owned: set[int]) -> bool:
+    """Whether a parameter of ``module`` itself gets gradients, belongs to no optimizer, and to no model after all."""
+    held = [one for one in module._parameters.values() if one is not None and one.grad is not None]
+    return any(id(one) not in owned and models.name_of(one) is None for one in held)
