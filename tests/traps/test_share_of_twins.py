@@ -1,5 +1,6 @@
 """The share of a tensor that is given several times is edited as a whole, and stays one tensor for the module."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,3 +38,13 @@ def test_self_attention():
     with gaff.edit(model, {"attention:grad_input": edits.zero()}):
         model(x).pow(2).sum().backward()
     assert not x.grad.any()
+
+
+@pytest.mark.parametrize("key", ["[0]", "[b]", "[pair][0]"])
+def test_one_of_them_alone_is_refused(key):
+    model, x = Around(), torch.full((2,), 3.0, requires_grad=True)
+    with pytest.raises(gaff.ExactnessError, match="came in 3 times.*twins:grad_input edits what comes by all of them"):
+        with gaff.edit(model, {f"twins:grad_input{key}": edits.scale(0.0)}):
+            model(x).sum().backward()
+    with gaff.edit(model, {f"twins:grad_input{key}": edits.scale(0.0)}):
+        model.twins(x, b=x * 1, pair=[x * 1]).sum().backward()

@@ -7,6 +7,7 @@ gradient that backward goes on with.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,14 +43,18 @@ class ShareChange(GradientArm):
         if tensor is None or not autograd.takes_gradient(tensor):
             self._stream.absent(crossing.run, crossing.call, "the input does not require grad")
             return None
+        places = [key for key, other in iter_tensors(value) if other is tensor]
+        if self._site.key and len(places) > 1:
+            told = f"the same tensor came in {len(places)} times: their shares cannot be told apart"
+            whole = replace(self._site, key=())
+            self._stream.refuse(crossing.run, crossing.call, f"{told}; {whole} edits what comes by all of them")
         edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
         alias = alias_of(tensor)
         share = ArmedShare(self._stream, crossing.run, crossing.call, alias)
         self._frame(crossing.run).notes[self] = (tensor, alias, edge, since, memory.version_of(tensor), share)
         self._gradients.arm_share(alias, share)
-        for key, other in list(iter_tensors(value)):  # given several times: one view for all of them
-            if other is tensor:
-                value = put(value, key, alias)
+        for key in places:  # one view for all of them: a module may ask whether they are one tensor
+            value = put(value, key, alias)
         return value
 
     def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:

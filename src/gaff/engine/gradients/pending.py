@@ -255,8 +255,13 @@ class Gradients:
         """Forget hooks whose autograd graph is gone, and tell their streams what never came.
 
         Called when their number has doubled since the last time, so that a long session costs the same for each hook.
+        Those of a run whose backward pass may still come, since other parts of its graph are there, or are still being
+        made, are kept: what the run has dropped itself is told of when that pass has come.
         """
-        dead = [armed for armed in self._armed if armed.is_dead()]
+        lost = [armed for armed in self._armed if armed.is_dead()]
+        gone = set(map(id, lost))
+        awaited = {armed.run for armed in self._armed if id(armed) not in gone} | {self._armed[-1].run}
+        dead = [armed for armed in lost if armed.run.has_backward or armed.run not in awaited]
         gone = set(map(id, dead))
         for armed in dead:
             armed.remove()  # from what outlives the graph
