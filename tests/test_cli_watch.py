@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import fields
 
 import pytest
@@ -79,7 +80,21 @@ def test_every_setting_is_an_option_with_the_default_and_the_help_of_its_declara
     assert Settings.from_json({**plain, "out": None}) == Settings()
 
 
-def test_amake_folder_that_holds_a_run_is_not_written_to(capsys, tmp_path):
+def test_commands_that_begin_at_once_have_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    made = [make_folder(None, ["python", "train.py"]) for _ in range(3)]
+    assert [one.name for one in made] == [f"20260101-000000-train{end}" for end in ("", "-2", "-3")]
+    with pytest.raises(RecordError, match=r"nothing is recorded yet.*such as --out .*train-4"):
+        make_folder(str(made[0]), ["python", "train.py"])
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    (tmp_path / "inside" / "gaff-runs").touch()
+    with pytest.raises(RecordError, match="cannot be written: Not a directory"):
+        make_folder(None, ["python", "train.py"])
+
+
+def test_a_folder_that_holds_a_run_is_not_written_to(capsys, tmp_path):
     (tmp_path / "rank0.gaff").write_bytes(b"GAFFLOG1")
     code, text = refused(capsys, "watch", "--out", str(tmp_path), "--", sys.executable, "-c", "print()")
     assert code == 1

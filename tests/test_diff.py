@@ -393,9 +393,15 @@ def test_other_shapes_and_signs_of_zero_are_not_the_same_bits(b):
 def test_another_input_is_told_before_what_it_causes():
     net = Net()
     found = gaff.diff(traced(net), traced(net, X.flip(1)))
-    assert (found.rows[0].phase, found.rows[0].state) == ("input", "close")
-    assert found.first.site == "blocks.0.norm"
-    assert "the first bits that differ are those of the input" in str(found)
+    assert (found.first.phase, found.first.state) == ("input", "parted")
+    assert "they were given different inputs: " in found.verdict
+    assert found.rows[1].state == "parted"
+    twice = gaff.diff(traced(net), traced(net, 2 * X))
+    assert "different inputs: 50 % apart" in twice.verdict
+    close = gaff.diff(traced(net), traced(net, X * (1 + 2**-23)))
+    assert close.first is None or close.first.phase != "input"
+    assert close.rows[0].state == "close"
+    assert close.rows[0].delta > 1e-9
 
 
 def test_one_layer_of_another_type_is_named():
@@ -478,7 +484,8 @@ def test_whole_numbers_do_not_round():
 def test_a_batch_of_another_size_is_another_one():
     model, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.randn(4, 2)
     found = gaff.diff(gaff.trace(model, x), gaff.trace(model, torch.cat([x, x])))
-    assert found.first.number == "shape"
-    assert (found.first.a, found.first.b) == ("4x3", "8x3")
+    assert [(row.a, row.b) for row in found.rows[:2]] == [("4x2", "8x2"), ("4x3", "8x3")]
+    assert {row.number for row in found.rows[:2]} == {"shape"}
+    assert "different inputs: shape 4x2 against 8x2" in found.verdict
     turned = gaff.diff(gaff.trace(nn.Flatten(), x), gaff.trace(nn.Flatten(0), x))
     assert not turned  # as many elements in another shape

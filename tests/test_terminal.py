@@ -71,6 +71,10 @@ def test_the_command_line_chooses_columns(capsys):
     assert capsys.readouterr().out.splitlines()[1].split() == ["site", "time", "flops"]
     assert main(["trace", "examples/digits.py:model", "examples/digits.py:image", "--columns", "flop"]) == 1
     assert "gaff: there is no column 'flop': expected some of site, class" in capsys.readouterr().err
+    for whole in ("--json", "--plain"):
+        assert main(["trace", "examples/digits.py:model", "examples/digits.py:image", "--columns", "time", whole]) == 1
+        assert capsys.readouterr() == ("", f"gaff: --columns is about tables, and {whole} prints everything: leave one of "
+                                           "the two out\n")  # fmt: skip
 
 
 def in_terminal(columns, *words, **more):

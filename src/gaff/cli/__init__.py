@@ -32,6 +32,7 @@ from gaff.cli import (
     try_,
     watch,
 )
+from gaff.cli.options import columns_of
 from gaff.cli.parser import Parser, did_you_mean
 from gaff.cli.printing import terminal_width
 from gaff.errors import GaffError
@@ -125,8 +126,7 @@ def _top() -> Parser:
 def _run(command: Command, options: argparse.Namespace) -> int:
     """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
     try:
-        columns = [one.strip() for one in (getattr(options, "columns", None) or "").split(",") if one.strip()]
-        with fitting(terminal_width(), columns) as tables:
+        with fitting(terminal_width(), columns_of(options)) as tables:
             code = command.run(options)
         if tables.complaint:
             to_stderr(f"gaff: {tables.complaint}")

@@ -86,9 +86,11 @@ def command_of(words: list[str], name: str) -> tuple[list[str], str]:
 
 
 def make_folder(out: str | None, command: list[str], *, force: bool = False) -> Path:
-    """A new folder with what the run is; raises RecordError where there is one already, unless ``force`` removes it."""
-    name = next((Path(word).stem for word in command[1:] if word.endswith(".py")), Path(command[0]).name)
-    folder = Path(out) if out else Path("gaff-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    """A new folder with what the run is; raises RecordError where there is one already, unless ``force`` removes it.
+
+    The head is written by whoever makes its file: of two commands that begin at once with one folder, one is refused.
+    """
+    folder = Path(out) if out else _own_folder(command)
     there = [
         *folder.glob(HEAD),
         *folder.glob(f"*{ENDING}"),
@@ -108,14 +110,36 @@ def make_folder(out: str | None, command: list[str], *, force: bool = False) -> 
             file.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         head = {"version": VERSION, "gaff": __version__, "command": command, "began": time.time()}
-        (folder / HEAD).write_text(json.dumps(head, indent=1))
+        with (folder / HEAD).open("x") as new:
+            new.write(json.dumps(head, indent=1))
     except OSError as error:
         raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
     return folder
 
 
+def _own_folder(command: list[str]) -> Path:
+    """A folder below ``gaff-runs`` that nobody else has, made just now: by time and script, numbered where it must be.
+
+    Raises RecordError where none can be made.
+    """
+    script = next((Path(word).stem for word in command[1:] if word.endswith(".py")), Path(command[0]).name)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{script}"
+    for number in itertools.count(1):
+        folder = Path("gaff-runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue  # of a command that began in the same second
+        except OSError as error:
+            raise RecordError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+    raise AssertionError("numbers do not end")
+
+
 def _what(folder: Path) -> str:
     """The run in a folder in a few words, for a message: its command or its steps."""
+    if not any(folder.glob(f"*{ENDING}")):
+        return "nothing is recorded yet"
     try:
         record = Record(folder)
     except RecordError as error:

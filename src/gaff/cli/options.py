@@ -60,6 +60,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     """How a command that prints a table prints it: ``--json`` or ``--plain`` in its place."""
     add_json(parser, "print data instead of a table")
     parser.add_argument("--plain", action="store_true", help="cells separated by tabs, nothing cut")
+    parser.set_defaults(whole_if=("json", "plain"))
     add_columns(parser)
     add_debug(parser)
 
@@ -67,6 +68,15 @@ def add_table(parser: argparse.ArgumentParser) -> None:
 def add_columns(parser: argparse.ArgumentParser) -> None:
     """Which columns of tables are printed; ``gaff.cli._run`` reads it, and fits all tables to the terminal."""
     parser.add_argument("--columns", metavar="NAMES", help="only these columns of the tables: --columns time,flops")
+
+
+def columns_of(options: argparse.Namespace) -> list[str]:
+    """The columns that a command line asks for. Raises PlanError where it asks for no table that could be cut."""
+    columns = [one.strip() for one in (getattr(options, "columns", None) or "").split(",") if one.strip()]
+    whole = next((one for one in getattr(options, "whole_if", ("json",)) if getattr(options, one, False)), None)
+    if columns and whole is not None:
+        raise PlanError(f"--columns is about tables, and --{whole} prints everything: leave one of the two out")
+    return columns
 
 
 def add_json(parser: argparse.ArgumentParser, told: str = "print data instead") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,16 @@ from gaff.compat import extras
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.inspection.writing import write_text
 from gaff.record.picture import Picture
-from gaff.record.trace_rows import CallRow, Gradient, ParameterRow, build_row, call_row, optional_row, row_dict
+from gaff.record.trace_rows import (
+    CallRow,
+    Fingerprint,
+    Gradient,
+    ParameterRow,
+    build_row,
+    call_row,
+    optional_row,
+    row_dict,
+)
 from gaff.views import trace_text
 from gaff.views.notebook import Shown, framed
 from gaff.views.trace_html import trace_cell
@@ -31,7 +40,7 @@ _MOST_BYTES = 500 * 2**20
 class Trace:
     """One run, told: ``rows`` in the order in which modules were entered. ``str`` is the table, ``tree()`` the tree.
 
-    ``given``: a digest of the inputs. ``edges``: (row, row, known): the second was given what the first has made;
+    ``given``: what stands for the inputs. ``edges``: (row, row, known): the second was given what the first has made;
     where nobody is known to have made it, for it was an op, the first is the call before. ``pictures``: with
     ``gaff.trace(..., pictures=True)``. ``unused_modules`` were not called; ``unused_parameters`` require grad and got
     none, or, without a backward pass, the output does not depend on them. ``tokens``: of the first text that the model
@@ -47,7 +56,7 @@ class Trace:
     has_flops: bool = True
     device: str = "cpu"
     notes: tuple[str, ...] = ()
-    given: str = ""
+    given: Fingerprint = field(default_factory=Fingerprint)
     edges: tuple[tuple[int, int, bool], ...] = ()
     pictures: tuple[Picture, ...] = ()
     tokens: tuple[str, ...] = ()
@@ -123,6 +132,8 @@ class Trace:
             )
             for name in ("unused_modules", "unused_parameters", "notes", "tokens"):
                 data[name] = tuple(str(item) for item in data.get(name, ()))
+            given = data.get("given") or {}
+            data["given"] = Fingerprint(str(given["digest"]), tuple(map(float, given["sketch"])), str(given["odd"]))
             data["edges"] = tuple((int(one), int(other), bool(known)) for one, other, known in data.get("edges", ()))
             data["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
             return build_row(cls, data)

@@ -101,7 +101,7 @@ def trace_run(
         "has_flops": has_flops,
         "device": str(device),
         "notes": (*session.notes, *_notes(model, counter, versions)),
-        "given": fingerprint_of(log.given).digest,
+        "given": fingerprint_of(log.given),
         "tokens": tokens,
     }
     return _build(model, modules, log, parameters, used, facts)

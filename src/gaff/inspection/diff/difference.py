@@ -103,6 +103,9 @@ class Difference:
         parted = f"{sum(row.state == 'parted' for row in self.rows)} of {len(self.rows)} places differ"
         if first.phase == "batch":
             return f"they were given different batches{_at(first)}, by the {first.number}; {parted}"
+        if first.phase == "input":
+            what = f"{first.number} {first.a} against {first.b}" if first.a else f"{first.told(first.delta)} apart"
+            return f"they were given different inputs: {what}; {parted}"
         names = first.site if first.site == first.other else f"{first.site} ({first.other} in B)"
         values = f"{first.number} {first.a} against {first.b}"
         if first.a == first.b:

@@ -38,11 +38,8 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
     made = _made(a)
     pairs.sort(key=lambda pair: made[pair.a])
     rows: list[DiffRow] = []
-    if a.given and b.given:
-        is_same = a.given == b.given
-        state, delta = ("same", 0.0) if is_same else ("close", _LITTLE)
-        rows.append(DiffRow("the input", "the input", "input", state, delta,
-                        0.0, "digest", a.given, b.given))  # fmt: skip
+    if a.given.digest and b.given.digest:
+        rows.append(_input(a, b, tolerance))
     compared = 0
     for order, pair in enumerate(pairs):
         one, other = a.rows[pair.a], b.rows[pair.b]
@@ -84,6 +81,19 @@ def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow])
         one, other = a.rows[odd[0].a], b.rows[odd[0].b]
         notes.append(f"{one.site} is {one.dtype} in A and {other.dtype} in B, the first of {len(odd)} such calls")
     return notes
+
+
+def _input(a: Trace, b: Trace, tolerance: float | None) -> DiffRow:
+    """The row of what the two models were given, all tensors together."""
+    place = "the input", "the input", "input"
+    shapes = [", ".join(row.input for row in trace.rows[:1]) for trace in (a, b)]
+    allowed = _allowed(tolerance, 0, *a.rows[:1], *b.rows[:1])
+    if a.given.is_same_as(b.given):
+        return DiffRow(*place, "same", 0.0, allowed)
+    if shapes[0] != shapes[1]:
+        return DiffRow(*place, "parted", math.inf, allowed, "shape", shapes[0], shapes[1])
+    delta = max(_sketched(a.given, b.given), _LITTLE)
+    return DiffRow(*place, state_of(delta, allowed), delta, allowed, "elements")
 
 
 def _made(trace: Trace) -> list[int]:
