@@ -318,3 +318,47 @@ def test_a_layer_that_is_added_to_a_model_as_it_runs_is_part_of_it(tmp_path):
         fit(model, classes, optimizer=optimizer)
 
     assert "unregistered" not in {one.rule for one in watched(tmp_path, program).findings}
+
+
+def test_losses_of_evaluations_are_all_heard_where_the_function_is_looked_up_before_the_model_runs(tmp_path):
+    said = []
+
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        for _ in range(6):
+            fit(model, classes, 13)
+            model.eval()
+            with torch.no_grad():
+                said.append(F.cross_entropy(model(X), Y).item())
+            model.train()
+
+    with gaff.watch(out=tmp_path / "run", every=7):
+        program()
+    assert [value for _, value in gaff.load(tmp_path / "run").evaluated()["cross_entropy"]] == pytest.approx(said)
+
+
+@pytest.mark.parametrize("steps", [1, 40, 57])
+def test_what_a_watched_program_exports_is_what_it_is_without(tmp_path, steps):
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.loss = nn.Linear(8, 2), nn.CrossEntropyLoss()
+
+        def forward(self, x, y: torch.Tensor):
+            return F.cross_entropy(self.body(x), y) + self.loss(self.body(x), y)
+
+    def program():
+        model = WithLoss()
+        fit(model, lambda model: model(X, Y), steps)
+        return [
+            torch.jit.script(model)(X, Y),
+            torch.jit.trace(model, (X, Y))(X, Y),
+            torch.fx.symbolic_trace(model)(X, Y),
+        ]
+
+    torch.manual_seed(0)
+    alone, function = program(), F.cross_entropy
+    torch.manual_seed(0)
+    with gaff.watch(out=tmp_path / "run"):
+        assert program() == alone
+    assert F.cross_entropy is function

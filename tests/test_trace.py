@@ -380,3 +380,16 @@ def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path):
     json.loads(file.read_text(), parse_constant=refuse)
     assert '"number": "nan"' in file.read_text()
     assert Trace.load(file).to_json() == trace.to_json()
+
+
+def test_a_trace_of_the_format_before_is_read():
+    """It had a digest of the inputs alone, from which nothing tells how far two are apart."""
+    model, x = nn.Linear(3, 2), torch.randn(2, 3)
+    trace = gaff.trace(model, x)
+    data = json.loads(trace.to_json())
+    assert data["gaff_trace"] == 3
+    before = Trace.from_json(json.dumps(data | {"gaff_trace": 2, "given": data["given"]["digest"]}))
+    assert not gaff.diff(before, trace).first
+    assert gaff.diff(before, trace).rows[0].state == "same"
+    with pytest.raises(gaff.RecordError, match="another format, expected 3"):
+        Trace.from_json(json.dumps(data | {"gaff_trace": 4}))

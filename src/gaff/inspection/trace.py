@@ -32,7 +32,7 @@ from gaff.views import trace_text
 from gaff.views.notebook import Shown, framed
 from gaff.views.trace_html import trace_cell
 
-_FORMAT = 2
+_FORMAT = 3
 _MOST_BYTES = 500 * 2**20
 
 
@@ -123,7 +123,7 @@ class Trace:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no trace."""
         try:
             data = json.loads(text, object_hook=_number)
-            if data.pop("gaff_trace") != _FORMAT:
+            if data.pop("gaff_trace") not in (_FORMAT, _FORMAT - 1):
                 raise ValueError(f"another format, expected {_FORMAT}")
             data["rows"] = tuple(call_row(row) for row in data["rows"])
             data["parameters"] = tuple(
@@ -132,8 +132,7 @@ class Trace:
             )
             for name in ("unused_modules", "unused_parameters", "notes", "tokens"):
                 data[name] = tuple(str(item) for item in data.get(name, ()))
-            given = data.get("given") or {}
-            data["given"] = Fingerprint(str(given["digest"]), tuple(map(float, given["sketch"])), str(given["odd"]))
+            data["given"] = _fingerprint(data.get("given", ""))
             data["edges"] = tuple((int(one), int(other), bool(known)) for one, other, known in data.get("edges", ()))
             data["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
             return build_row(cls, data)
@@ -158,6 +157,13 @@ class Trace:
         if file.stat().st_size > _MOST_BYTES:
             raise RecordError(f"trace {str(path)!r} is larger than {_MOST_BYTES} bytes: not read")
         return cls.from_json(file.read_text(encoding="utf-8"))
+
+
+def _fingerprint(told: Any) -> Fingerprint:
+    """What stands for the inputs, of a dict in JSON; format 2 had the digest alone, as text."""
+    if isinstance(told, str):
+        return Fingerprint(told)
+    return Fingerprint(str(told["digest"]), tuple(map(float, told["sketch"])), str(told["odd"]))
 
 
 def _worded(value: Any) -> Any:

@@ -84,6 +84,7 @@ def _placed(name: str) -> tuple[Any, Any, list[FunctionCalls]]:
             one.after(name, args, kwargs, output)
         return output
 
+    vars(around).update(__script_if_tracing_wrapper=True, __original_fn=original)  # torch.jit.script takes that one
     setattr(F, name, around)
     _PLACED[name] = original, around, listeners
     return _PLACED[name]

@@ -19,6 +19,9 @@ from gaff.training.watch.shield import Shield
 class EvaluationCalls:
     """Listens in one run of an evaluation for dropouts, and from its beginning to the next training run for losses.
 
+    A line such as ``F.cross_entropy(model(x), y)`` looks its function up before the run begins that tells of the
+    evaluation. So what hears of losses stands there from ``stand_by`` to ``close``, and listens during evaluations.
+
     ``told`` gets the means of these, by the name of the function, which may be on a device, as ``Reporter.tell`` takes
     an event "evaluated". Nothing is heard where code is compiled. Used on the thread that trains.
     """
@@ -32,6 +35,15 @@ class EvaluationCalls:
         self._sums: dict[str, tuple[Any, int]] = {}
         self._step: int | None = None  # since which losses are listened for
 
+    def stand_by(self) -> None:
+        """Be ready for evaluations, whose losses are computed by functions that are looked up before they are noticed."""
+        self._losses.switch(is_on=not has_asked_to_compile())
+
+    def close(self) -> None:
+        """Hand over what was heard, and leave torch's functions as they were."""
+        self.over()
+        self._losses.switch(is_on=False)
+
     def run_begins(self, sampled: SampledStep, *, is_training: bool) -> None:
         """A run of an evaluation begins that is looked at; ``is_training``: the model's mode, wrong as that may be."""
         if has_asked_to_compile():
@@ -43,7 +55,7 @@ class EvaluationCalls:
         """An evaluation begins at this step: listen for its losses."""
         if self._step is None and not has_asked_to_compile() and not torch.is_grad_enabled():
             self._step = step
-            self._losses.switch(is_on=True)
+            self.stand_by()
 
     def run_ends(self) -> None:
         """That run is over: dropouts are not listened for any more."""
@@ -56,7 +68,6 @@ class EvaluationCalls:
             self.run_ends()
         if self._step is None:
             return
-        self._losses.switch(is_on=False)
         step, sums, self._step, self._sums = self._step, self._sums, None, {}
         if sums:
             self._told("evaluated", step, losses={name: total / count for name, (total, count) in sums.items()})
@@ -70,7 +81,9 @@ class EvaluationCalls:
 
     def _loss_returned(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A loss was computed without gradients: add it up, as a mean over calls, or of sums as one over targets."""
-        if isinstance(output, Tensor) and output.numel() == 1 and not torch.is_grad_enabled():
+        if self._step is None or torch.is_grad_enabled():
+            return
+        if isinstance(output, Tensor) and output.numel() == 1:
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + output.detach().double(), count + _summed(name, args, kwargs)
 

@@ -77,13 +77,14 @@ class Looks:
         self._calls.passing.passed = 0
         self._calls.look(is_on=True)
         self._setup.look(is_on=True)
+        self._heard.stand_by()
 
     def end(self) -> SampledStep | None:
         """Look at nothing any more, and leave no hook on; the look that was in progress, None where there was none."""
         self._count_passed()
         sampled, self.sampled, self._target = self.sampled, None, None
         self._calls.look(is_on=False)
-        self._heard.over()  # first: it stands before what the look has put in the place of torch's functions
+        self._heard.over()
         self._setup.look(is_on=False)
         if sampled is not None:
             sampled.facts.update(self._setup.take())
@@ -96,7 +97,7 @@ class Looks:
 
     def drop(self) -> None:
         """Give up the look in progress: whatever its hooks still bring is seen by nobody. The hooks stay on."""
-        self._heard.over()  # first: it stands before what the look has put in the place of torch's functions
+        self._heard.close()
         self._setup.look(is_on=False)
         if self.sampled is not None:
             self.sampled.is_open = False
@@ -201,7 +202,7 @@ class Looks:
 
     def compiled(self, function: Any) -> None:
         """``torch.compile`` was called: from now on nothing may stand in the place of torch's functions."""
-        self._heard.over()
+        self._heard.close()
         self._setup.look(is_on=False)
         self._calls.compiled(function)
 

@@ -38,10 +38,13 @@ class Shield:
         self._elsewhere_s = 0.0  # on threads of autograd's own
 
     def is_mine(self) -> bool:
-        """Whether this is the thread that trains: the first one that has ever asked."""
+        """Whether this is the thread that trains: the first one that has ever asked.
+
+        While ``torch.jit.trace`` writes down what runs, nobody trains: what we compute would be part of it.
+        """
         here = threading.get_ident()
         self._thread = self._thread or here
-        return self._thread == here
+        return self._thread == here and torch._C._get_tracing_state() is None
 
     def run(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Call ``action``, if the shield is open and this is the thread that trains; no error of it gets out."""
