@@ -291,6 +291,7 @@ def test_a_net_without_an_optimizer_that_judges_is_no_fault(tmp_path):
 
     def program(*, is_inside):
         judge = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).requires_grad_(not is_inside)
+        nn.init.normal_(judge[0].weight)  # as training leaves it
         model = Judged(judge) if is_inside else nn.Linear(8, 8)
         fit(model, lambda model: F.cross_entropy(model(X) if is_inside else judge(model(X)), Y))
 
@@ -362,3 +363,64 @@ def test_what_a_watched_program_exports_is_what_it_is_without(tmp_path, steps):
     with gaff.watch(out=tmp_path / "run"):
         assert program() == alone
     assert F.cross_entropy is function
+
+
+def adversaries(*, clears=True, samples_in="eval", detaches=False):
+    """A generator and what judges it, each with an optimizer; the generator is sampled from now and then."""
+
+    def program():
+        made = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
+        judge = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(), nn.Linear(32, 1))
+        makes, judges = (torch.optim.Adam(one.parameters(), 1e-3, betas=(0.5, 0.9)) for one in (made, judge))
+        real, fake = torch.ones(64, 1), torch.zeros(64, 1)
+        for step in range(120):
+            told = made(torch.randn(64, 4))
+            loss = F.binary_cross_entropy_with_logits(judge(X), real)
+            loss = loss + F.binary_cross_entropy_with_logits(judge(told.detach()), fake)
+            judges.zero_grad()
+            loss.backward()
+            judges.step()
+            fooled = F.binary_cross_entropy_with_logits(judge(told.detach() if detaches else told), real)
+            if clears:
+                makes.zero_grad()
+            fooled.backward()
+            makes.step()
+            if step % 20 == 19:
+                made.train(samples_in == "train")
+                with torch.no_grad():
+                    made(torch.randn(64, 4))
+                made.train()
+
+    return program
+
+
+@pytest.mark.parametrize("samples_in", ["train", "eval"])
+def test_samples_of_a_generator_are_no_evaluation(tmp_path, samples_in):
+    run = watched(tmp_path, adversaries(samples_in=samples_in))
+    assert run.verdict.state == "healthy", run.verdict
+
+
+def test_gradients_that_the_second_optimizer_does_not_clear(tmp_path):
+    run = watched(tmp_path, adversaries(clears=False))
+    assert run.verdict.name == "not_cleared", run.verdict
+    assert {one.model for one in run.findings if one.rule == "not_cleared"} == {"made"}
+
+
+def test_a_model_whose_optimizer_steps_and_that_no_gradient_reaches(tmp_path):
+    run = watched(tmp_path, adversaries(detaches=True, samples_in="train"))
+    assert "wrong: no parameter of 'made' gets a gradient" in str(run.verdict)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_an_encoder_in_no_optimizer(tmp_path, is_fresh):
+    """One that nobody has trained was forgotten; one that was trained before, elsewhere, may be meant to stay."""
+
+    def program():
+        encoder, head = nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 2)
+        if not is_fresh:
+            nn.init.normal_(encoder[0].weight)
+        fit(head, lambda head: classes(lambda x: head(encoder(x))))
+
+    run = watched(tmp_path, program)
+    assert (run.verdict.name, run.verdict.state) == (("not_owned", "suspicious") if is_fresh else ("", "healthy"))
+    assert not is_fresh or "'encoder' gets gradients, none of its parameters is in an optimizer" in str(run.verdict)

@@ -145,6 +145,31 @@ def layers_in_a_list():
     return loop(model, adam(model), cross_entropy)
 
 
+@fault("cleared_before_step")
+def zero_grad_between_backward_and_step():
+    model = mlp()
+    optimizer = adam(model)
+
+    def step(number):
+        x, y = batch()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        optimizer.step()
+
+    return Run(model, optimizer, step, steps=60)
+
+
+@fault("never_trained")
+def forward_under_no_grad():
+    def loss(model, x, y, number):
+        with torch.no_grad():
+            told = model(x)
+        return F.cross_entropy(told.requires_grad_(), y)
+
+    model = mlp()
+    return loop(model, adam(model), loss)
+
+
 @fault("not_owned", "4.weight:param")
 def head_not_given_to_the_optimizer():
     model = mlp()

@@ -79,6 +79,10 @@ class RunCase:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
         return next((one for rule in rules for one in self.findings if one.rule == rule), None)
 
+    def without(self, rule: str) -> RunCase:
+        """The same run without the findings of one rule."""
+        return replace(self, findings=tuple(one for one in self.findings if one.rule != rule))
+
     @property
     def loss(self) -> tuple[str, Curve] | None:
         """The name and the curve of the loss that was found first, if it has any value."""
@@ -114,7 +118,9 @@ def claims(case: RunCase) -> list[Claim]:
     Weights that begin all alike do no harm where the loss falls all the same, as with heads side by side.
     """
     if _has_learned(case):
-        case = replace(case, findings=tuple(one for one in case.findings if one.rule != "symmetric_units"))
+        case = case.without("symmetric_units")
+    if case.optimizers > 1 and not case.evaluated:
+        case = case.without("train_mode_in_eval")  # an adversary's samples
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
     found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), one.since if one.since is not None else case.steps))
     explained = {rule for one in found[:1] if one.certainty != "possible" for rule in one.explains}
@@ -148,11 +154,13 @@ def _symptom(finding: Finding) -> Claim:
 
 # What the process has done or left out: the finding is the cause itself.
 READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
-         "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "never_updated",
-         "train_mode_in_eval")  # fmt: skip
+         "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "cleared_before_step",
+         "never_trained", "never_updated")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
+
+_STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained")
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {
@@ -188,9 +196,21 @@ def read_from_the_process(case: RunCase) -> Claim | None:
     if rise is not None:
         told.append(_risen(*rise))
     after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
-    explains = after if finding.rule in ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters") else ()
+    explains = after if finding.rule in _STOPS else ()
     return Claim(finding.rule, "certain", _told(finding), tuple(told), finding.since, finding.remedy, explains,
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
+
+
+@cause
+def evaluated_in_training_mode(case: RunCase) -> Claim | None:
+    """A model that is evaluated in training mode: certain where losses of the evaluation were heard.
+
+    Without any, a run without gradients may be another thing: statistics that are taken anew, samples of a generator.
+    """
+    finding = case.found("train_mode_in_eval")
+    if finding is None or not case.evaluated:
+        return None
+    return Claim(finding.rule, "certain", _told(finding), (_evidence(finding),), finding.since, finding.remedy)
 
 
 @cause

@@ -255,13 +255,8 @@ class Gradients:
         """Forget hooks whose autograd graph is gone, and tell their streams what never came.
 
         Called when their number has doubled since the last time, so that a long session costs the same for each hook.
-        Those of a run whose backward pass may still come, since other parts of its graph are there, or are still being
-        made, are kept: what the run has dropped itself is told of when that pass has come.
         """
-        lost = [armed for armed in self._armed if armed.is_dead()]
-        gone = set(map(id, lost))
-        awaited = {armed.run for armed in self._armed if id(armed) not in gone} | {self._armed[-1].run}
-        dead = [armed for armed in lost if armed.run.has_backward or armed.run not in awaited]
+        dead = _past_hope(self._armed)
         gone = set(map(id, dead))
         for armed in dead:
             armed.remove()  # from what outlives the graph
@@ -288,6 +283,18 @@ class Gradients:
             else:
                 armed.fired = True
                 armed.stream.absent(armed.run, armed.call, BEHIND_VIEW if ORIGINALS else NOT_REACHED)
+
+
+def _past_hope(hooks: list[Armed]) -> list[Armed]:
+    """Those of some hooks, the latest last, whose autograd graph is gone, and of whose run no more is to come.
+
+    A run's backward pass may still come where other parts of its graph are there, or are being made: what the run
+    itself has dropped is told of after that pass.
+    """
+    dead = [armed for armed in hooks if armed.is_dead()]
+    gone = set(map(id, dead))
+    awaited = {armed.run for armed in hooks if id(armed) not in gone} | {hooks[-1].run}
+    return [armed for armed in dead if armed.run.has_backward or armed.run not in awaited]
 
 
 class _Unheard(Stream):

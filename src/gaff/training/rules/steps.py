@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from gaff.record.sample import Key, Parameter, Sample
+from gaff.record.sample import Key, Parameter, Sample, path_of
+from gaff.record.statistics import Numbers
 from gaff.training.rules.registry import Hit, Past, rule
 
 _LEAST_USUAL = 8  # looks that tell what is usual
@@ -136,13 +137,54 @@ def unregistered(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Certain, once every optimizer of the run has made a step; models of which none owns anything are left out."""
+    """Certain, once every optimizer of the run has made a step. A model of which none owns anything, such as a net that
+    judges, counts where its weights lie as torch initialises them: nobody has trained it yet."""
     trained = {key[0] for key, one in sample.parameters.items() if one.optimizer is not None}
     if sample.step < 2:
         return
     for key, one in sample.parameters.items():
         if one.optimizer is None and one.requires_grad and one.has_grad and key[0] in trained:
             yield Hit(key, elements=one.elements)
+    for model, count in sample.facts.get("untrained", {}).items():
+        yield Hit((model, ""), f"{model!r} gets gradients, none of its parameters is in an optimizer, and its weights "
+                  "lie as torch initialises them", parameters=count)  # fmt: skip
+
+
+@rule(
+    "cleared_before_step",
+    severity="error",
+    means="gradients came, and are gone when the optimizer makes its step: nothing is learned from them",
+    cause="optimizer.zero_grad() is called between loss.backward() and optimizer.step()",
+    remedy="optimizer.zero_grad() before loss.backward(), or after optimizer.step()",
+    least=3,
+    share=0.9,
+    hides=("no_gradient", "never_trained", "zero_gradient", "vanishing", "never_updated", "update_small"),
+)
+def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
+    """At the step the gradients of all parameters of a model are None or zero, though gradients that are not zero have
+    passed the outputs of the very modules which hold those. Certain."""
+    passed = sample.port("grad_output")
+    for model, held in _stepped(sample).items():
+        lost = [key for key, one in held if one.requires_grad and _has_passed(passed, key)]
+        if lost and all(not one.has_grad or _is_zero(sample.of(key, "grad")) for key, one in held):
+            yield Hit((model, ""), weights=len(lost))
+
+
+@rule(
+    "never_trained",
+    severity="error",
+    means="no parameter of a model that an optimizer steps gets a gradient: it never changes",
+    cause="the loss does not depend on it: its output is detached, made under no_grad, made numbers of, or not used",
+    remedy="gaff.trace(model, x, backward=...) tells where the graph ends",
+    least=3,
+    share=0.95,
+    hides=("no_gradient", "never_updated", "update_small"),
+)
+def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
+    """``.grad`` of every parameter of a model is None when its optimizer makes a step, in nearly all looks. Certain."""
+    for model, held in _stepped(sample).items():
+        if all(not one.has_grad for _, one in held) and any(one.requires_grad for _, one in held):
+            yield Hit((model, ""), f"no parameter of {model!r} gets a gradient", parameters=len(held))
 
 
 @rule(
@@ -381,6 +423,26 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
     skipped = sample.facts.get("skipped", 0)
     if (scale is not None and scale < 1) or (skipped > 16 and skipped > 0.05 * (skipped + sample.step)):
         yield Hit(("", ""), scale=scale, skipped=skipped, steps=sample.step)
+
+
+def _stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
+    """By model the parameters whose optimizer has made a step in the sampled one."""
+    found: dict[str, list[tuple[Key, Parameter]]] = {}
+    for key, one in sample.parameters.items():
+        if one.optimizer is not None:
+            found.setdefault(key[0], []).append((key, one))
+    return found
+
+
+def _has_passed(passed: Mapping[Key, Numbers], key: Key) -> bool:
+    """Whether a gradient that is not zero has passed the output of the module that has this parameter as its weight."""
+    module, _, name = path_of(key[1]).rpartition(".")
+    row = passed.get((key[0], f"{module}:grad_output")) if name == "weight" else None
+    return row is not None and row.count > 0 and row.rms > 0
+
+
+def _is_zero(row: Numbers | None) -> bool:
+    return row is not None and row.count > 0 and row.zeros == 1.0
 
 
 def _ratios(sample: Sample) -> dict[str, dict[Key, float]]:

@@ -36,7 +36,7 @@ class EvaluationCalls:
         self._step: int | None = None  # since which losses are listened for
 
     def stand_by(self) -> None:
-        """Be ready for evaluations, whose losses are computed by functions that are looked up before they are noticed."""
+        """Be ready for evaluations, whose losses come from functions that are looked up before these are noticed."""
         self._losses.switch(is_on=not has_asked_to_compile())
 
     def close(self) -> None:

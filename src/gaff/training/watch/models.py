@@ -77,6 +77,7 @@ class Model:
     is_compiled: bool
     parameters: dict[int, tuple[weakref.ref[nn.Module], str, str]] = field(default_factory=dict)
     graphs: weakref.WeakSet[GraphTree] = field(default_factory=weakref.WeakSet)  # trees of exported ones in it
+    is_untrained: bool | None = None  # whether a weight lies as torch initialises it; None: nobody has asked
 
     def reread(self) -> None:
         """Read the parameters anew, for the user may have replaced them since; none, where the model is gone."""
@@ -118,6 +119,7 @@ class Models:
         self._strangers: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         # by gradient of a parameter that no optimizer owns: its version at the last look
         self.left_over: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self.newly_fed: set[int] = set()  # parameters that no optimizer owns, and that have got a gradient in this look
 
     @property
     def has_wanted(self) -> bool:

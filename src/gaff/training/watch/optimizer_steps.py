@@ -51,7 +51,7 @@ class OptimizerSteps:
     def look(self) -> None:
         """A sampled step begins: note gradients of the optimizers that have just made a step, to be cleared in it."""
         for optimizer in self.optimizers.counts:
-            if not self._stepped or id(optimizer) in self._stepped:
+            if not self._stepped or id(optimizer) in self._stepped or self.clearing.is_as_marked(optimizer):
                 self.clearing.stepped(optimizer)
         self.looks += 1
 
@@ -94,6 +94,8 @@ class OptimizerSteps:
             self.at.ended_at = perf_counter()
         elif self.at.ended_at is not None:
             self._stepped.add(id(optimizer))
+        else:
+            self.clearing.mark(optimizer)
         self.at.enter(LoopEvent.STEP_ENDS if is_end else LoopEvent.OTHER_STEP_ENDS)
         return is_end
 

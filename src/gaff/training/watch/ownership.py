@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.compat.memory import version_of
-from gaff.training.watch.models import Models
+from gaff.training.watch.models import Model, Models
 from gaff.training.watch.updates import Update, parameters_of
 
+_LEAST, _NEAR = 64, 0.1  # elements of a weight that tell how it was made, and how near they have to be
 Strays = dict[int, tuple[weakref.ref[nn.Module], str]]  # by identity, with the model whose forward has called it
 
 
@@ -25,15 +27,23 @@ def facts(models: Models, updates: Iterable[Update], optimizers: Iterable[Any], 
 
     ``adrift``: none of the parameters of any optimizer that made a step (``updates``) had a gradient, while those of
     models had: the optimizers' classes, and how many parameters of which model; ``strays``: modules that a model has
-    called in its forward without having them as parts: by model, how many, and the class of the first.
+    called in its forward without having them as parts: by model, how many, and the class of the first; ``untrained``:
+    models whose parameters all get gradients, of which no optimizer owns one, and whose weights lie as torch makes
+    them, with how many parameters they have. Notes in ``models`` which parameters in no optimizer have got a gradient.
     """
     owned = owned_by(optimizers)
     made = list(updates)
+    unowned = dict(_unowned(models, owned)) if made else {}
+    models.newly_fed = {id(one) for held in unowned.values() for one in held}
     told: dict[str, Any] = {}
     if made and not any(one.is_fed for one in made):
-        adrift = {model: len(unowned) for model, unowned in _unowned(models, owned) if unowned}
+        adrift = {model: len(held) for model, held in unowned.items() if held}
         if adrift:
             told["adrift"] = {"optimizers": [type(one.optimizer).__name__ for one in made], "models": adrift}
+    else:
+        fresh = {model: len(held) for model, held in unowned.items() if _is_untrained(models.named(model), held)}
+        if fresh:
+            told["untrained"] = fresh
     for called, model in strays.values():
         module = called()
         if module is not None and _is_stray(module, models, owned):
@@ -42,7 +52,7 @@ def facts(models: Models, updates: Iterable[Update], optimizers: Iterable[Any], 
     return told
 
 
-def has_new_grad(parameter: Tensor, left_over: MutableMapping[Tensor, int]) -> bool:
+def _has_new_grad(parameter: Tensor, left_over: MutableMapping[Tensor, int]) -> bool:
     """Whether a parameter has a gradient that was written to since this was last asked.
 
     That of an earlier training may lie there still. ``left_over``: by gradient its version at that time.
@@ -62,7 +72,41 @@ def _unowned(models: Models, owned: set[int]) -> Iterator[tuple[str, list[Tensor
         parts = [(called(), name) for called, name, _ in model.parameters.values()]
         held = [module._parameters.get(name) for module, name in parts if module is not None and module.training]
         yield model.name, [one for one in held if one is not None and id(one) not in owned
-                           and one.requires_grad and has_new_grad(one, models.left_over)]  # fmt: skip
+                           and one.requires_grad and _has_new_grad(one, models.left_over)]  # fmt: skip
+
+
+def _is_untrained(model: Model, unowned: list[Tensor]) -> bool:
+    """Whether these are all parameters of the model, and the largest weight in it lies as torch initialises it.
+
+    Asked once for each model, of that one weight, which waits for its device.
+    """
+    if not unowned or len(unowned) < len(model.parameters):
+        return False
+    if model.is_untrained is None:
+        weight = max(unowned, key=lambda one: one.numel() if one.dim() > 1 else 0)
+        model.is_untrained = _lies_as_made(model.parameters[id(weight)][0](), weight.detach())
+    return model.is_untrained
+
+
+def _lies_as_made(module: nn.Module | None, weight: Tensor) -> bool:
+    """Whether a weight lies as torch initialises that of this module, as far as its range and deviation tell.
+
+    That is normally, with a deviation of one, of embeddings; else uniformly within one over the root of the inputs of a
+    unit, or of the units of recurrent layers.
+    """
+    if weight.numel() < _LEAST or weight.dim() < 2:
+        return False
+    spread = float(weight.std())
+    if isinstance(module, nn.Embedding):
+        return abs(spread - 1) < _NEAR
+    if isinstance(module, nn.RNNBase):
+        bound = 1 / math.sqrt(module.hidden_size)
+    elif isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        bound = 1 / math.sqrt(weight[0].numel())
+    else:
+        return False
+    is_full = 1 - _NEAR < float(weight.abs().max()) / bound <= 1.0001
+    return is_full and abs(spread * math.sqrt(3) / bound - 1) < _NEAR  # the deviation of a uniform distribution
 
 
 def _is_stray(module: nn.Module, models: Models, owned: set[int]) -> bool:

@@ -20,7 +20,7 @@ from gaff.address.resolve import iter_modules, join, unwrap
 from gaff.compat import distributed, elements, flat_shards, libraries
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.models import Models
-from gaff.training.watch.ownership import has_new_grad, owned_by
+from gaff.training.watch.ownership import owned_by
 from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.updates import Update
 
@@ -220,7 +220,7 @@ def parameters(
                     found[key]["was_called"] = (model.name, path) in called
                 elif id(parameter) not in owned and models.name_of(parameter) == (model.name, join(path, name)):
                     found[key] = {**_plain(parameter), "optimizer": None, "lr": 0.0, "kind": _kind(module, parameter),
-                                  "had_grad": has_new_grad(parameter, models.left_over)}  # fmt: skip
+                                  "had_grad": id(parameter) in models.newly_fed}  # fmt: skip
     return found
 
 

@@ -7,6 +7,7 @@ cleared between steps. Both are used in sampled steps only, on the thread that t
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaff.compat import memory
 from gaff.record.sample import Key, address_of
 from gaff.training.statistics.plain import in_memory_order
 from gaff.training.watch.accumulator import Accumulator, readable
@@ -178,6 +180,20 @@ class Clearing:
     def __init__(self) -> None:
         self._cleared: dict[int, bool] = {}
         self._stepped: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # with the gradient that it had
+        self._marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # a gradient at the step, with its version
+
+    def mark(self, optimizer: Any) -> None:
+        """An optimizer has made a step in the middle of one of the run: remember one gradient of it, weakly."""
+        gradient = _first_gradient(optimizer)
+        if gradient is not None:
+            self._marks[id(optimizer)] = weakref.ref(gradient), memory.version_of(gradient)
+
+    def is_as_marked(self, optimizer: Any) -> bool:
+        """Whether nothing has touched that gradient since: it is neither cleared nor added to yet."""
+        known, gradient = self._marks.pop(id(optimizer), None), _first_gradient(optimizer)
+        if known is None or gradient is None:
+            return False
+        return known[0]() is gradient and known[1] == memory.version_of(gradient)
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step: note a few small gradients that it had, which must be cleared next."""
@@ -205,6 +221,7 @@ class Clearing:
         """Let go of the gradients that are noted: nothing is known any more."""
         self._cleared.clear()
         self._stepped.clear()
+        self._marks.clear()
 
 
 def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -212,6 +229,11 @@ def parameters_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, parameter
+
+
+def _first_gradient(optimizer: Any) -> Tensor | None:
+    """The gradient of the optimizer's first parameter that has one."""
+    return next((one.grad for _, one in parameters_of(optimizer) if one.grad is not None), None)
 
 
 def some_of(value: Tensor, most: int = _WHOLE) -> Tensor:
