@@ -424,3 +424,47 @@ def test_an_encoder_in_no_optimizer(tmp_path, is_fresh):
     run = watched(tmp_path, program)
     assert (run.verdict.name, run.verdict.state) == (("not_owned", "suspicious") if is_fresh else ("", "healthy"))
     assert not is_fresh or "'encoder' gets gradients, none of its parameters is in an optimizer" in str(run.verdict)
+
+
+def regression(model):
+    return F.mse_loss(model(X).squeeze(1), 100 + 20 * X[:, 0])
+
+
+@pytest.mark.parametrize(("lr", "name"), [(1e-7, ("loss_does_not_fall", "learning_rate_too_low")), (1.0, ("",))])
+def test_a_regression_that_learns_nothing_is_not_healthy(tmp_path, lr, name):
+    run = watched(tmp_path, lambda: fit(nn.Linear(8, 1), regression, 300, lr=lr))
+    assert run.verdict.name in name, run.verdict
+
+
+def test_targets_that_are_noise_of_a_regression(tmp_path):
+    def program():
+        fit(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)),
+            lambda model: F.mse_loss(model(torch.randn(256, 8)), torch.randn(256, 4)), 200, lr=1e-3)  # fmt: skip
+
+    run = watched(tmp_path, program)
+    assert run.verdict.name == "labels_do_not_belong"
+    assert "guessing gives 1" in run.verdict.evidence[0] or "guessing gives 0.99" in run.verdict.evidence[0]
+
+
+@pytest.mark.parametrize(("often", "name"), [(1, "learning_rate_is_gone"), (40, "")])
+def test_a_schedule_that_counts_batches_for_epochs(tmp_path, often, name):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        for count in range(1, 121):
+            optimizer.zero_grad()
+            classes(model).backward()
+            optimizer.step()
+            if count % often == 0:
+                schedule.step()
+
+    assert watched(tmp_path, program).verdict.name == name
+
+
+def test_models_one_after_the_other_of_which_a_later_one_learns(tmp_path):
+    def program():
+        for lr in (1e-6, 1e-2):
+            fit(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)), classes, 120, lr=lr)
+
+    assert "labels" not in str(watched(tmp_path, program).verdict)

@@ -49,7 +49,8 @@ class RunCase:
 
     ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
     many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
-    ``guess``: for a loss that is a mean cross entropy the value that guessing among its classes gives, by its name;
+    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of a mean squared
+    error the mean of the targets;
     ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
     was done; ``backwards``: backward passes of a run in which no optimizer made a step, ``others``: steps made there by
     optimizers that were not to be watched; ``has_modules``: whether the filters left a module to look at; ``norms``:
@@ -379,53 +380,6 @@ def steps_too_small(case: RunCase) -> Claim | None:
     return Claim("learning_rate_too_low", "likely", text, (_evidence(finding),), finding.since,
                  "raise the learning rate until an update is about a thousandth of its weight", ("nothing_learned",
                  "update_small", "never_updated"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
-
-
-@cause
-def nothing_learned(case: RunCase) -> Claim | None:
-    """A classifier whose loss is within 5 % of guessing after a hundred steps or more, in which nothing else was found.
-
-    Layers that are dead, steps that are too small or too large, gradients that do not arrive would have been: what is
-    left are labels that do not belong to the inputs, or a task that is hard.
-    """
-    if case.loss is None or case.steps < 100 or case.findings:
-        return None
-    name, curve = case.loss
-    guess = case.guess.get(name)
-    if guess is None or abs(curve.last - guess) > 0.05 * guess or curve.first < 0.9 * guess:
-        return None
-    told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
-           f"gives {guess:.4g}; activations, gradients and updates are as they should be"  # fmt: skip
-    text = "the loss stays at the level of guessing, while activations, gradients and updates look normal: labels " \
-           "may not belong to their inputs"  # fmt: skip
-    return Claim("labels_do_not_belong", "possible", text, (told,), 0,
-                 "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "
-                 "tells whether the input is used at all", (),
-                 ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
-
-
-@cause
-def learned_by_heart(case: RunCase) -> Claim | None:
-    """A classifier whose training loss falls below guessing, while that of every evaluation stays above it.
-
-    What it learns then holds for the training examples alone. Asked where nothing else was found in a hundred steps.
-    """
-    if case.loss is None or case.steps < 100 or case.findings:
-        return None
-    name, curve = case.loss
-    guess = case.guess.get(name, math.nan) / case.factors.get(name, 1.0)
-    told = next((case.evaluated[one] for one in ("cross_entropy", "nll_loss") if case.evaluated.get(one)), ())
-    values = [value for _, value in told]
-    trained = curve.last / case.factors.get(name, 1.0)
-    if len(values) < 2 or not trained < 0.99 * guess or min(values) < 0.99 * guess:
-        return None
-    numbers = f"the loss {name!r} went down to {trained:.4g}, that of evaluations was {min(values):.4g} at best, and " \
-              f"guessing gives {guess:.4g}"  # fmt: skip
-    text = "the model memorises the training examples and does not generalise: labels may not belong to their " \
-           "inputs, or it overfits"  # fmt: skip
-    return Claim("labels_do_not_belong", "possible", text, (numbers,), 0,
-                 "compare a few inputs with their labels, after loading and shuffling; if they match, it overfits: "
-                 "more data, regularisation, or a smaller model", (), ("scramble", "one-batch"))  # fmt: skip
 
 
 def _jump(case: RunCase) -> tuple[int, float, float] | None:

@@ -22,10 +22,11 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     """What the autograd nodes just behind a loss tell the rules about how it was computed.
 
     Follows the first input of each node, ten nodes deep, past views. ``classes``: how many classes a mean of the
-    negative log-likelihood has that is the loss itself, and no part of a sum; ``nll``: that it, or a CTC loss, was not
-    given log-probabilities; ``axis``: that its log_softmax ran over the batch; ``doubled``: that a softmax or a sigmoid
-    was applied twice; ``negated``: that the loss is minus one that is never negative; ``factor``: by what it was
-    multiplied at last, as where gradients are accumulated. Reads no value that is on a device, so it waits for none.
+    negative log-likelihood has that is the loss itself, and no part of a sum; ``squared``: that a mean squared error is
+    it; ``nll``: that it, or a CTC loss, was not given log-probabilities; ``axis``: that its log_softmax ran over the
+    batch; ``doubled``: that a softmax or a sigmoid was applied twice; ``negated``: that the loss is minus one that is
+    never negative; ``factor``: by what it was multiplied at last, as where gradients are accumulated. Reads no value
+    that is on a device, so it waits for none.
     """
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
@@ -40,6 +41,9 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if factor not in (1.0, -1.0):
         found["factor"] = {"loss": name, "by": abs(factor)}
     _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
+    first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
+    if first is not None and names[first] == "MseLossBackward" and getattr(chain[first], "_saved_reduction", 0) == 1:
+        found["squared"] = name
     for at, one in enumerate(names):
         behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
         if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward":

@@ -286,16 +286,25 @@ def _ask(rule: Rule, sample: Sample, past: Past) -> list[Hit] | str:
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     """What of a step's facts goes into the record as JSON; tensors and dicts are left out.
 
-    Of a loss over classes it is what guessing gives: the entropy of the labels where they were seen, else the logarithm
-    of the number of classes.
+    ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
+    logarithm of the number of classes; of a mean squared error the variance of the targets over a batch.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
     factor = told.get("factor", {"loss": "", "by": 1.0})
     if factor["loss"]:
         plain.update(factor_of=factor["loss"], factor=factor["by"])
-    classes = told.get("classes")
-    if not classes:
+    name, guess = _guess(told)
+    if not name or not 0 < guess < math.inf:
         return plain
-    entropy = next((one["entropy"] for one in told.get("targets", ()) if "entropy" in one), math.inf)
-    by = factor["by"] if factor["loss"] == classes["loss"] else 1.0
-    return {**plain, "guess_of": classes["loss"], "guess": by * min(entropy, math.log(classes["count"]))}
+    by = factor["by"] if factor["loss"] == name else 1.0
+    return {**plain, "guess_of": name, "guess": by * guess}
+
+
+def _guess(told: Mapping[str, Any]) -> tuple[str, float]:
+    """The loss of which it is known what guessing gives, by its name, and that; empty and 0 where there is none."""
+    targets = told.get("targets", ())
+    if "classes" in told:
+        entropy = next((one["entropy"] for one in targets if "entropy" in one), math.inf)
+        return told["classes"]["loss"], min(entropy, math.log(told["classes"]["count"]))
+    variances = [one["variance"] for one in targets if "variance" in one]
+    return (told["squared"], variances[0]) if "squared" in told and len(variances) == 1 else ("", 0.0)

@@ -1,0 +1,107 @@
+"""Causes of a loss that stays where it was: labels, a schedule that ends too soon, what is learned by heart."""
+
+from __future__ import annotations
+
+import math
+
+from gaff.record.causes import Claim, RunCase, cause
+
+
+@cause
+def nothing_learned(case: RunCase) -> Claim | None:
+    """A loss within 5 % of what guessing gives after a hundred steps or more, in a run in which nothing else was found.
+
+    Layers that are dead, steps that are too small or too large, gradients that do not arrive would have been: what is
+    left are labels that do not belong to the inputs, or a task that is hard. With such labels weights shrink, and ReLUs
+    fall silent for many examples.
+    """
+    if not _may_be_unlearned(case):
+        return None
+    assert case.loss is not None
+    name, curve = case.loss
+    guess = case.guess[name]
+    if abs(curve.last - guess) > 0.05 * guess or curve.first < 0.9 * guess:
+        return None
+    told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
+           f"gives {guess:.4g}; activations, gradients and updates are as they should be"  # fmt: skip
+    text = "the loss stays at the level of guessing, while activations, gradients and updates look normal: labels " \
+           "may not belong to their inputs, or steps are too small"  # fmt: skip
+    return Claim("labels_do_not_belong", "possible", text, (told,), 0,
+                 "compare a few inputs with their labels as they reach the loss, after loading and shuffling; gaff try "
+                 "tells whether the input is used at all", (),
+                 ("scramble", "blind", "one-batch", "lr=0.1x", "lr=10x"))  # fmt: skip
+
+
+@cause
+def does_not_fall(case: RunCase) -> Claim | None:
+    """A loss that is no lower after a hundred steps or more, and at half of what guessing gives or above.
+
+    Asked where nothing else was found. What guessing gives is known of cross entropies and mean squared errors.
+    """
+    if not _may_be_unlearned(case) or case.is_acting or case.optimizers != 1:
+        return None
+    assert case.loss is not None
+    name, curve = case.loss
+    if curve.fell() or curve.last < 0.5 * case.guess[name]:
+        return None
+    told = f"the loss {name!r} is {curve.last:.4g} at the end and was {curve.first:.4g} at the beginning; guessing " \
+           f"gives {case.guess[name]:.4g}"  # fmt: skip
+    remedy = "gaff try runs it with other learning rates, on one batch, and with permuted inputs, and tells what helps"
+    return Claim("loss_does_not_fall", "possible", f"the loss does not fall in {case.steps} steps, and nothing else "
+                 "was found", (told,), 0, remedy, (), ("lr=10x", "lr=0.1x", "one-batch", "scramble"))  # fmt: skip
+
+
+@cause
+def learning_rate_is_gone(case: RunCase) -> Claim | None:
+    """A learning rate below a hundredth of its highest for more than half of the run: its schedule is too fast.
+
+    Certain below a ten-thousandth: no schedule is meant to spend most of a run there.
+    """
+    if case.lr is None or case.steps < 50 or len(case.lr.values) < 8 or case.optimizers != 1:
+        return None
+    highest, values = max(case.lr.values), case.lr.values
+    gone = [step for step, value in zip(case.lr.steps, values, strict=True) if value < 1e-2 * highest]
+    if not gone or 2 * len(gone) <= len(values) or values[0] < 1e-2 * highest or values[-1] >= 1e-2 * highest:
+        return None
+    is_certain = 2 * sum(value < 1e-4 * highest for value in values) > len(values)
+    told = f"the learning rate fell from {highest:.3g} to {values[-1]:.3g}, below a hundredth from step {gone[0]} on"
+    return Claim("learning_rate_is_gone", "certain" if is_certain else "possible",
+                 "the learning rate is next to nothing for most of the run", (told,), gone[0],
+                 "step the scheduler once an epoch, or count its steps in batches",
+                 ("never_updated", "lr_zero", "update_small", "learning_rate_too_low"))  # fmt: skip
+
+
+@cause
+def learned_by_heart(case: RunCase) -> Claim | None:
+    """A classifier whose training loss falls below guessing, while that of every evaluation stays above it.
+
+    What it learns then holds for the training examples alone. Asked where nothing else was found in a hundred steps.
+    """
+    if case.loss is None or case.steps < 100 or case.findings:
+        return None
+    name, curve = case.loss
+    guess = case.guess.get(name, math.nan) / case.factors.get(name, 1.0)
+    told = next((case.evaluated[one] for one in ("cross_entropy", "nll_loss") if case.evaluated.get(one)), ())
+    values = [value for _, value in told]
+    trained = curve.last / case.factors.get(name, 1.0)
+    if len(values) < 2 or not trained < 0.99 * guess or min(values) < 0.99 * guess:
+        return None
+    numbers = f"the loss {name!r} went down to {trained:.4g}, that of evaluations was {min(values):.4g} at best, and " \
+              f"guessing gives {guess:.4g}"  # fmt: skip
+    text = "the model memorises the training examples and does not generalise: labels may not belong to their " \
+           "inputs, or it overfits"  # fmt: skip
+    return Claim("labels_do_not_belong", "possible", text, (numbers,), 0,
+                 "compare a few inputs with their labels, after loading and shuffling; if they match, it overfits: "
+                 "more data, regularisation, or a smaller model", (), ("scramble", "one-batch"))  # fmt: skip
+
+
+def _may_be_unlearned(case: RunCase) -> bool:
+    """Whether a run is long enough, nothing was found in it, and what guessing gives is known of its first loss.
+
+    Where a further loss has fallen, as of a model that is trained after the first, there is something to be learned.
+    """
+    if case.loss is None or case.steps < 100 or any(one.rule != "sparse_gradient" for one in case.findings):
+        return False
+    others = [(name, curve) for name, curve in case.losses.items() if name != case.loss[0] and curve.values]
+    has_other = any(curve.last < 0.8 * min(curve.start, case.guess.get(name, math.inf)) for name, curve in others)
+    return case.guess.get(case.loss[0], 0.0) > 0 and not has_other
