@@ -468,3 +468,52 @@ def test_models_one_after_the_other_of_which_a_later_one_learns(tmp_path):
             fit(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)), classes, 120, lr=lr)
 
     assert "labels" not in str(watched(tmp_path, program).verdict)
+
+
+def test_losses_that_look_like_faults_and_are_meant(tmp_path):
+    """A kernel over pairs of outputs, scores between -1 and 1 that are scaled, an output within its activation's range."""
+
+    def pairs(model):
+        told = model(X)[:, :1]
+        return (told - told.detach().T).abs().mean() - 0.1 * told.mean().abs() + F.mse_loss(told[:, 0], X[:, 0])
+
+    losses = (
+        pairs,
+        lambda model: F.cross_entropy(5 * model(X).tanh(), Y),
+        lambda model: F.mse_loss(model(X)[:, 0].sigmoid(), Y.float()),
+        lambda model: F.binary_cross_entropy(model(X)[:, 0].sigmoid(), Y.float()),
+        lambda model: F.l1_loss(model(X)[:, 0].relu(), X[:, 0].abs()),
+    )
+    for number, loss in enumerate(losses):
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+        run = watched(tmp_path / str(number), lambda model=model, loss=loss: fit(model, loss))
+        assert not {"broadcast", "bounded_output"} & {one.rule for one in run.findings}, (number, run.findings)
+
+
+@pytest.mark.parametrize("inside", ["arithmetic", "a norm", "nothing"])
+def test_inputs_that_the_model_brings_to_scale_itself(tmp_path, inside):
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8) if inside == "a norm" else nn.Identity()
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+        def forward(self, x):
+            return self.body(self.norm((x - 100) / 50 if inside == "arithmetic" else x))
+
+    run = watched(tmp_path, lambda: fit(Scaling(), lambda model: F.cross_entropy(model(100 + 50 * X), Y)))
+    assert ("input_scale" in {one.rule for one in run.findings}) == (inside == "nothing"), run.findings
+
+
+def test_what_one_model_gives_another_is_no_input(tmp_path):
+    def program():
+        body, head = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 2)
+        with torch.no_grad():
+            body[0].weight.mul_(60)
+        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], 1e-3)
+        for _ in range(60):
+            optimizer.zero_grad()
+            F.cross_entropy(head(body(X)), Y).backward()
+            optimizer.step()
+
+    assert "input_scale" not in {one.rule for one in watched(tmp_path, program).findings}

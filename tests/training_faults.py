@@ -170,6 +170,32 @@ def forward_under_no_grad():
     return loop(model, adam(model), loss)
 
 
+@fault("broadcast")
+def every_output_with_every_target_by_hand():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def loss(model, x, y, number):
+        return (y.float() - model(x)).pow(2).mean()
+
+    return loop(model, adam(model), loss)
+
+
+@fault("bounded_output")
+def relu_after_the_last_layer():
+    model = nn.Sequential(*mlp(), nn.ReLU())
+    return loop(model, adam(model), cross_entropy)
+
+
+@fault("bounded_output")
+def targets_out_of_the_range_of_tanh():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1), nn.Tanh())
+
+    def loss(model, x, y, number):
+        return F.mse_loss(model(x).squeeze(1), 10.0 * y)
+
+    return loop(model, adam(model), loss)
+
+
 @fault("not_owned", "4.weight:param")
 def head_not_given_to_the_optimizer():
     model = mlp()

@@ -51,7 +51,7 @@ TRUTH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "zero-init": (("symmetric_units",), _ALL),
     "log-zero": (("nonfinite",), _ALL),
     "lr-to-zero": (("lr_zero",), _ALL),
-    "wrong-loss-graph": (("no_gradient",), _ALL),
+    "wrong-loss-graph": (("no_gradient", "never_trained"), _ALL),
     "deep-sigmoid": (("vanishing",), ("digits",)),
     "batch-norm-of-two": (("batch_norm_of_few",), ("images", "photos")),
     "low-precision": (("updates_round_away",), _ALL),

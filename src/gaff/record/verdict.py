@@ -63,14 +63,17 @@ def judge(case: RunCase, failure: str | None = None) -> Verdict:
         before = tuple(f"what was seen before: {one.text}" for one in found[:1])
         return Verdict("failed", failure, "failed", before, alternatives=_others(found),
                        remedy="read what the command itself has printed")  # fmt: skip
-    if found:
+    is_short = case.steps < _LEAST_STEPS and case.found("nonfinite") is None
+    if found and (found[0].certainty == "certain" or not is_short):
         first = found[0]
         state = "suspicious" if first.certainty == "possible" else "wrong"
         return Verdict(state, first.text, first.name, first.evidence, first.since, first.remedy, _others(found[1:]),
                        first.experiments, first.certainty)  # fmt: skip
     missing = _missing(case)
     name = "no_steps" if case.backwards > 1 or not case.steps else ""
-    return Verdict("not enough", missing, name) if missing else Verdict("healthy", _judged(case))
+    if missing:
+        return Verdict("not enough", missing, name, alternatives=_others(found))
+    return Verdict("healthy", _judged(case))
 
 
 def _others(found: list[Claim]) -> tuple[Alternative, ...]:

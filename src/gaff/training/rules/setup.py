@@ -6,6 +6,7 @@ repeats it word for word. What is read from the process itself (``sample.facts``
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -57,7 +58,15 @@ def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
-    """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one. Certain."""
+    """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one, or a loss
+    by hand that is the mean or sum of squares or absolute values of a difference of [batch, batch] which was made of
+    [batch, 1] or [batch]. Certain."""
+    spread = sample.facts.get("spread")
+    if spread and spread["made"][0] == sample.facts.get("batch"):
+        told = f"the loss {spread['loss']!r} takes targets from outputs of shape {list(spread['output'])}"
+        yield Hit(("", ""), f"{told} and gets a difference of shape {list(spread['made'])}: each output is compared "
+                  "with every target", output=list(spread["output"]), made=list(spread["made"]))  # fmt: skip
+        return
     for one in sample.facts.get("targets", ()):
         shapes = one["output"], one["shape"]
         if one["function"] in _PAIRWISE and shapes[0] != shapes[1] and _joined_size(*shapes) > max(map(_size, shapes)):
@@ -67,6 +76,37 @@ def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
             yield Hit(("", ""), f"{told}: they broadcast, so that each output is compared with every target",
                       output=list(shapes[0]), target=list(shapes[1]))  # fmt: skip
             return
+
+
+@rule(
+    "bounded_output",
+    severity="warning",
+    means="the loss asks for outputs that the model's last activation cannot give",
+    cause="an activation (ReLU, sigmoid, tanh) after the last layer of a classifier, or of a regression",
+    remedy="no activation after the last layer; or targets that are scaled into its range",
+    least=3,
+    share=0.5,
+    hides=("saturated", "dead_units", "sparse_gradient", "vanishing", "no_signal", "output_constant"),
+)
+def bounded_output(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Logits of a cross entropy that come from a ReLU, a sigmoid or tanh, read from the autograd graph; or targets of a
+    squared or absolute error that lie outside of what such an activation can return, by more than a tenth."""
+    found = sample.facts.get("bounded")
+    if not found:
+        return
+    by = found["by"]
+    if not found["is_pairwise"]:
+        yield Hit(("", ""), f"the loss {found['loss']!r} gets logits from a {by}: no score can be "
+                  f"{'negative' if by == 'relu' else 'far from zero'}", activation=by)  # fmt: skip
+        return
+    told = [one for one in sample.facts.get("targets", ()) if one["function"] in _PAIRWISE]
+    low, high = min((one["low"] for one in told), default=0.0), max((one["high"] for one in told), default=0.0)
+    least, most = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}[by]
+    beyond = 0.1 * (max(abs(low), abs(high)) if by == "relu" else most - least)
+    if len(told) == 1 and (low < least - beyond or high > most + beyond):
+        span = "are never negative" if by == "relu" else f"lie between {least:g} and {most:g}"
+        yield Hit(("", ""), f"the outputs come from a {by} and {span}; the targets reach from {low:.4g} to {high:.4g}",
+                  activation=by, low=low, high=high)  # fmt: skip
 
 
 @rule(

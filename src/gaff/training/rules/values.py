@@ -234,17 +234,32 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
     """|mean| above 5 or a standard deviation outside [0.01, 10]; the published [-1, 1] rejects standardised data.
 
     Asked of the first floating tensor that a model is given, by position or by name; of a model whose parts are called
-    one by one, that the first part is given.
+    one by one, that the first part is given; not of what another model has made. A model that normalises it itself is
+    left out: its first layer is a norm, or returns a tenth or less of what its initial weights make of such an input.
     """
     asked: set[str] = set()
     given = sample.facts.get("given", {})
     for key, row in sample.port("input").items():
-        is_inside = path_of(key[1]) != path_of(given.get(key[0], ""))
-        if is_inside or key[0] in asked or "mask" in key[1]:
+        site = given.get(key[0], ":input")
+        if not site or path_of(key[1]) != path_of(site) or key[0] in asked or "mask" in key[1]:
             continue
         asked.add(key[0])
-        if row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01):
+        is_far = row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01)
+        if is_far and not _is_normalised(sample, key[0], row.rms):
             yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
+
+
+def _is_normalised(sample: Sample, model: str, rms: float) -> bool:
+    """Whether the model brings its input, of this rms, to another scale before its first layer with weights.
+
+    Weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs of a
+    unit, make rms / sqrt(3) of it.
+    """
+    for key, row in sample.port("output").items():
+        known = sample.parameters.get((model, f"{path_of(key[1])}.weight:param"))
+        if key[0] == model and known is not None:
+            return known.kind != "weight" or (row.count > 0 and row.rms < 0.1 * rms / math.sqrt(3))
+    return False
 
 
 @rule(

@@ -14,6 +14,13 @@ _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross
              "BinaryCrossEntropyWithLogitsBackward": "a cross entropy"}  # fmt: skip
 _TWICE = {("LogSoftmaxBackward", "SoftmaxBackward"): "softmax",
           ("BinaryCrossEntropyWithLogitsBackward", "SigmoidBackward"): "sigmoid"}  # fmt: skip
+_PAIRWISE = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "L1LossBackward", "AbsBackward")
+_BY_HAND = (
+    ("MeanBackward", "SumBackward"),
+    ("PowBackward", "AbsBackward", "MulBackward"),
+    ("SubBackward", "RsubBackward"),
+)  # the nodes of a loss by hand, from its end
+_BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
           "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
 
@@ -25,7 +32,9 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     negative log-likelihood has that is the loss itself, and no part of a sum; ``squared``: that a mean squared error is
     it; ``nll``: that it, or a CTC loss, was not given log-probabilities; ``axis``: that its log_softmax ran over the
     batch; ``doubled``: that a softmax or a sigmoid was applied twice; ``negated``: that the loss is minus one that is
-    never negative; ``factor``: by what it was multiplied at last, as where gradients are accumulated. Reads no value
+    never negative; ``bounded``: that a loss of torch's is given what an activation has cut off; ``spread``: that a loss
+    by hand compares every output with every target;
+    ``factor``: by what it was multiplied at last, as where gradients are accumulated. Reads no value
     that is on a device, so it waits for none.
     """
     found: dict[str, Any] = {}
@@ -45,15 +54,12 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if first is not None and names[first] == "MseLossBackward" and getattr(chain[first], "_saved_reduction", 0) == 1:
         found["squared"] = name
     for at, one in enumerate(names):
-        behind = next((other for other in names[at + 1 :] if not _is_view(other)), "")
-        if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward":
-            found["nll"] = name
         if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
             _note_classes(chain, names, at, name, found)
-        inner = next((other for other in names[at + 1 :] if not _is_passed(other)), "")
-        if (one, inner) in _TWICE:
-            outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
-            found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
+        _note_behind(one, names[at + 1 :], name, found)
+    spread = _spread(chain, names)
+    if spread is not None:
+        found["spread"] = {"loss": name, **spread}
     return found
 
 
@@ -68,6 +74,24 @@ def leaf_behind(loss: Tensor) -> Tensor | None:
                 return variable
             open_ += [one for one, _ in node.next_functions]
     return None
+
+
+def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
+    """The shapes of what a difference was made of, and of the difference, where one broadcast both to a square.
+
+    Of a chain that is a mean or sum of squares or absolute values of that difference, and nothing else.
+    """
+    plain = [at for at, one in enumerate(names) if not _is_view(one)][:3]
+    told = [names[at] for at in plain]
+    if len(told) < 3 or any(one not in known for one, known in zip(told, _BY_HAND, strict=True)):
+        return None
+    node = chain[plain[2]]
+    made = tuple(node._input_metadata[0].shape)
+    given = [tuple(one._input_metadata[at].shape) for one, at in node.next_functions if one is not None]
+    is_square = len(made) == 2 and made[0] == made[1] > 1
+    if not is_square or len(given) != 1 or given[0] not in ((made[0], 1), (1, made[0]), (made[0],)):
+        return None
+    return {"output": given[0], "made": made}
 
 
 def _factor_of(node: Any) -> float | None:
@@ -90,6 +114,19 @@ def _note_classes(chain: list[Any], names: list[str], at: int, name: str, found:
         found["axis"] = name
     elif len(shape) and is_mean and all(map(_is_view, names[: at - 1])):
         found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
+
+
+def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any]) -> None:
+    """Note what a loss function is given that it does not expect; ``others``: the nodes behind that of the function."""
+    behind = next((other for other in others if not _is_view(other)), "")
+    if one.startswith(("NllLoss", "CtcLoss")) and behind != "LogSoftmaxBackward":
+        found["nll"] = name
+    if behind in _BOUNDS and one in ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward", *_PAIRWISE):
+        found["bounded"] = {"loss": name, "by": _BOUNDS[behind], "is_pairwise": one in _PAIRWISE}
+    inner = next((other for other in others if not _is_passed(other)), "")
+    if (one, inner) in _TWICE:
+        outer = "a log_softmax" if one == "LogSoftmaxBackward" else "a sigmoid"
+        found["doubled"] = {"loss": name, "outer": outer, "inner": _TWICE[one, inner]}
 
 
 def _note_sign(names: list[str], name: str, found: dict[str, Any]) -> None:

@@ -193,7 +193,8 @@ class SampledStep:
             value = readable(tensor) if tensor.is_floating_point() else None
             if value is not None and at < _MOST_INPUTS:
                 site = str(Site(path, port="input", key=() if key == (0, 0) else key[1:]))
-                self.facts.setdefault("given", {}).setdefault(model, site)
+                made = "" if tensor.requires_grad else site  # by another model, no data
+                self.facts.setdefault("given", {}).setdefault(model, made)
                 self.numbers.observe((model, site), value)
                 self._latest.set(tensor, None, is_inside=self._stands is not None)
 
