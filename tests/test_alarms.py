@@ -517,3 +517,31 @@ def test_what_one_model_gives_another_is_no_input(tmp_path):
             optimizer.step()
 
     assert "input_scale" not in {one.rule for one in watched(tmp_path, program).findings}
+
+
+@pytest.mark.parametrize(("limit", "name"), [(1.0, "exploding"), (1e-5, "clipped_to_nothing")])
+def test_gradients_that_explode_and_are_clipped_to_a_usual_norm(tmp_path, limit, name):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.out = nn.RNN(1, 32, batch_first=True, nonlinearity="tanh"), nn.Linear(32, 2)
+            gain = 1.0 if limit < 0.1 else 6.0
+            nn.init.orthogonal_(self.cell.weight_hh_l0, gain)
+
+        def forward(self, x):
+            return self.out(self.cell(x)[0][:, -1])
+
+    x, y = torch.randn(64, 40, 1), torch.randint(0, 2, (64,))
+
+    def program():
+        model = Recurrent()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+
+    found = [one.rule for one in watched(tmp_path, program).findings]
+    assert name in found, found
+    assert not {"exploding", "clipped_to_nothing"} - {name} & set(found), found

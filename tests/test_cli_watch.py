@@ -175,3 +175,30 @@ def test_boxes_become_plain_lines():
     text = box("title", ["one", "two"])
     assert all(len(line) == 100 for line in text.splitlines())
     assert to_ascii(text) == "gaff: title\ngaff:   one\ngaff:   two"
+
+
+def test_options_of_a_report_that_would_be_passed_over_are_refused(capsys, tmp_path):
+    import torch
+
+    import gaff
+
+    for name in ("a", "b"):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with gaff.watch(model, optimizer, out=tmp_path / name):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for words, told in (
+        (["--html", "x.html", "--json"], "--html and --json are different ways to tell of a run"),
+        (["--live", "--html", "x.html"], "--html and --live are different ways"),
+        (["--rank", "1"], "--rank is of no use without --html or --live"),
+        (["--port", "80"], "--port is of no use without --live"),
+        (["--idle", "3", "--json"], "--idle is of no use without --live"),
+    ):
+        code, error = refused(capsys, "report", *runs, *words)
+        assert (code, told in error) == (1, True), error
+    assert main(["report", *runs, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    assert main(["report", runs[0], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1

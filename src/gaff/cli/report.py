@@ -41,7 +41,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read the runs and tell of them; ``--live`` serves until it is stopped."""
+    """Read the runs and tell of them; ``--live`` serves until it is stopped. Of several ``--json`` prints a list."""
+    _check_combination(options)
     if options.live:
         return _live(options)
     from gaff.cli.printing import print_data, show
@@ -62,13 +63,28 @@ def run(options: argparse.Namespace) -> int:
     records = [load(one, "run") for one in options.run]
     if options.html:
         return _html(records, options)
+    if options.json:
+        told = [to_json(record) for record in records]
+        print_data(told[0] if len(told) == 1 else told)
+        return 0
     for record in records:
-        if options.json:
-            print_data(to_json(record))
-        else:
-            text = printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None))
-            (print if options.plain else show)(text)
+        text = printable(run_text.report(record, plain=options.plain, most=10**6 if options.all else None))
+        (print if options.plain else show)(text)
     return 0
+
+
+def _check_combination(options: argparse.Namespace) -> None:
+    """Raises PlanError for options of which one would be passed over."""
+    ways = [f"--{one}" for one in ("html", "json", "live") if getattr(options, one)]
+    if len(ways) > 1:
+        raise PlanError(f"{' and '.join(ways)} are different ways to tell of a run: leave all but one out")
+    for name, default, ways_of_it in (
+        ("rank", 0, ("--html", "--live")),
+        ("port", 0, ("--live",)),
+        ("idle", None, ("--live",)),
+    ):
+        if getattr(options, name) != default and not set(ways) & set(ways_of_it):
+            raise PlanError(f"--{name} is of no use without {' or '.join(ways_of_it)}: expected both, or none")
 
 
 def need_numpy(what: str) -> None:

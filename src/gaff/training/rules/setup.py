@@ -293,9 +293,12 @@ def updates_round_away(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("update_small", "never_updated"),
 )
 def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
-    """clip_grad_norm_ leaves less than a hundredth of the norm, and no loss has fallen by a tenth."""
+    """clip_grad_norm_ leaves less than a hundredth of the norm, and no loss has fallen by a tenth; a norm above 1,000
+    that is brought to a usual limit, 0.1 or more, is the fault itself: ``exploding`` tells of it."""
     found = sample.facts.get("clipped")
-    if found and found["most"] < 0.01 * found["norm"] and not any(has_fallen(past, name) for name in past.losses):
+    if not found or found["most"] >= 0.01 * found["norm"] or any(has_fallen(past, name) for name in past.losses):
+        return
+    if found["norm"] <= 1e3 or found["most"] < 0.1:
         yield Hit(("", ""), f"gradients with a norm of {found['norm']:.4g} are clipped to {found['most']:.4g}",
                   norm=found["norm"], limit=found["most"])  # fmt: skip
 

@@ -20,6 +20,8 @@ from gaff.record.statistics import Numbers
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
 
+_USUAL_LIMIT = 0.1  # of clip_grad_norm_: people clip to 0.1 and more
+
 
 @rule(
     "dead_units",
@@ -96,6 +98,10 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
             yield Hit(first, first_norm=row.norm, last_norm=last.norm, ratio=row.norm / last.norm)
 
 
+def _has_any_fallen(past: Past) -> bool:
+    return any(has_fallen(past, name) for name in past.losses)
+
+
 @rule(
     "exploding",
     severity="warning",
@@ -109,7 +115,13 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
     """norm(first weight's gradient) > 70 norm(last's) (AutoTrainer, beta 3) and > 10, or a mean |gradient| > 1e6.
 
     The latter, from SageMaker Debugger, stands for itself; the former also asks for a norm that clipping would act on.
+    Also a norm above 1,000 that ``clip_grad_norm_`` brings to a usual limit, of 0.1 or more, where the loss does not
+    fall by a tenth.
     """
+    clipped = sample.facts.get("clipped")
+    if clipped and clipped["norm"] > 1e3 and clipped["most"] >= _USUAL_LIMIT and not _has_any_fallen(past):
+        yield Hit(("", ""), f"the gradients have a norm of {clipped['norm']:.4g} before they are clipped to "
+                  f"{clipped['most']:.4g}", norm=clipped["norm"], limit=clipped["most"])  # fmt: skip
     for gradients in _weights_by_depth(sample).values():
         if len(gradients) >= 3 and gradients[0][1].norm > max(70 * gradients[-1][1].norm, 10):
             first, row = gradients[0]
