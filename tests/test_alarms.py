@@ -545,3 +545,17 @@ def test_gradients_that_explode_and_are_clipped_to_a_usual_norm(tmp_path, limit,
     found = [one.rule for one in watched(tmp_path, program).findings]
     assert name in found, found
     assert not {"exploding", "clipped_to_nothing"} - {name} & set(found), found
+
+
+def test_a_parameter_that_is_made_anew_in_every_step_ends_nothing(tmp_path, capsys):
+    def program():
+        body, head = nn.Linear(8, 16), nn.Linear(16, 2)
+        optimizer = torch.optim.Adam(head.parameters(), 1e-2)
+        for _ in range(40):
+            body.weight = nn.Parameter(body.weight.detach().clone())
+            optimizer.zero_grad()
+            classes(nn.Sequential(body, head)).backward()
+            optimizer.step()
+
+    assert watched(tmp_path, program).steps == 40
+    assert "watching has stopped" not in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,16 +29,19 @@ def facts(models: Models, updates: Iterable[Update], optimizers: Iterable[Any], 
     models had: the optimizers' classes, and how many parameters of which model; ``strays``: modules that a model has
     called in its forward without having them as parts: by model, how many, and the class of the first; ``untrained``:
     models whose parameters all get gradients, of which no optimizer owns one, and whose weights lie as torch makes
-    them, with how many parameters they have. Notes in ``models`` which parameters in no optimizer have got a gradient.
+    them, with how many parameters they have. Models in evaluation mode are left out of the first and the last.
+
+    Notes in ``models`` which parameters in no optimizer have got a gradient.
     """
     owned = owned_by(optimizers)
     made = list(updates)
-    unowned = dict(_unowned(models, owned)) if made else {}
+    unowned = {model.name: _unowned(model, owned, models.left_over) for model in models.all if made}
     models.newly_fed = {id(one) for held in unowned.values() for one in held}
+    unowned = {name: held for name, held in unowned.items() if held and _trains(models.named(name), held[0])}
     told: dict[str, Any] = {}
     if made and not any(one.is_fed for one in made):
-        adrift = {model: len(held) for model, held in unowned.items() if held}
-        if adrift:
+        if unowned:
+            adrift = {model: len(held) for model, held in unowned.items()}
             told["adrift"] = {"optimizers": [type(one.optimizer).__name__ for one in made], "models": adrift}
     else:
         fresh = {model: len(held) for model, held in unowned.items() if _is_untrained(models.named(model), held)}
@@ -66,13 +69,24 @@ def _has_new_grad(parameter: Tensor, left_over: MutableMapping[Tensor, int]) -> 
     return is_new
 
 
-def _unowned(models: Models, owned: set[int]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Of each model the parameters of modules in training mode that have got a gradient and are in no optimizer."""
-    for model in models.all:
-        parts = [(called(), name) for called, name, _ in model.parameters.values()]
-        held = [module._parameters.get(name) for module, name in parts if module is not None and module.training]
-        yield model.name, [one for one in held if one is not None and id(one) not in owned
-                           and one.requires_grad and _has_new_grad(one, models.left_over)]  # fmt: skip
+def _unowned(model: Model, owned: set[int], left_over: MutableMapping[Tensor, int]) -> list[Tensor]:
+    """The parameters of a model that have got a gradient and are in no optimizer that steps.
+
+    Those that were replaced since the model was read are left out.
+    """
+    found: list[Tensor] = []
+    for known, (called, name, _) in model.parameters.items():
+        module = called() if known not in owned else None
+        one = None if module is None else module._parameters.get(name)
+        if one is not None and id(one) == known and one.requires_grad and _has_new_grad(one, left_over):
+            found.append(one)
+    return found
+
+
+def _trains(model: Model, parameter: Tensor) -> bool:
+    """Whether the module that has this parameter is in training mode: in evaluation mode a net may be meant to stay."""
+    module = model.parameters[id(parameter)][0]()
+    return module is not None and module.training
 
 
 def _is_untrained(model: Model, unowned: list[Tensor]) -> bool:
@@ -80,7 +94,7 @@ def _is_untrained(model: Model, unowned: list[Tensor]) -> bool:
 
     Asked once for each model, of that one weight, which waits for its device.
     """
-    if not unowned or len(unowned) < len(model.parameters):
+    if len(unowned) < len(model.parameters):
         return False
     if model.is_untrained is None:
         weight = max(unowned, key=lambda one: one.numel() if one.dim() > 1 else 0)
