@@ -482,6 +482,38 @@ def test_nan_looks_again_at_the_loss_of_a_script(capsys, script):
     assert "torch.sqrt(y * 0).sum()" in out
 
 
+IGNORED = """
+import torch
+import torch.nn.functional as F
+
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for count in range(5):
+    targets = torch.full((16,), -100 if count == 3 else 1)
+    loss = F.cross_entropy(model(torch.randn(16, 8)), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters())
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_nan_of_a_loss_whose_gradients_are_finite(capsys, tmp_path, again):
+    path = tmp_path / "ignored.py"
+    path.write_text(IGNORED)
+    code, out, _ = run(capsys, "nan", *(["--again"] if again else []), str(path))
+    assert code == 3
+    if again:
+        assert "NaN made by (step)/cross_entropy#3, ignored.py:9" in out
+        assert "every target is -100, the ignore_index" in out
+    else:
+        assert "cause: the loss is not finite, though what the models returned and all gradients are" in out
+        assert "gaff nan --again runs the script once more" in out
+    path.write_text(IGNORED.replace("-100", "2"))
+    assert run(capsys, "nan", str(path))[0] == 0
+
+
 def test_nan_says_what_it_expects(capsys, script):
     assert run(capsys, "nan", "nowhere.py")[2].startswith("gaff: 'nowhere.py' is no file")
     assert "--loss goes with a model" in run(capsys, "nan", "--loss", f"{script}:model", script)[2]

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gaff.api import guard
 from gaff.engine.process.models import RootWatch
+from gaff.engine.process.training_loop import Outer, Told
 from gaff.errors import NonFiniteError, PlanError
 from gaff.inspection.nonfinite.examination import Examination
 from gaff.inspection.nonfinite.provenance import STEP
+from gaff.inspection.nonfinite.ranges import range_of
 from gaff.inspection.nonfinite.report import Report
 from gaff.training.guard import Guard
 from gaff.views.text import counted
@@ -36,9 +38,10 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
     def open_guard(stack: ExitStack, module: nn.Module) -> None:
         guards.append(stack.enter_context(guard(module, allow=allow)))
 
+    losses = _Losses(guards)
     code: Any = 0
     try:
-        with ExitStack() as stack, RootWatch(lambda module: open_guard(stack, module)):
+        with ExitStack() as stack, RootWatch(lambda module: open_guard(stack, module)), losses:
             script.run()
     except NonFiniteError as error:
         if error.report is None:
@@ -50,7 +53,9 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
         code = 1
     found = next((report for one in guards for report in one.reports), None)
     if found is not None:
-        return _finished(found, script, guards, again=again)
+        return _finished(found, script, max(one.steps for one in guards), again=again)
+    if losses.report is not None:
+        return _finished(losses.report, script, losses.step, again=again)
     if code not in (None, 0):
         sys.exit(code)
     if not guards:
@@ -59,19 +64,63 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
     return Report(False, notes=(f"looked at {counted(len(guards), 'model')}, {counted(steps, 'optimizer step')}",))
 
 
-def _finished(found: Report, script: _Script, guards: list[Guard], *, again: bool) -> Report:
-    """A report that ends outside of every model, in the loss perhaps, is followed up, or says how it can be."""
+class _Losses:
+    """Stops a script after a step whose loss was NaN or infinite, where its guards have found nothing wrong.
+
+    Such a loss may have finite gradients, as that of a batch in which no target counts. A loss that a GradScaler has
+    multiplied is looked at as it was before. ``report``: what was seen; ``step``: how many steps were made before.
+    """
+
+    def __init__(self, guards: list[Guard]) -> None:
+        self.report: Report | None = None
+        self.step = 0
+        self._guards = guards
+        self._scaled: tuple[Any, Any] = (None, None)  # what a GradScaler has made, and of what
+        nothing = lambda *given: None  # noqa: E731
+        self._outer = Outer(Told(self._begins, nothing, self._ended, nothing, self._note_scaled, nothing))
+
+    def __enter__(self) -> None:
+        self._outer.open()
+
+    def __exit__(self, *error: object) -> None:
+        self._outer.close()
+
+    def _note_scaled(self, loss: Any, scaled: Any, scaler: Any) -> None:
+        self._scaled = scaled, loss
+
+    def _begins(self, losses: Any) -> None:
+        """A backward pass is about to begin: look at the losses that are one number each."""
+        scaled, loss = self._scaled
+        for one in losses if isinstance(losses, (list, tuple)) else [losses]:
+            told = loss if one is scaled else one
+            is_number = isinstance(told, Tensor) and told.numel() == 1 and told.is_floating_point()
+            if is_number and self.report is None and not told.isfinite().item():
+                cause = "the loss is not finite, though what the models returned and all gradients are"
+                self.report = Report(True, STEP, direction="forward", cause=cause, output=range_of(told, "loss"))
+                self.step = max((guard.steps for guard in self._guards), default=0)
+
+    def _ended(self, optimizer: Any) -> None:
+        """The guards have looked at this step before it was made: what they have found would have been raised."""
+        if self.report is not None:
+            raise NonFiniteError(str(self.report), self.report)
+
+
+def _finished(found: Report, script: _Script, step: int, *, again: bool) -> Report:
+    """A report that ends outside of every model, in the loss perhaps, is followed up, or says how it can be.
+
+    ``step``: how many steps were made before.
+    """
     if not again and found.site == STEP:
         hint = "gaff nan --again runs the script once more and looks at every op of that step, its loss included"
         return replace(found, notes=(*found.notes, hint))
     if again and found.site == STEP:
-        return _look_again(script, guards) or found
+        return _look_again(script, step) or found
     return found
 
 
-def _look_again(script: _Script, guards: list[Guard]) -> Report | None:
+def _look_again(script: _Script, step: int) -> Report | None:
     """Run the script a second time, with every op outside its models looked at in the step that was bad."""
-    examination = Examination(None, (), from_step=max(one.steps for one in guards))
+    examination = Examination(None, (), from_step=step)
     try:
         examination.run(script.run)
     except NonFiniteError as error:
