@@ -417,3 +417,22 @@ def test_a_cast_that_overflowed_is_the_origin_of_what_a_custom_function_made_of_
 
     model = Around(lambda h: Doubles.apply((h + 1e6).to(torch.float16)).float())
     assert gaff.find_nonfinite(lambda: model(torch.ones(3, 4)), model=model).site == "/to#0"
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_gradients_that_overflow_as_backward_passes_add_them_up(steps):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(passes=3):
+        for _ in range(passes):
+            (model(torch.ones(3, 4)) * 0.8e38).sum().backward()
+        if steps:
+            optimizer.step()
+
+    report = gaff.find_nonfinite(step, model=model)
+    assert (report.site, report.direction) == ("weight:grad", "added")
+    assert "inf came of adding gradients up in weight:grad" in str(report)
+    model, optimizer = nn.Linear(4, 4), None
+    steps = False
+    assert not gaff.find_nonfinite(lambda: step(1), model=model)

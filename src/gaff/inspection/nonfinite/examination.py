@@ -42,6 +42,7 @@ from gaff.inspection.nonfinite.attribution import (
 from gaff.inspection.nonfinite.backward import Trail
 from gaff.inspection.nonfinite.backward_causes import is_steep
 from gaff.inspection.nonfinite.provenance import (
+    ADDED,
     ARRIVED,
     KEPT,
     KEPT_BEFORE,
@@ -79,6 +80,17 @@ class Step(nn.Module):
         return self._run()
 
 
+def _has_added_up(gradient: Tensor) -> bool:
+    """Whether a gradient that is not finite can be a sum of finite ones: without NaN, and of this process alone."""
+    return distributed.place()[1] == 1 and not has_nan(gradient)
+
+
+def _unseen(gradient: Tensor, site: Site) -> Made:
+    """What made a gradient bad of which no op and no backward pass has shown a bad value."""
+    direction, cause = ("added", ADDED) if _has_added_up(gradient) else ("arrived", ARRIVED)
+    return Made(site, direction, None, cause, range_of(gradient, "value"))
+
+
 class BadState:
     """What of parameters and buffers was not finite, by identity.
 
@@ -107,10 +119,9 @@ class BadState:
                 self.kept[id(one)] = found
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
             if one.grad is not None and has_nonfinite(one.grad):
-                site, output = Site("model", port="grad"), range_of(one.grad, "value")
                 made = marks.of(one.grad)
                 is_seen = made is not None and made.direction == "forward"  # by an op that wrote to it
-                self.used[id(one)] = made if made and is_seen else Made(site, "arrived", None, ARRIVED, output)
+                self.used[id(one)] = made if made and is_seen else _unseen(one.grad, Site("model", port="grad"))
 
     def note_made(self, optimizer: Any) -> None:
         """An optimizer's step is over: note which of its parameters, and of what it keeps, are not finite. Waits."""
@@ -123,11 +134,12 @@ class BadState:
             cause = KEPT.format(name, f" up to {given[0].largest:.4g}" if given else "")
             self.kept[id(one)] = Made(Site("model", port="param"), "update", None, cause, range_of(kept, name), given)
 
-    def after(self, around: nn.Module, marks: Marks) -> Made | None:
+    def after(self, around: nn.Module, marks: Marks, *, is_scaled: bool) -> Made | None:
         """What made the first parameter, gradient or buffer that is bad after the step; None where none is.
 
         An op that was seen to write it; else it was so before the step; or its gradient came to be bad by what is not
-        seen here; or the optimizer made it so; or it was written to past torch.
+        seen here; or the optimizer made it so; or it was written to past torch. ``is_scaled``: a GradScaler multiplies
+        the loss, and leaves steps out whose gradients overflow.
         """
         for tensor, site in iter_state(around):
             grad = tensor.grad if site.port == "param" and tensor.is_leaf else None
@@ -137,6 +149,8 @@ class BadState:
                     return before(grad, replace(site, port="grad"))
                 if made is not None and made.direction == "forward" and not made.is_scaling:
                     return made
+                if not is_scaled and id(tensor) not in self.used and _has_added_up(grad):
+                    return _unseen(grad, replace(site, port="grad"))
             if id(tensor) in self.kept and not has_nonfinite(tensor):
                 return replace(self.kept[id(tensor)], site=site)
             if not has_nonfinite(tensor) or (site.port == "buffer" and id(tensor) in self.before):
@@ -153,7 +167,7 @@ class BadState:
         """What made a parameter bad that no op was seen to write."""
         used = self.used.get(id(parameter))
         if used is not None:
-            return replace(used, site=replace(site, port="grad")) if used.cause == ARRIVED else used
+            return replace(used, site=replace(site, port="grad")) if used.cause in (ARRIVED, ADDED) else used
         direction, cause = ("update", UPDATED) if id(parameter) in self.made else ("written", WRITTEN)
         return Made(site, direction, None, cause, range_of(parameter, "value"))
 
@@ -260,7 +274,7 @@ class Examination:
 
     def _look_after(self, around: nn.Module, report: Report) -> Report:
         """The report of state that is bad after a step in which nothing was found; else ``report`` itself."""
-        made = self._state.after(around, self._marks)
+        made = self._state.after(around, self._marks, is_scaled=self._trail.scale is not None)
         return report if made is None else made.tell(self.notes, report.ops)
 
     def _taps(self, around: nn.Module) -> Iterable[OpTap | CallTap]:

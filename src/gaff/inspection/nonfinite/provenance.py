@@ -28,6 +28,10 @@ ARRIVED = (
     "it was not finite when the step used it, and nothing that this process's backward pass ran made it: another "
     "process did, whose gradients are averaged with this one's, or code that wrote to it"
 )
+ADDED = (
+    "what backward passes handed to it was finite, and overflows as it is added up: clear gradients between steps "
+    "(optimizer.zero_grad()), or divide the loss by the number of passes; unless code that is not seen wrote to it"
+)
 UPDATED = (
     "the optimizer's step made it of a finite value and a finite gradient: look at the learning rate, at eps, and at "
     "what the optimizer keeps"

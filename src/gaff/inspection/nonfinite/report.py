@@ -66,7 +66,7 @@ class Report:
 
     ``direction``: ``forward``, ``backward``, ``before`` for what was there before the step (a parameter, a buffer, an
     input), ``update`` for a parameter that the optimizer spoiled, ``arrived`` for a gradient that came from another
-    process, ``written`` for what code put into a parameter unseen. ``site``: the address of the op; in
+    process, ``added`` for finite ones whose sum overflows, ``written`` for what code put into a parameter unseen. ``site``: the address of the op; in
     parentheses it is outside the model. ``line``: its place in the code.
     """
 
@@ -125,5 +125,6 @@ _BEGAN = {
     "before": "was there before the step, in",
     "update": "made by the optimizer's step, in",
     "arrived": "came from elsewhere to",
+    "added": "came of adding gradients up in",
     "written": "was written past torch to",
 }
