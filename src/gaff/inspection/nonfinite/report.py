@@ -66,8 +66,8 @@ class Report:
 
     ``direction``: ``forward``, ``backward``, ``before`` for what was there before the step (a parameter, a buffer, an
     input), ``update`` for a parameter that the optimizer spoiled, ``arrived`` for a gradient that came from another
-    process, ``added`` for finite ones whose sum overflows, ``written`` for what code put into a parameter unseen. ``site``: the address of the op; in
-    parentheses it is outside the model. ``line``: its place in the code.
+    process, ``added`` for finite ones whose sum overflows, ``written`` for what code put into a parameter unseen.
+    ``site``: the address of the op; in parentheses it is outside the model. ``line``: its place in the code.
     """
 
     found: bool
