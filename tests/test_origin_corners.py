@@ -436,3 +436,30 @@ def test_gradients_that_overflow_as_backward_passes_add_them_up(steps):
     model, optimizer = nn.Linear(4, 4), None
     steps = False
     assert not gaff.find_nonfinite(lambda: step(1), model=model)
+
+
+@pytest.mark.parametrize("how", ["vmap", "script"])
+def test_an_unseen_op_belongs_to_the_module_around_what_it_is_given_to(how):
+    scripted = torch.jit.trace(lambda h: torch.log(-h.abs()), torch.ones(3, 4), check_trace=False)
+    hidden = scripted if how == "script" else torch.func.vmap(lambda row: torch.log(-row.abs()))
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.b(hidden(self.a(x)))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Around()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = Outer()
+    report = gaff.find_nonfinite(lambda: model(torch.randn(3, 4)).sum().backward(), model=model)
+    assert (report.site, report.module) == ("inner/Log", "inner")
+    assert "it came from Log, in an op that nothing shows" in report.cause

@@ -102,17 +102,19 @@ class Now:
         """The origin of what this step made in no op of a module: in a custom Function, a hook, or another process.
 
         The name of the autograd node tells which Function; without one, and with other processes in the model, it is
-        theirs.
+        theirs. What a module is given was made in the forward of the module around it.
         """
         name = tensor.grad_fn.name().rpartition("::")[2] if tensor.grad_fn is not None else ""
         name = name.rstrip("0123456789").removesuffix("Backward")
-        cause = f"it came from {name}, a custom autograd Function, or an op in somebody's hook"
+        hidden = "of a custom autograd Function or of somebody's hook, under vmap, in TorchScript, on another thread"
+        cause = f"it came from {name}, in an op that nothing shows: {hidden}"
         if self.is_spread and (not name or name in distributed.CONVERSIONS):
             name, cause = "", "another process made it: what this one had here was finite"
         elif not name:
             cause = "no op of a module made it: it was there before, or came from NumPy, a custom Function or a hook"
         where = Site(site.path or self.inside[-1], name or None)
-        where = site if site.path and site.port == "input" and not name else where
+        if site.path and site.port == "input":
+            where = Site(self.inside[-2] if len(self.inside) > 1 else "", name) if name else site
         is_meant = not name and is_mask(tensor)
         return Made(where, "forward", None, cause, range_of(tensor, "output"), position=self.ops, is_meant=is_meant)
 
