@@ -202,3 +202,12 @@ def test_options_of_a_report_that_would_be_passed_over_are_refused(capsys, tmp_p
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert main(["report", runs[0], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1
+
+
+def test_a_script_that_is_no_program_and_an_empty_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print(1)")
+    told = "'./train.py' is no program: expected one before it, as in python ./train.py"
+    assert told in refused(capsys, "watch", "--", "./train.py")[1]
+    assert "--out is empty" in refused(capsys, "watch", "--out", "", "--", sys.executable, "train.py")[1]
+    assert not (tmp_path / "gaff-runs").exists()

@@ -80,6 +80,8 @@ def command_of(words: list[str], name: str) -> tuple[list[str], str]:
     if not command:
         raise PlanError(f"no command: expected gaff {name} [options] -- python train.py")
     program = shutil.which(command[0])
+    if program is None and Path(command[0]).is_file():
+        raise PlanError(f"{command[0]!r} is no program: expected one before it, as in python {command[0]}, or chmod +x")
     if program is None:
         raise PlanError(f"{command[0]!r} is not found: expected a program, such as python")
     return command, program
@@ -90,7 +92,9 @@ def make_folder(out: str | None, command: list[str], *, force: bool = False) -> 
 
     The head is written by whoever makes its file: of two commands that begin at once with one folder, one is refused.
     """
-    folder = Path(out) if out else _own_folder(command)
+    if out == "":
+        raise PlanError("--out is empty: expected the name of a folder, or no --out for one of its own")
+    folder = Path(out) if out is not None else _own_folder(command)
     there = [
         *folder.glob(HEAD),
         *folder.glob(f"*{ENDING}"),
