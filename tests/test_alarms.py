@@ -559,3 +559,32 @@ def test_a_parameter_that_is_made_anew_in_every_step_ends_nothing(tmp_path, caps
 
     assert watched(tmp_path, program).steps == 40
     assert "watching has stopped" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("times", [1.1, 1.0])
+def test_a_search_for_a_learning_rate_is_told_as_one(tmp_path, times):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+        for step in range(160):
+            optimizer.param_groups[0]["lr"] = 1e-4 * times**step if times > 1 else 1e-4 * (step + 1)
+            optimizer.zero_grad()
+            classes(model).backward()
+            optimizer.step()
+
+    told = str(watched(tmp_path, program).verdict)
+    assert ("a search for a learning rate, which rises from" in told) == (times > 1), told
+
+
+def test_a_pooler_that_the_loss_does_not_use(tmp_path):
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.pooler, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+
+        def forward(self, x):
+            hidden = self.body(x).relu()
+            self.pooler(hidden).tanh()
+            return self.head(hidden)
+
+    assert "healthy" in str(watched(tmp_path, lambda: fit(Encoder(), classes)).verdict)

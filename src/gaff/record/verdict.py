@@ -105,6 +105,9 @@ def _missing(case: RunCase) -> str:
 
 def _judged(case: RunCase) -> str:
     """What a run was judged by in which nothing is wrong."""
+    if case.is_range_test and case.lr is not None:
+        span = f"from {case.lr.values[0]:.3g} to {case.lr.values[-1]:.3g}"
+        return f"a search for a learning rate, which rises {span} all the way: a loss that breaks at its end is meant"
     seen = f"nothing wrong was found in {case.steps} steps, of which {case.looks} were looked at"
     if case.loss is None:
         return f"{seen}; no loss was seen"

@@ -199,11 +199,12 @@ def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
 def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     """``.grad`` is None when its optimizer makes a step. In nearly all looks. Certain.
 
-    What was not called is left out in a model with a router: ``dead_experts`` tells of experts that are never chosen.
+    What was not called is left out in a model with a router: ``dead_experts`` tells of experts that are never chosen;
+    so are the poolers of encoders of transformers, which few losses use.
     """
     routed = {model for model, _ in sample.loads}
     for key, one in sample.parameters.items():
-        if not one.was_called and key[0] in routed:
+        if (not one.was_called and key[0] in routed) or "pooler" in path_of(key[1]).split("."):
             continue
         if one.requires_grad and one.optimizer is not None and not one.has_grad:
             why = "its module is called" if one.was_called else "its module is never called in forward"
