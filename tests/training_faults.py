@@ -196,6 +196,12 @@ def targets_out_of_the_range_of_tanh():
     return loop(model, adam(model), loss)
 
 
+@fault("dropout_high", "2")
+def dropout_that_keeps_next_to_nothing():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.95), nn.Linear(32, 10))
+    return loop(model, adam(model), cross_entropy)
+
+
 @fault("not_owned", "4.weight:param")
 def head_not_given_to_the_optimizer():
     model = mlp()

@@ -304,6 +304,25 @@ def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "dropout_high",
+    severity="warning",
+    means="a dropout leaves next to nothing of what it is given, and the loss hardly falls",
+    cause="p is the share that is set to zero, not the share that is kept",
+    remedy="a p of 0.1 to 0.5",
+    least=5,
+    share=0.5,
+    hides=("zero_gradient", "sparse_gradient", "dead_units", "update_small", "vanishing"),
+)
+def dropout_high(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A dropout module with a p of 0.9 or more in training mode, while no loss has fallen to a half."""
+    if any(has_fallen(past, name, 0.5) for name in past.losses):
+        return
+    for (model, path), share in sample.facts.get("dropouts", {}).items():
+        if share >= 0.9:
+            yield Hit((model, path), f"a dropout sets {share:.4g} of what it is given to zero", p=share)
+
+
+@rule(
     "batch_norm_of_few",
     severity="warning",
     means="BatchNorm over batches of one or two examples: its statistics are too noisy",

@@ -174,6 +174,8 @@ class SampledStep:
         if entry is None and self.is_open:
             self.runs.passed_by(module)
         elif entry is not None and self.is_open:
+            if entry.kind == "dropout" and module.training:
+                self.facts.setdefault("dropouts", {})[entry.model, entry.path] = float(getattr(module, "p", 0.0))
             if autograd.backward_task() != -1:
                 self._recomputed(entry, output)
             else:
