@@ -12,10 +12,11 @@ import gaff
 class Dropping(nn.Module):
     def __init__(self, layers):
         super().__init__()
-        self.side = nn.Linear(3, 3)
+        self.first, self.side = nn.Linear(3, 3), nn.Tanh()
         self.body = nn.ModuleList(nn.Linear(3, 3) for _ in range(layers))
 
     def forward(self, x):
+        x = self.first(x)
         self.side(x)
         for layer in self.body:
             x = layer(x)

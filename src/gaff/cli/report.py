@@ -42,8 +42,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the runs and tell of them; ``--live`` serves until it is stopped. Of several ``--json`` prints a list."""
-    _check_combination(options)
     if options.live:
+        _check_combination(options)
         return _live(options)
     from gaff.cli.printing import print_data, show
     from gaff.inspection.saved import load
@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
         from gaff.cli.store_page import report_harvest
 
         return report_harvest(loaded[0], options)
+    _check_combination(options)
     if options.data:
         raise PlanError("--data is for one harvest: expected its folder, and nothing else")
     if options.tokenizer and not options.html:
