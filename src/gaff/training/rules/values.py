@@ -15,8 +15,8 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from gaff.record.sample import Key, Sample, path_of, port_of
-from gaff.record.statistics import Numbers
+from gaff.record.sample import Sample, path_of, port_of
+from gaff.training.rules.layers import is_normalised, weights_by_depth, zeros_behind, zeros_of_input
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
 
@@ -89,7 +89,7 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     if any(has_fallen(past, name, 0.5) for name in past.losses):
         return
-    for gradients in _weights_by_depth(sample).values():
+    for gradients in weights_by_depth(sample).values():
         if len(gradients) < 3:
             continue
         (first, row), last = gradients[0], gradients[-1][1]
@@ -122,7 +122,7 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
     if clipped and clipped["norm"] > 1e3 and clipped["most"] >= _USUAL_LIMIT and not _has_any_fallen(past):
         yield Hit(("", ""), f"the gradients have a norm of {clipped['norm']:.4g} before they are clipped to "
                   f"{clipped['most']:.4g}", norm=clipped["norm"], limit=clipped["most"])  # fmt: skip
-    for gradients in _weights_by_depth(sample).values():
+    for gradients in weights_by_depth(sample).values():
         if len(gradients) >= 3 and gradients[0][1].norm > max(70 * gradients[-1][1].norm, 10):
             first, row = gradients[0]
             last = gradients[-1][1].norm
@@ -158,8 +158,8 @@ def sparse_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
         bias = sample.rows.get((key[0], f"{path_of(key[1]).rpartition('.')[0]}.bias:grad"))
         if bias is not None and bias.count and bias.zeros < 0.5:
             continue
-        if _zeros_of_input(sample, key) < 0.5:
-            behind = _zeros_behind(sample, key)
+        if zeros_of_input(sample, key) < 0.5:
+            behind = zeros_behind(sample, key)
             why = "" if behind is None else f"; the module after it, {behind[0]!r}, returns {behind[1]:.0%} zeros"
             yield Hit(key, f"{row.zeros:.0%} of {key[1]} is exactly zero{why}", zero_fraction=row.zeros)
 
@@ -257,21 +257,8 @@ def input_scale(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         asked.add(key[0])
         is_far = row.count > 16 and (abs(row.mean) > 5 or row.std > 10 or 0 < row.std < 0.01)
-        if is_far and not _is_normalised(sample, key[0], row.rms):
+        if is_far and not is_normalised(sample, key[0], row.rms):
             yield Hit(key, mean=row.mean, std=row.std, min=row.min, max=row.max)
-
-
-def _is_normalised(sample: Sample, model: str, rms: float) -> bool:
-    """Whether the model brings its input, of this rms, to another scale before its first layer with weights.
-
-    Weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs of a
-    unit, make rms / sqrt(3) of it.
-    """
-    for key, row in sample.port("output").items():
-        known = sample.parameters.get((model, f"{path_of(key[1])}.weight:param"))
-        if key[0] == model and known is not None:
-            return known.kind != "weight" or (row.count > 0 and row.rms < 0.1 * rms / math.sqrt(3))
-    return False
 
 
 @rule(
@@ -476,46 +463,3 @@ def train_mode_in_eval(sample: Sample, past: Past) -> Iterator[Hit]:
     """
     for model in sample.facts.get("train_mode", ()):
         yield Hit((model, ""))
-
-
-def _weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
-    """The gradients of the weights of each model, from the first layer that was called to the last.
-
-    Embeddings, biases and norms are left out: their gradients are of another size whatever the depth. A weight whose
-    module was not seen to be called comes last.
-    """
-    order: dict[Key, int] = {}
-    for at, (model, address) in enumerate(sample.port("output")):
-        order.setdefault((model, path_of(address)), at)
-    found: dict[str, list[tuple[int, Key, Numbers]]] = {}
-    for key, row in sample.port("grad").items():
-        known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
-        if known is not None and known.kind == "weight" and row.count:
-            module = key[0], path_of(key[1]).rpartition(".")[0]
-            found.setdefault(key[0], []).append((order.get(module, len(order)), key, row))
-    return {model: [(key, row) for _, key, row in sorted(one, key=lambda it: it[0])] for model, one in found.items()}
-
-
-def _zeros_behind(sample: Sample, key: Key) -> tuple[str, float] | None:
-    """What the module called after the layer of a weight returns, where at least two fifths of it are zeros."""
-    module = path_of(key[1]).rpartition(".")[0]
-    outputs = [(address, row) for (model, address), row in sample.port("output").items() if model == key[0]]
-    at = next((at for at, (address, _) in enumerate(outputs) if address == module), len(outputs))
-    address, row = outputs[at + 1] if at + 1 < len(outputs) else ("", None)
-    return (address, row.zeros) if row is not None and row.zeros >= 0.4 else None
-
-
-def _zeros_of_input(sample: Sample, key: Key) -> float:
-    """The share of zeros in what the layer of a weight was given; 0 where that is not known.
-
-    Looked up are the layer's own input, the model's input, and else the output of the module that was called before it.
-    """
-    module = path_of(key[1]).rpartition(".")[0]
-    for address in (f"{module}:input", ":input"):
-        row = sample.rows.get((key[0], address))
-        if row is not None:
-            return row.zeros
-    outputs = list(sample.port("output").items())
-    before = [row for (model, address), row in outputs if model == key[0] and address != module]
-    at = next((at for at, ((model, address), _) in enumerate(outputs) if (model, address) == (key[0], module)), 0)
-    return outputs[at - 1][1].zeros if at and before else 0.0

@@ -1,0 +1,64 @@
+"""What a sampled step tells of layers one after the other, for rules: in which order they were called, what goes in."""
+
+from __future__ import annotations
+
+import math
+
+from gaff.record.sample import Key, Sample, path_of
+from gaff.record.statistics import Numbers
+
+
+def weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
+    """The gradients of the weights of each model, from the first layer that was called to the last.
+
+    Embeddings, biases and norms are left out: their gradients are of another size whatever the depth. A weight whose
+    module was not seen to be called comes last.
+    """
+    order: dict[Key, int] = {}
+    for at, (model, address) in enumerate(sample.port("output")):
+        order.setdefault((model, path_of(address)), at)
+    found: dict[str, list[tuple[int, Key, Numbers]]] = {}
+    for key, row in sample.port("grad").items():
+        known = sample.parameters.get((key[0], f"{key[1].removesuffix(':grad')}:param"))
+        if known is not None and known.kind == "weight" and row.count:
+            module = key[0], path_of(key[1]).rpartition(".")[0]
+            found.setdefault(key[0], []).append((order.get(module, len(order)), key, row))
+    return {model: [(key, row) for _, key, row in sorted(one, key=lambda it: it[0])] for model, one in found.items()}
+
+
+def zeros_behind(sample: Sample, key: Key) -> tuple[str, float] | None:
+    """What the module called after the layer of a weight returns, where at least two fifths of it are zeros."""
+    module = path_of(key[1]).rpartition(".")[0]
+    outputs = [(address, row) for (model, address), row in sample.port("output").items() if model == key[0]]
+    at = next((at for at, (address, _) in enumerate(outputs) if address == module), len(outputs))
+    address, row = outputs[at + 1] if at + 1 < len(outputs) else ("", None)
+    return (address, row.zeros) if row is not None and row.zeros >= 0.4 else None
+
+
+def zeros_of_input(sample: Sample, key: Key) -> float:
+    """The share of zeros in what the layer of a weight was given; 0 where that is not known.
+
+    Looked up are the layer's own input, the model's input, and else the output of the module that was called before it.
+    """
+    module = path_of(key[1]).rpartition(".")[0]
+    for address in (f"{module}:input", ":input"):
+        row = sample.rows.get((key[0], address))
+        if row is not None:
+            return row.zeros
+    outputs = list(sample.port("output").items())
+    before = [row for (model, address), row in outputs if model == key[0] and address != module]
+    at = next((at for at, ((model, address), _) in enumerate(outputs) if (model, address) == (key[0], module)), 0)
+    return outputs[at - 1][1].zeros if at and before else 0.0
+
+
+def is_normalised(sample: Sample, model: str, rms: float) -> bool:
+    """Whether the model brings its input, of this rms, to another scale before its first layer with weights.
+
+    Weights as torch initialises them, uniform and with a deviation of one over the root of three times the inputs of a
+    unit, make rms / sqrt(3) of it.
+    """
+    for key, row in sample.port("output").items():
+        known = sample.parameters.get((model, f"{path_of(key[1])}.weight:param"))
+        if key[0] == model and known is not None:
+            return known.kind != "weight" or (row.count > 0 and row.rms < 0.1 * rms / math.sqrt(3))
+    return False
