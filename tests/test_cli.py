@@ -508,10 +508,33 @@ def test_nan_of_a_loss_whose_gradients_are_finite(capsys, tmp_path, again):
         assert "NaN made by (step)/cross_entropy#3, ignored.py:9" in out
         assert "every target is -100, the ignore_index" in out
     else:
-        assert "cause: the loss is not finite, though what the models returned and all gradients are" in out
+        assert (
+            "cause: the loss is not finite; what the models returned and the gradients of the step after it are" in out
+        )
         assert "gaff nan --again runs the script once more" in out
     path.write_text(IGNORED.replace("-100", "2"))
     assert run(capsys, "nan", str(path))[0] == 0
+
+
+def test_nan_of_a_loss_whose_step_a_scaler_leaves_out_is_none(capsys, tmp_path):
+    path = tmp_path / "scaled.py"
+    path.write_text("""
+import torch
+
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scaler = torch.amp.GradScaler("cpu")
+for count in range(5):
+    loss = (model(torch.randn(16, 8)) * (1e38 if count == 2 else 1)).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print("scale", scaler.get_scale())
+""")
+    code, out, _ = run(capsys, "nan", str(path))
+    assert "scale 32768.0" in out  # one step was left out
+    assert (code, "no NaN or inf" in out) == (0, True), out
 
 
 def test_nan_says_what_it_expects(capsys, script):

@@ -77,7 +77,7 @@ class _Losses:
         self._guards = guards
         self._scaled: tuple[Any, Any] = (None, None)  # what a GradScaler has made, and of what
         nothing = lambda *given: None  # noqa: E731
-        self._outer = Outer(Told(self._begins, nothing, self._ended, nothing, self._note_scaled, nothing))
+        self._outer = Outer(Told(self._begins, nothing, self._ended, self._skipped, self._note_scaled, nothing))
 
     def __enter__(self) -> None:
         self._outer.open()
@@ -95,9 +95,13 @@ class _Losses:
             told = loss if one is scaled else one
             is_number = isinstance(told, Tensor) and told.numel() == 1 and told.is_floating_point()
             if is_number and self.report is None and not told.isfinite().item():
-                cause = "the loss is not finite, though what the models returned and all gradients are"
+                cause = "the loss is not finite; what the models returned and the gradients of the step after it are"
                 self.report = Report(True, STEP, direction="forward", cause=cause, output=range_of(told, "loss"))
                 self.step = max((guard.steps for guard in self._guards), default=0)
+
+    def _skipped(self, optimizer: Any) -> None:
+        """A GradScaler has left the step out: what overflowed did no harm."""
+        self.report = None
 
     def _ended(self, optimizer: Any) -> None:
         """The guards have looked at this step before it was made: what they have found would have been raised."""

@@ -8,6 +8,12 @@ from gaff.record.sample import Key, Sample, path_of
 from gaff.record.statistics import Numbers
 
 
+def clips_an_explosion(sample: Sample) -> bool:
+    """Whether ``clip_grad_norm_`` was given a norm above 1,000 with a usual limit: people clip to 0.1 and more."""
+    found = sample.facts.get("clipped")
+    return bool(found and found["norm"] > 1e3 and found["most"] >= 0.1)
+
+
 def weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:
     """The gradients of the weights of each model, from the first layer that was called to the last.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gaff.record.sample import Key, Sample
+from gaff.training.rules.layers import clips_an_explosion
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
 
@@ -298,7 +299,7 @@ def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     found = sample.facts.get("clipped")
     if not found or found["most"] >= 0.01 * found["norm"] or any(has_fallen(past, name) for name in past.losses):
         return
-    if found["norm"] <= 1e3 or found["most"] < 0.1:
+    if not clips_an_explosion(sample):
         yield Hit(("", ""), f"gradients with a norm of {found['norm']:.4g} are clipped to {found['most']:.4g}",
                   norm=found["norm"], limit=found["most"])  # fmt: skip
 

@@ -16,11 +16,9 @@ import statistics
 from collections.abc import Iterator
 
 from gaff.record.sample import Sample, path_of, port_of
-from gaff.training.rules.layers import is_normalised, weights_by_depth, zeros_behind, zeros_of_input
+from gaff.training.rules.layers import clips_an_explosion, is_normalised, weights_by_depth, zeros_behind, zeros_of_input
 from gaff.training.rules.registry import Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
-
-_USUAL_LIMIT = 0.1  # of clip_grad_norm_: people clip to 0.1 and more
 
 
 @rule(
@@ -98,10 +96,6 @@ def vanishing(sample: Sample, past: Past) -> Iterator[Hit]:
             yield Hit(first, first_norm=row.norm, last_norm=last.norm, ratio=row.norm / last.norm)
 
 
-def _has_any_fallen(past: Past) -> bool:
-    return any(has_fallen(past, name) for name in past.losses)
-
-
 @rule(
     "exploding",
     severity="warning",
@@ -118,8 +112,8 @@ def exploding(sample: Sample, past: Past) -> Iterator[Hit]:
     Also a norm above 1,000 that ``clip_grad_norm_`` brings to a usual limit, of 0.1 or more, where the loss does not
     fall by a tenth.
     """
-    clipped = sample.facts.get("clipped")
-    if clipped and clipped["norm"] > 1e3 and clipped["most"] >= _USUAL_LIMIT and not _has_any_fallen(past):
+    if clips_an_explosion(sample) and not any(has_fallen(past, name) for name in past.losses):
+        clipped = sample.facts["clipped"]
         yield Hit(("", ""), f"the gradients have a norm of {clipped['norm']:.4g} before they are clipped to "
                   f"{clipped['most']:.4g}", norm=clipped["norm"], limit=clipped["most"])  # fmt: skip
     for gradients in weights_by_depth(sample).values():
