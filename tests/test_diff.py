@@ -266,6 +266,16 @@ def test_another_learning_rate_parts_first_in_the_first_update(tmp_path):
     assert found.first.site.endswith(":update")
 
 
+def test_a_learning_rate_a_little_higher_parts_there_though_it_is_less_than_noise(tmp_path):
+    found = gaff.diff(train(tmp_path / "a", lr=0.01), train(tmp_path / "b", lr=0.01001))
+    assert (found.first.phase, found.first.step, found.first.site.split(":")[-1]) == ("parameter", 0, "update")
+    assert "is rounding or noise" in found.verdict
+    assert found.notes[0].startswith("the first number that differs at all is")
+    forgiven = gaff.diff(tmp_path / "a", tmp_path / "b", tolerance=1e9)
+    assert not forgiven
+    assert "equal within the tolerance of 1e+09" in forgiven.verdict
+
+
 def test_another_batch_is_named_before_all_it_causes(tmp_path):
     found = gaff.diff(train(tmp_path / "a"), train(tmp_path / "b", seed=1))
     assert (found.first.phase, found.first.step) == ("batch", 0)
@@ -457,7 +467,11 @@ def test_a_difference_in_evaluation_is_found(tmp_path):
 
 def test_differences_are_told_as_people_read_them():
     run = DiffRow("a", "a", "forward", "parted", math.log(10), 0.001, "rms", step=3)
-    assert (run.told(run.delta), run.told(run.tolerance), run.told(720.0)) == ("10x", "(1 + 0.001)x", "1.01e+304x")
+    assert (run.told(run.delta), run.told(run.tolerance), run.told(720.0)) == (
+        "10x",
+        "(1 + 0.001)x",
+        "720 of the logarithm",
+    )
     assert DiffRow("a", "a", "forward", "parted", 1.5, 0.37, "max", step=3).told(1.5) == "150 % of the rms"
     assert DiffRow("a", "a", "forward", "parted", 0.996, 0.37, "mean").told(0.996) == "99.6 %"
     assert run.told(math.inf) == "inf"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,15 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
     if isinstance(one, Trace) and isinstance(other, Trace):
         from gaff.inspection.diff.traces import part_traces
 
-        return part_traces(one, other, names, tolerance)
-    if isinstance(one, Record) and isinstance(other, Record):
+        found, why = part_traces(one, other, names, tolerance), "rounding"
+    elif isinstance(one, Record) and isinstance(other, Record):
         extras.need("numpy", "page", for_="a comparison of two runs")
         from gaff.inspection.diff.runs import part_records
 
-        return part_records(one, other, names, tolerance)
-    raise PlanError(f"{name} is a {_kind(one)} and {other_name} a {_kind(other)}: expected two of a kind")
+        found, why = part_records(one, other, names, tolerance), "rounding or noise"
+    else:
+        raise PlanError(f"{name} is a {_kind(one)} and {other_name} a {_kind(other)}: expected two of a kind")
+    return replace(found, allowed=why if tolerance is None else f"the tolerance of {tolerance:g}")
 
 
 def _read(value: Any) -> tuple[Any, str]:

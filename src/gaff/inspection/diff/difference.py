@@ -61,7 +61,9 @@ class DiffRow:
         if self.step is None or self.phase in ("loss", "batch"):
             return f"{100 * size:.3g} %"
         if self.number == "rms":
-            return f"{math.exp(min(size, 700)):.3g}x" if size > 0.005 else f"(1 + {size:.1g})x" if size else "1x"
+            if size > 100:
+                return f"{size:.3g} of the logarithm"
+            return f"{math.exp(size):.3g}x" if size > 0.005 else f"(1 + {size:.1g})x" if size else "1x"
         return f"{100 * size:.3g} % of the rms"
 
 
@@ -70,7 +72,8 @@ class Difference:
     """What two runs, or two traces, differ in; True where they part.
 
     ``a``, ``b``: names of both. ``rows``: in the order in which things happen; ``first``: the first that parted.
-    ``only_a``, ``only_b``: sites that have no partner. Holds texts and numbers alone.
+    ``only_a``, ``only_b``: sites that have no partner. ``allowed``: what differences below every tolerance are ascribed
+    to. Holds texts and numbers alone.
     """
 
     a: str
@@ -79,6 +82,7 @@ class Difference:
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    allowed: str = "rounding"
 
     def __bool__(self) -> bool:
         return self.first is not None
@@ -99,7 +103,7 @@ class Difference:
             if not worst.delta:
                 return f"the same in all of {len(self.rows)} places"
             where = f"{worst.told(worst.delta)} at {worst.site}{_at(worst)}"
-            return f"equal within rounding in {len(self.rows)} places; the largest difference is {where}"
+            return f"equal within {self.allowed} in {len(self.rows)} places; the largest difference is {where}"
         parted = f"{sum(row.state == 'parted' for row in self.rows)} of {len(self.rows)} places differ"
         if first.phase == "batch":
             return f"they were given different batches{_at(first)}, by the {first.number}; {parted}"
@@ -110,7 +114,7 @@ class Difference:
         values = f"{first.number} {first.a} against {first.b}"
         if first.a == first.b:
             values = f"the elements differ, though {first.number} is {first.a} in both"
-        size = f"a difference of {first.told(first.delta)} where {first.told(first.tolerance)} is rounding or noise"
+        size = f"a difference of {first.told(first.delta)} where {first.told(first.tolerance)} is {self.allowed}"
         size = "which no rounding explains" if math.isinf(first.delta) else size
         return f"they differ first at {names}{_at(first)}, {first.phase}: {values}, {size}; {parted}"
 

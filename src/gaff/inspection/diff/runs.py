@@ -24,6 +24,7 @@ _NUMBERS = ("rms", "mean", "min", "max", "zeros", *_ODD)
 _LEAST = 1e-3  # of the median rms of a port: gradients below it are rounding of the others
 _ROUNDING = 1e-5  # what another order of summation makes of single precision in a few steps
 _DEVIATIONS = 4.0
+_JUMP = 100.0  # times rounding: what the first number that differs at all cannot differ by, had rounding made it
 _COARSE = 4.0  # roundings of one element that the numbers of a batch in another type may differ by: chosen
 _CHECKED = "checksum of the first 64 KiB"
 _PHASES = {"input": "forward", "output": "forward", "grad_output": "backward", "grad": "parameter",
@@ -51,7 +52,8 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
 
     The noise of a site is the median change of the logarithm of its rms from one look to the next, in the calmer of
     both; four standard deviations of it, and never less than rounding, are allowed, or ``tolerance`` where it is
-    given. Rows that parted come first, by step and then in the order of a step; the others follow.
+    given. Noise grows from rounding: where all was the same to the last bit, and the first number that is not differs
+    by far more, that number has parted. Rows that parted come first, by step and then in the order of a step; the others follow.
     """
     lines_a, lines_b = _lines(a), _lines(b)
     pairs, left_a, left_b = pair_up(
@@ -66,10 +68,14 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     notes = []
     least = _least([*lines_a, *lines_b])
     looked = [_looked(record) for record in (a, b)]
-    for pair in pairs:
-        one, other = lines_a[pair.a], lines_b[pair.b]
+    both = [(lines_a[pair.a], lines_b[pair.b]) for pair in pairs]
+    first = _first_apart(both, least, 0.0)
+    beyond = _first_apart(both, least, rounding) if tolerance is None else None
+    for pair, (one, other) in zip(pairs, both, strict=True):
+        is_jump = first is not None and first == beyond and one is first.line and first.delta > _JUMP * rounding
+        allowed = rounding if is_jump else tolerance
         row = _absent(one, other, pair.how, looked[0] & looked[1])
-        row = row or _site(one, other, pair.how, tolerance, rounding, least.get(one.port, 0.0))
+        row = row or _site(one, other, pair.how, allowed, rounding, least.get(one.port, 0.0))
         if row is None:
             notes.append(f"{lines_a[pair.a].name} was never looked at in the same step")
         else:
@@ -84,9 +90,10 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     rows.sort(key=order)
     if len(notes) > 3:
         notes = [f"{len(notes)} sites were never looked at in the same step"]
-    first_bit = _first_bit([(lines_a[pair.a], lines_b[pair.b]) for pair in pairs])
-    if first_bit:
-        notes.append(first_bit)
+    if first is not None:
+        notes.append(f"the first number that differs at all is {first}")
+    if beyond is not None:
+        notes.append(f"the first that differs by more than rounding, though it may be less than noise, is {beyond}")
     only_a, only_b = tuple(lines_a[at].name for at in left_a), tuple(lines_b[at].name for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
 
@@ -168,8 +175,7 @@ def _site(one: Line, other: Line, how: str, tolerance: float | None, rounding: f
     number = _NUMBERS[int(table[:, at].argmax())]
     delta = float(worst[at])
     a, b = (float(values[number][places[at]]) for values, places in ((one.values, here), (other.values, there)))
-    phase = _PHASES.get(one.port, "forward") if one.phase == "train" else "evaluation"
-    return DiffRow(one.name, other.name, phase, state_of(delta, allowed), delta, allowed, number,
+    return DiffRow(one.name, other.name, _phase(one), state_of(delta, allowed), delta, allowed, number,
                shown(a), shown(b), how, int(steps[at]))  # fmt: skip
 
 
@@ -181,7 +187,7 @@ def _deltas(one: Line, other: Line, name: str, here: Any, there: Any, least: flo
     places of the common looks in both lines. Both NaN, or both the same infinity, is no difference.
     """
     a, b = one.values[name][here], other.values[name][there]
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if name in _ODD:
             return np.where(a == b, 0.0, math.inf)
         if name == "rms":
@@ -203,26 +209,50 @@ def _noise(a: Any, b: Any, rounding: float) -> float:
     """
     found = []
     for values in (a, b):
-        known = np.log(values[values > 0])
+        known = np.log(values[(values > 0) & np.isfinite(values)])
         if len(known) > 2:
             found.append(float(np.median(np.abs(np.diff(known)))))
     spread = min(found, default=0.0) / 0.6745  # the median of |normal| is 0.6745 deviations
     return max(rounding, _DEVIATIONS * spread)
 
 
-def _first_bit(pairs: list[tuple[Line, Line]]) -> str:
-    """A note on the earliest number that differs at all, however little: where the runs cease to be bitwise equal."""
-    best: tuple[int, str, str] | None = None
+class _Apart(NamedTuple):
+    """A number of one site that differs at one look by ``delta``."""
+
+    line: Line
+    number: str
+    step: int
+    delta: float
+
+    def __str__(self) -> str:
+        return f"{self.number} of {self.line.name} at step {self.step}"
+
+
+def _first_apart(pairs: list[tuple[Line, Line]], least: Mapping[str, float], allowed: float) -> _Apart | None:
+    """The earliest number that differs by more than ``allowed``: of 0, where the runs cease to be bitwise equal.
+
+    Of one step the first in the order in which things happen, of one site the number that differs most. ``least``:
+    see ``_least``; of an ``allowed`` of 0 all numbers count.
+    """
+    best: tuple[tuple[int, int], _Apart] | None = None
     for one, other in pairs:
         steps, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
-        for name in _NUMBERS:
-            unlike = one.values[name][here] != other.values[name][there]
-            unlike &= ~(np.isnan(one.values[name][here]) & np.isnan(other.values[name][there]))
-            if unlike.any():
-                step = int(steps[int(unlike.argmax())])
-                if best is None or step < best[0]:
-                    best = step, one.name, name
-    return "" if best is None else f"the first number that differs at all is {best[2]} of {best[1]} at step {best[0]}"
+        smallest = least.get(one.port, 0.0) if allowed else 0.0
+        table = np.stack([_deltas(one, other, name, here, there, smallest) for name in _NUMBERS])
+        unlike = np.flatnonzero((table > allowed).any(0))
+        if not len(unlike):
+            continue
+        at = int(unlike[0])
+        number = int(table[:, at].argmax())
+        place = int(steps[at]), _ORDER.index(_phase(one))
+        if best is None or place < best[0]:
+            best = place, _Apart(one, _NUMBERS[number], int(steps[at]), float(table[number, at]))
+    return best[1] if best is not None else None
+
+
+def _phase(line: Line) -> str:
+    """What a row of a line is a part of."""
+    return _PHASES.get(line.port, "forward") if line.phase == "train" else "evaluation"
 
 
 def _batches(
@@ -282,7 +312,7 @@ def _losses(a: Record, b: Record, tolerance: float | None, rounding: float) -> l
             continue
         values = [np.array([run[step] for step in common]) for run in (one, other)]
         size = np.maximum(np.maximum(np.abs(values[0]), np.abs(values[1])), 1e-300)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             delta = np.where(values[0] == values[1], 0.0, np.abs(values[0] - values[1]) / size)
         is_nan = np.isnan(values[0]), np.isnan(values[1])
         delta = np.where(is_nan[0] & is_nan[1], 0.0, np.where(is_nan[0] | is_nan[1], math.inf, delta))
