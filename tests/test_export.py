@@ -175,6 +175,13 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "run.csv"]
 
 
+def test_a_folder_is_no_file_of_a_table(tmp_path, monkeypatch):
+    record = gaff.load(make(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecordError, match="'.' is a folder: expected the path of a file"):
+        to_csv(record, ".")
+
+
 def test_a_record_without_anything_gives_a_head_and_no_rows(tmp_path):
     MadeRun(tmp_path / "run", sites=[]).log.close()
     record = gaff.load(tmp_path / "run")

@@ -176,7 +176,7 @@ def test_a_place_that_is_none(url, tmp_path):
     store.put("notes.txt", b"mine")
     with pytest.raises(gaff.PlanError, match="holds something else"):
         gaff.harvest(net(), data(), "0", out=url)
-    with pytest.raises(gaff.RecordError, match=r"harvest.json: is not there"):
+    with pytest.raises(gaff.RecordError, match="harvest.json is not there: expected the folder of a harvest"):
         gaff.load(url)
     with pytest.raises(gaff.PlanError, match="'nothing://x' is no object store"):
         gaff.load("nothing://x")

@@ -123,3 +123,31 @@ def test_no_row_at_all(tmp_path):
     pytest.importorskip("datasets")
     with pytest.raises(gaff.RecordError, match="has no row"):
         harvests.to_datasets(empty, tmp_path / "table")
+
+
+@pytest.mark.parametrize("kind", [torch.uint16, torch.uint32, torch.complex64])
+def test_rarer_numbers_are_kept_and_exported(tmp_path, kind):
+    def odd(value):
+        return torch.complex(value, -value) if kind.is_complex else (value.abs() * 1000).to(kind)
+
+    kept = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=odd)
+    expected = torch.cat([odd(net()[0](batch[0])) for batch in loader()])
+    assert torch.equal(kept["0"][:].view(torch.uint8), expected.view(torch.uint8))
+    found = numpy.load(harvests.to_numpy(kept, tmp_path / "out")[0])
+    assert numpy.array_equal(found, expected.detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("reduce", "what"),
+    [(lambda value: value[:, :0], r"of shape \[0\], without an element"), (lambda value: value.cfloat(), "complex")],
+)
+def test_what_a_table_cannot_hold_is_refused(tmp_path, reduce, what):
+    pytest.importorskip("pyarrow")
+    kept = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", reduce=reduce)
+    with pytest.raises(gaff.PlanError, match=f"0: its rows are {what}, which a table cannot hold"):
+        harvests.to_parquet(kept, tmp_path / "table.parquet")
+
+
+def test_a_run_is_no_harvest_to_be_checked(tmp_path, capsys):
+    assert main(["check", str(tmp_path)]) == 1
+    assert "is not there: expected the folder of a harvest" in capsys.readouterr().err

@@ -95,7 +95,10 @@ def begin(
 
 def read(out: Location, name: str = NAME) -> dict[str, Any]:
     """The manifest of a harvest, or its end. Raises RecordError where it cannot be read, or is of a later version."""
-    path, content = f"{out}/{name}", out.read(name)
+    path = f"{out}/{name}"
+    if name == NAME and not out.holds(name):
+        raise RecordError(f"{path} is not there: expected the folder of a harvest, which gaff harvest --out has written")
+    content = out.read(name)
     try:
         told = json.loads(content)
         version = told["gaff_harvest"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gaff.compat.extras import need
-from gaff.errors import RecordError
+from gaff.errors import PlanError, RecordError
 from gaff.harvesting.store import Column, Store
 from gaff.harvesting.tensor_file import file_name
 
@@ -136,6 +136,9 @@ def _plain(rows: Tensor) -> Tensor:
 def _schema(arrow: Any, columns: dict[str, Column]) -> Any:
     fields = []
     for name, column in columns.items():
+        if column.dtype.is_complex or 0 in column.shape[1:]:
+            what = "complex" if column.dtype.is_complex else f"of shape {list(column.shape[1:])}, without an element"
+            raise PlanError(f"{name}: its rows are {what}, which a table cannot hold: expected other sites, or numpy")
         kind = _array(arrow, _plain(column[:1])).type
         fields.append(arrow.field(name, kind, metadata={"shape": json.dumps(list(column.shape[1:]))}))
     return arrow.schema(fields)

@@ -112,6 +112,8 @@ def _write(
     Either file takes its name only when it is complete: a failure halfway leaves an older one as it was.
     """
     check(record, sites, stats)
+    if path.is_dir():
+        raise RecordError(f"{str(path)!r} is a folder: expected the path of a file")
     rows = chain(scalars(record), numbers(record, sites=sites, stats=stats))
     lines = [json.dumps(_plain(one.to_dict())) + "\n" for one in record.findings]
     try:
