@@ -28,6 +28,8 @@ KINDS = {
     "sparse": (BASE.to_sparse(), torch.tensor([1.0, -2.0, 4.0, 0.5, 3.0])),
     "wrapper of two": (TWO, torch.cat([BASE.flatten(), BASE.flatten() + 10])),
     "wrapper of wrappers": (TwoTensor(TWO, TWO), torch.cat([BASE.flatten(), BASE.flatten() + 10] * 2)),
+    "less than a byte": (torch.arange(6, dtype=torch.uint8).view(torch.uint4), torch.arange(6, dtype=torch.uint8)),
+    "bits": (torch.arange(6, dtype=torch.uint8).view(torch.bits8), torch.arange(6, dtype=torch.uint8)),
     "parameter": (nn.Parameter(BASE), BASE),
 }
 
@@ -111,3 +113,16 @@ def test_a_trace_of_a_model_with_a_wrapper_of_wrappers_tells_its_numbers():
 def test_the_share_of_zeros_of_a_gradient_is_of_its_elements(gradient, zeros, norm):
     told = gradient_of(gradient)
     assert (told.zeros, told.norm) == (zeros, norm)
+
+
+@pytest.mark.parametrize("kind", [torch.uint4, torch.int2, torch.float4_e2m1fn_x2, torch.bits8])
+def test_what_torch_only_stores_is_kept_traced_and_saved(kind, tmp_path):
+    net = nn.Sequential(nn.Identity(), nn.Identity())
+    given = torch.arange(6, dtype=torch.uint8)
+    assert len(gaff.trace(net, given.view(kind)).rows) == 3
+    with gaff.capture(net, "0") as got:
+        net(given.view(kind))
+    got.save(tmp_path / "x.safetensors")
+    for found in (got["0"], gaff.load(tmp_path / "x.safetensors")["0"]):
+        assert found.dtype == kind
+        assert torch.equal(found.view(torch.uint8), given)

@@ -9,6 +9,7 @@ else. Nothing in this file communicates with other processes.
 | what a collective under way brings | those that it brings: it is waited for |
 | quantised, by torch or by a subclass with ``dequantize`` (torchao, quanto) | those that it stands for |
 | float8 and smaller floats | the same as float32, which can be computed with |
+| bits, and numbers of less than a byte (``uint4``, ``float4_e2m1fn_x2``) | the bytes in which they lie |
 | sparse | those that are stored; as a dense tensor zeros, too |
 | nested | those of its parts, one after the other |
 | another wrapper of tensors (``__tensor_flatten__``) | those of the tensors inside, one after the other |
@@ -19,12 +20,15 @@ else. Nothing in this file communicates with other processes.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gaff.compat import autograd, distributed
 
+_PACKED = re.compile(r"torch\.(u?int[1-7]|float4\w*|bits\w+)$")
 _UNREADABLE = ("FakeTensor", "FunctionalTensor")  # told by name, for importing their modules takes long
 
 
@@ -71,6 +75,18 @@ def is_endless(tensor: Tensor, around: tuple[Tensor, ...] = ()) -> bool:
     return any(isinstance(part, Tensor) and is_endless(part, (*around, tensor)) for part in parts)
 
 
+def is_packed(dtype: torch.dtype) -> bool:
+    """Whether torch only stores elements of this type and neither copies nor converts them: bits, and parts of bytes."""
+    return _PACKED.match(str(dtype)) is not None
+
+
+def _computable(tensor: Tensor) -> Tensor:
+    """The same numbers in a type that torch computes with; of packed ones their bytes."""
+    if is_packed(tensor.dtype):
+        return tensor.view(torch.uint8)
+    return tensor.float() if is_small_float(tensor) else tensor
+
+
 def is_small_float(tensor: Tensor) -> bool:
     """Whether a tensor's type holds numbers and computes with none: float8 and smaller."""
     return tensor.is_floating_point() and tensor.element_size() == 1 and not tensor.is_quantized
@@ -100,8 +116,7 @@ def dense(tensor: Tensor) -> Tensor | None:
         return None
     if value.layout != torch.strided:
         value = value.to_dense()
-    if is_small_float(value):
-        value = value.float()
+    value = _computable(value)
     return value if is_plain(value) else None
 
 
@@ -123,8 +138,7 @@ def elements(tensor: Tensor) -> Tensor | None:
     if not is_plain(value):
         names: list[str] = value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else []
         return _joined([part for name in names if isinstance(part := getattr(value, name), Tensor)])
-    if is_small_float(value):
-        value = value.float()
+    value = _computable(value)
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 

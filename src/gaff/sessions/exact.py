@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from gaff.address.grammar import Site
 from gaff.address.nested import Opaque, iter_tensors, map_tensors, size_bytes
-from gaff.compat import distributed, memory
+from gaff.compat import distributed, elements, memory
 from gaff.compat.compiler import is_reduced, mark_reduced
 from gaff.compat.modes import outside_modes
 from gaff.engine.ops.attention import Weights
@@ -91,6 +91,8 @@ def own(value: Any, *, is_shared: bool) -> Any:
         if is_shared:  # torch itself refuses to write into expanded tensors
             if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
                 return tensor.clone()
+            if elements.is_packed(tensor.dtype):
+                return own_tensor(tensor.view(torch.uint8)).view(tensor.dtype)
             if type(tensor) not in (Tensor, Parameter):  # copy_ into a plain tensor is not what such a class expects
                 return tensor.clone()
             if 0 in tensor.stride():

@@ -133,10 +133,10 @@ class Packing:
         tensor = tensor.as_subclass(Tensor).resolve_conj().resolve_neg()
         if tensor.is_complex():
             told["is_complex"], tensor = True, torch.view_as_real(tensor)
+        if tensor.dtype not in _KNOWN:  # taken as bytes first: torch copies no elements below a byte
+            told["bytes"] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            tensor = tensor.flatten().view(torch.uint8)
         plain = tensor.cpu().clone(memory_format=torch.contiguous_format)
-        if plain.dtype not in _KNOWN:
-            told["bytes"] = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
-            plain = plain.flatten().view(torch.uint8)
         told["name"] = next(one for one in _names(name) if one not in self.tensors)
         self.tensors[told["name"]] = plain
         return told
