@@ -588,3 +588,29 @@ def test_a_pooler_that_the_loss_does_not_use(tmp_path):
             return self.head(hidden)
 
     assert "healthy" in str(watched(tmp_path, lambda: fit(Encoder(), classes)).verdict)
+
+
+def test_a_second_task_is_told_as_other_data_and_not_as_a_bad_batch(tmp_path):
+    x = torch.randn(512, 16)
+    first, second = (x @ torch.randn(16, 8)).argmax(1) // 2, 4 + (x @ torch.randn(16, 8)).argmax(1) // 2
+
+    def program():
+        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+        fit(model, lambda model: F.cross_entropy(model(x), first), 150, optimizer)
+        fit(model, lambda model: F.cross_entropy(model(x), second), 150, optimizer)
+
+    verdict = watched(tmp_path, program).verdict
+    assert (verdict.name, verdict.since) == ("data_changes", 150), verdict
+    assert "median loss of steps 150 to 159" in verdict.evidence[1]
+
+
+def test_a_loss_that_jumps_where_the_learning_rate_was_raised_is_the_learning_rate(tmp_path):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+        fit(model, classes, 100, lr=1e-3)
+        fit(model, classes, 60, lr=3.0)
+
+    verdict = watched(tmp_path, program).verdict
+    assert (verdict.name, verdict.certainty) == ("learning_rate_too_high", "likely"), verdict
+    assert "raised from 0.001 to 3" in verdict.cause

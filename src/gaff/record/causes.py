@@ -54,7 +54,8 @@ class RunCase:
     error the mean of the targets;
     ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
     was done; ``backwards``: backward passes of a run in which no optimizer made a step, ``others``: steps made there by
-    optimizers that were not to be watched; ``has_modules``: whether the filters left a module to look at; ``norms``:
+    optimizers that were not to be watched; ``after_jump``, ``lr_before_jump``: where a loss jumps (``loss_spike``) its
+    values from that step on, and the learning rates of the steps before; ``has_modules``: whether the filters left a module to look at; ``norms``:
     steps with the L2 norm of all gradients, before they were clipped where that is known; ``is_acting``: most steps are
     those of an agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a
     loss was multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of
@@ -76,6 +77,8 @@ class RunCase:
     evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     others: int = 0
     has_modules: bool = True
+    after_jump: tuple[float, ...] = ()
+    lr_before_jump: tuple[float, ...] = ()
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
@@ -309,6 +312,8 @@ def spiked(case: RunCase) -> Claim | None:
     before = [value for step, value in case.norms if at - 110 <= step < at - 10 and math.isfinite(value)]
     late = [(value, step) for step, value in case.norms if at - 10 <= step < at and math.isfinite(value)]
     usual = sorted(before)[len(before) // 2] if before else math.nan
+    if claim := _raised(case, finding) or _stayed(case, finding):
+        return claim
     largest, step = max(late, default=(math.nan, at))
     if len(before) >= _LEAST_NORMS and largest > 5 * usual > 0:
         text = f"gradients grew before the loss jumped: norm {largest:.4g} at step {step}, usually {usual:.3g}"
@@ -318,6 +323,37 @@ def spiked(case: RunCase) -> Claim | None:
     calm = f"; gradients were as usual before it (norm {usual:.3g})" if len(before) >= _LEAST_NORMS and late else ""
     return Claim("loss_spike", "possible", f"{_told(finding)}{calm}", (_evidence(finding),), at, finding.remedy, (),
                  ("clip", "lr=0.1x"))  # fmt: skip
+
+
+def _raised(case: RunCase, finding: Finding) -> Claim | None:
+    """A loss that jumps within ten steps after the learning rate was raised to twice of what it was, or more."""
+    rates = case.lr_before_jump
+    if len(rates) < 2 or not 0 < 2 * min(rates) <= rates[-1]:
+        return None
+    text = f"the loss jumps after the learning rate was raised from {min(rates):.3g} to {rates[-1]:.3g}"
+    return Claim("learning_rate_too_high", "likely", text, (_evidence(finding),), finding.since,
+                 f"use a learning rate below {rates[-1]:.2g} there, or warm it up",
+                 ("loss_spike", "exploding", "update_large", "dead_units", "saturated", "zero_gradient"),
+                 ("lr=0.1x", "clip"))  # fmt: skip
+
+
+def _stayed(case: RunCase, finding: Finding) -> Claim | None:
+    """A loss that jumps in one step and stays up: batches of another kind come from there on, or one step was too large.
+
+    It has stayed where the median of ten values from the jump on is above the middle between before and the jump.
+    """
+    before, jumped = finding.evidence.get("mean_before"), finding.evidence.get("loss")
+    if len(case.after_jump) < _FIRST or not isinstance(before, float) or not isinstance(jumped, float):
+        return None
+    middle = sorted(case.after_jump)[len(case.after_jump) // 2]
+    if not middle > (before + jumped) / 2:
+        return None
+    told = f"the median loss of steps {finding.since} to {finding.since + len(case.after_jump) - 1} is {middle:.4g}"
+    text = f"the loss jumps from {before:.4g} to {jumped:.4g} in one step and stays up: batches are of another kind " \
+           "from there on (another task, data in the order of its classes), or the step before was too large"  # fmt: skip
+    return Claim("data_changes", "possible", text, (_evidence(finding), told), finding.since,
+                 "if another task begins there, it is meant; if not, shuffle the data, and look at what changes there: "
+                 "preprocessing, the part of the data, the learning rate", ("loss_spike",))  # fmt: skip
 
 
 @cause

@@ -33,6 +33,7 @@ from gaff.record.verdict import Verdict, judge
 VERSION = 1
 HEAD = "run.json"
 ENDING = ".gaff"
+_AROUND = 10  # steps before and after a jump of a loss that causes are told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +378,7 @@ def _case(record: Record) -> RunCase:
     lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
     norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
                  None)  # fmt: skip
+    after, rates = _around_jump(record, part)
     made = part.latest("made") or {}
     unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))
     return RunCase(
@@ -386,7 +388,22 @@ def _case(record: Record) -> RunCase:
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),
         0 if made.get("steps", 1) else int(made.get("others", 0)), bool(made.get("has_modules", True)),
+        after, rates,
     )  # fmt: skip
+
+
+def _around_jump(record: Record, part: RankPart) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Ten values of a loss from its jump on (``loss_spike``), and the learning rates of the ten steps up to it."""
+    jump = next((one for one in record.findings if one.rule == "loss_spike"), None)
+    name = next((one for one in record.scalars if one.startswith("loss:") and one in part.series), None)
+    if jump is None or name is None:
+        return (), ()
+    losses = record.scalar(name, part.rank)
+    rates = record.scalar("lr", part.rank) if "lr" in part.series else ()
+    return (
+        tuple(value for step, value in losses if jump.since <= step < jump.since + _AROUND),
+        tuple(value for step, value in rates if jump.since - _AROUND <= step <= jump.since),
+    )
 
 
 def _failure(head: dict[str, Any], parts: list[RankPart]) -> str | None:

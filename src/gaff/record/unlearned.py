@@ -103,5 +103,5 @@ def _may_be_unlearned(case: RunCase) -> bool:
     if case.loss is None or case.steps < 100 or any(one.rule != "sparse_gradient" for one in case.findings):
         return False
     others = [(name, curve) for name, curve in case.losses.items() if name != case.loss[0] and curve.values]
-    has_other = any(curve.last < 0.8 * min(curve.start, case.guess.get(name, math.inf)) for name, curve in others)
+    has_other = any(curve.last < 0.9 * min(curve.start, case.guess.get(name, math.inf)) for name, curve in others)
     return case.guess.get(case.loss[0], 0.0) > 0 and not has_other
