@@ -1,6 +1,7 @@
 """Sessions of edits: receipts, order, switches, handles, skipped modules, plans as files, messages."""
 
 import copy
+import math
 import pickle
 import warnings
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrize
 
 import gaff
 from gaff import edits, keep
+from gaff.sessions import edit_size
 from zoo import InPlace, Residual, Shared, Structured, Tied
 
 
@@ -51,15 +53,57 @@ def test_later_events_are_measured_at_powers_of_two():
 
 
 def test_receipts_do_not_wait_for_the_device_until_they_are_read():
-    model, x = two()
-    model, x = model.to("meta"), x.to("meta")  # where reading a number is an error
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.long):
+        old = torch.ones(4, 3, device="meta").to(dtype)  # where reading a number is an error
+        sums = edit_size._sums(old, old)
+        assert all(one.is_meta for one in edit_size._added(sums, sums))
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200, 1e307])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_receipts_of_numbers_whose_squares_are_none(size, dtype):
+    model = nn.Sequential(nn.Identity())
+    with gaff.edit(model, {"0": edits.scale(0.25)}) as changed:
+        model(torch.full((2, 3), size, dtype=dtype))
+        model(torch.full((2, 3), size, dtype=dtype))
+    row = changed.receipt.rows[0]
+    assert (row.changed, row.rows_changed, row.added_nonfinite) == (12, 4, 0)
+    assert row.delta == pytest.approx(0.75, rel=1e-12)
+
+
+def test_a_nan_made_of_an_infinity_is_told_and_raises_where_that_is_asked():
+    model, x = nn.Sequential(nn.Identity()), torch.tensor([1.0, -math.inf])
+    with gaff.edit(model, {"0": edits.scale(0.0)}) as changed:
+        model(x)
+    assert changed.receipt.rows[0].added_nonfinite == 1
     with (
-        pytest.raises(RuntimeError),
-        gaff.edit(model, {"a": edits.scale(3.0), "b:grad_output": edits.clip(0.1)}) as changed,
+        pytest.raises(gaff.PlanError, match="the edit made 1 non-finite elements"),
+        gaff.edit(model, {"0": edits.scale(0.0)}, check_finite=True),
     ):
-        model(x).sum().backward()
-        assert [stream.size.hits for stream in changed._streams] == [1, 1]
-        print(changed.receipt)
+        model(x)
+
+
+def test_a_part_of_the_strength_makes_no_nan_of_infinities():
+    """What the edit leaves is as it was; what is infinite before or after it stays so, and gradients are those of lerp."""
+    model = nn.Sequential(nn.Identity())
+    x = torch.tensor([[1.0, -math.inf, 0.0], [2.0, -math.inf, 1.0]], requires_grad=True)
+    with gaff.edit(model, {"0": edits.at(keep.rows(0), edits.scale(2.0))}) as changed:
+        changed.strength(0.5)
+        y = model(x)
+        y.masked_fill(y.isinf(), 0.0).sum().backward()
+    assert y.tolist() == [[1.5, -math.inf, 0.0], [2.0, -math.inf, 1.0]]
+    assert x.grad.tolist() == [[1.5, 0.0, 1.5], [1.0, 0.0, 1.0]]
+    with gaff.edit(model, {"0": edits.fill(math.inf)}) as filled:
+        filled.strength(0.5)
+        assert model(torch.ones(2)).tolist() == [math.inf, math.inf]
+
+
+def test_a_model_without_memory_is_edited_and_nothing_is_measured():
+    model = nn.Linear(3, 2, device="meta")
+    with gaff.edit(model, {":output": edits.scale(2.0)}, check_finite=True) as changed:
+        assert model(torch.ones(4, 3, device="meta")).shape == (4, 2)
+    row = changed.receipt.rows[0]
+    assert (row.hits, row.measured) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +201,21 @@ def test_when_that_never_holds_is_a_miss():
         model(x)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        [edits.when(edits.zero(), runs=7)],
+        edits.at(keep.rows(0), edits.when(edits.zero(), runs=7)),
+        edits.chain(edits.when(edits.zero(), runs=7), edits.when(edits.scale(2.0), calls=3)),
+        edits.when(edits.when(edits.zero(), runs=7), runs=0),
+    ],
+)
+def test_when_inside_of_another_edit_that_never_holds_is_a_miss_too(edit):
+    model, x = two()
+    with pytest.raises(gaff.NeverFiredError, match="let pass 1 times"), gaff.edit(model, {"a": edit}):
+        model(x)
+
+
 @pytest.mark.parametrize("site", ["nosuch", "a.weigth:grad", "**<Conv2d>"])
 def test_an_address_that_names_nothing_raises_before_anything_is_installed(site):
     model, _ = two()
@@ -230,6 +289,14 @@ WRONG = [
     (lambda m: edits.at(keep.mean(), edits.zero()), "is no place"),
     (lambda m: edits.when(edits.zero(), runs="first"), "names no numbers"),
     (lambda m: edits.patch(torch.zeros(3), rows="first"), "expected a whole number"),
+    (lambda m: edits.patch(torch.zeros(3), run="x"), "run='x' is no number"),
+    (lambda m: edits.clamp(float("nan"), 1), "keeps nothing apart"),
+    (lambda m: edits.ablate(seed="a"), "seed='a' is no number"),
+    (lambda m: edits.project(torch.ones(3), dim=1.0), "dim=1.0 is no number"),
+    (lambda m: edits.scale(2**64), "beyond the whole numbers of torch"),
+    (lambda m: gaff.edit(m, {"a": edits.zero()}).strength("a"), "strength 'a' is none"),
+    (lambda m: gaff.edit(m, {"a": edits.zero()}).strength(float("nan")), "strength nan is none"),
+    (lambda m: gaff.capture(torch.jit.script(m), "a"), "the model is TorchScript"),
 ]
 
 

@@ -1,5 +1,7 @@
 """Gradient norms of single examples, against a loop of autograd.grad."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -274,6 +276,31 @@ def test_a_linear_layer_tied_with_a_transposed_one():
         model(x).pow(2).mean(1).mean().backward()
     for name, column in true.items():
         torch.testing.assert_close(norms[name], column, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_that_is_not_followed_is_refused_where_it_mixes_what_followed_layers_made(affine):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    for patterns in (["**<Linear>"], ["0"]):
+        with gaff.sample_norms(model, *patterns) as norms:
+            model(x).sum().backward()
+        with pytest.raises(gaff.ExactnessError, match="1: BatchNorm1d mixes the examples"):
+            _ = norms.total
+    with gaff.sample_norms(model, "2", reduction="sum") as norms:  # what is mixed before it is given to it as it is
+        model(x).square().sum().backward()
+    hidden = model[1](model[0](x)).detach()
+    alone = [torch.autograd.grad(model[2](one[None]).square().sum(), model[2].weight)[0].norm() for one in hidden]
+    torch.testing.assert_close(norms["2.weight"], torch.stack(alone))
+
+
+def test_batches_without_examples_and_nan_are_refused_by_what_they_are():
+    model = nn.Linear(3, 2)
+    for x, message in ((torch.ones(0, 3), "nothing to measure"), (torch.full((2, 3), math.nan), "is not finite")):
+        with gaff.sample_norms(model) as norms:
+            model(x).sum().backward()
+        with pytest.raises(gaff.ExactnessError, match=message):
+            _ = norms.total
 
 
 def test_inputs_without_examples_and_names_that_are_not_followed_are_refused():

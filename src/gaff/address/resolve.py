@@ -71,12 +71,17 @@ class Found(NamedTuple):
 
 
 def need_module(model: object) -> None:
-    """Raises PlanError when ``model`` is no module: the commonest slip is to give the class, or the output."""
+    """Raises PlanError when ``model`` is no module, or TorchScript.
+
+    The commonest slip is to give the class, or the output.
+    """
     from torch import nn
 
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}: make one first" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"expected a model (torch.nn.Module), got {what}")
+    if is_script(model):
+        raise PlanError(f"the model is TorchScript ({type(model).__name__}): expected the one that it was made from")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -102,12 +107,12 @@ def _wrapped_name(kind: type) -> str | None:
 
 def is_script(module: nn.Module) -> bool:
     """Whether a module is TorchScript (scripted or traced), which takes no hooks."""
-    return "_c" in module.__dict__ and _is_script_class(type(module))  # type: ignore[arg-type]  # their compiled half
+    return _is_script_class(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
 @lru_cache(maxsize=1024)
 def _is_script_class(kind: type) -> bool:
-    return any(base.__name__ == "ScriptModule" for base in kind.__mro__)
+    return any(base.__name__ == "ScriptModule" and base.__module__.startswith("torch.jit") for base in kind.__mro__)
 
 
 def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool]) -> list[Found]:

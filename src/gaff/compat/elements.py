@@ -76,7 +76,7 @@ def is_endless(tensor: Tensor, around: tuple[Tensor, ...] = ()) -> bool:
 
 
 def is_packed(dtype: torch.dtype) -> bool:
-    """Whether torch only stores elements of this type and neither copies nor converts them: bits, and parts of bytes."""
+    """Whether torch only stores elements of this type, without copying or converting them: bits, and parts of bytes."""
     return _PACKED.match(str(dtype)) is not None
 
 

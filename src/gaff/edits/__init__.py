@@ -78,7 +78,8 @@ def clamp(low: float | None = None, high: float | None = None) -> Clamp:
     """Keep every element between ``low`` and ``high``, of which one may be None. NaN stays NaN."""
     low = None if low is None else _need_number(low, "low")
     high = None if high is None else _need_number(high, "high")
-    if (low is None and high is None) or (low is not None and high is not None and low > high):
+    is_bound = [one is None or not math.isnan(one) for one in (low, high)]
+    if not all(is_bound) or low is high is None or (low is not None and high is not None and low > high):
         raise PlanError(f"clamp({low!r}, {high!r}) keeps nothing apart: expected bounds, the lower first")
     return Clamp(low, high)
 
@@ -95,9 +96,9 @@ def clip(norm: float, per: str = "tensor", dim: int = 0) -> Clip:
     if per not in ("tensor", "row", "unit"):
         raise PlanError(f"per={per!r} is not known: expected 'tensor', 'row' or 'unit'")
     norm = _need_number(norm, "norm")
-    if not norm > 0 or not isinstance(dim, int):
+    if not norm > 0:
         raise PlanError(f"norm={norm!r} is no limit: expected a positive number")
-    return Clip(norm, per, dim)
+    return Clip(norm, per, _need_whole(dim, "dim"))
 
 
 def noise(std: float, seed: int = 0) -> Noise:
@@ -106,9 +107,7 @@ def noise(std: float, seed: int = 0) -> Noise:
     Drawn anew for each site, run, call and step from ``seed`` alone: the same in a recomputation and in a second
     session, and the global random state is not touched. Of several edits at one site each draws its own noise.
     """
-    if not isinstance(seed, Integral) or isinstance(seed, bool):
-        raise PlanError(f"seed={seed!r} is no number: expected an integer")
-    seed, std = int(seed), _need_number(std, "std")
+    seed, std = _need_whole(seed, "seed"), _need_number(std, "std")
     if not std >= 0 or math.isinf(std):
         raise PlanError(f"std={std!r} is no standard deviation: expected a finite number, 0 or more")
     return Noise(std, seed)
@@ -153,6 +152,7 @@ def patch(
         raise PlanError("patch was given nothing to patch from: expected a tensor, a capture, or source= alone")
     if isinstance(values, Tensor) and address is not None:
         raise PlanError(f"patch has a tensor and source={address!r}: expected one of them, a tensor has no sites")
+    run = None if run is None else _need_whole(run, "run")
     return Patch(values, address, pairs_of(rows, "rows"), pairs_of(positions, "positions"), run, detach)
 
 
@@ -168,7 +168,7 @@ def ablate(how: str = "zero", reference: Tensor | Source | None = None, seed: in
         raise PlanError(f"ablate {how!r}: a reference of activations goes with 'mean' and 'resample', and only these")
     if reference is not None and not isinstance(reference, (Tensor, Source)):
         raise PlanError(f"ablate by {reference!r:.60}: expected a tensor [examples, ...] or a gaff.capture")
-    return Ablate(how, reference, seed)
+    return Ablate(how, reference, _need_whole(seed, "seed"))
 
 
 def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project:
@@ -181,7 +181,7 @@ def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project
         raise PlanError(
             f"directions {directions!r} span nothing: expected a finite tensor [width] or [k, width], not all zero"
         )
-    return Project(directions, need_truth(keep, "keep"), dim)
+    return Project(directions, need_truth(keep, "keep"), _need_whole(dim, "dim"))
 
 
 def reverse(factor: float = 1.0) -> Reverse:
@@ -250,12 +250,19 @@ def skip(value: Any = None) -> Skip:
 def _need_number(value: Any, name: str) -> Any:
     """A number of Python's; those of NumPy are made one. Raises PlanError for anything else, truth values included."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        if abs(int(value)) > 2**64:
-            raise PlanError(f"{name} is beyond the whole numbers of torch: expected one of at most 64 bits")
+        if not -(2**63) <= int(value) < 2**63:
+            raise PlanError(f"{name} is beyond the whole numbers of torch: expected one of 64 bits, sign included")
         return int(value)
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     raise PlanError(f"{name}={value!r:.60} is a {type(value).__name__}: expected a number")
+
+
+def _need_whole(value: Any, name: str) -> int:
+    """A whole number of Python's. Raises PlanError for anything else, truth values included."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise PlanError(f"{name}={value!r:.60} is no number: expected an integer")
+    return int(value)
 
 
 def _need_factor(value: Any, name: str) -> Any:

@@ -113,6 +113,16 @@ class WithEvent:
         return self.function(tensor, event)
 
 
+def mixed(value: Tensor, new: Tensor, strength: float | Tensor) -> Tensor:
+    """``value + strength * (new - value)``, what an edit that acts with a part of its strength makes of a tensor.
+
+    What the edit leaves as it is stays so, infinities too. Where either is infinite the difference would be NaN; there
+    it is ``(1 - strength) * value + strength * new``.
+    """
+    at_infinity = torch.where(value == new, value, value * (1 - strength) + new * strength)
+    return torch.where(value.isfinite() & new.isfinite(), torch.lerp(value, new, strength), at_infinity)
+
+
 def uses_event(edit: Edit) -> bool:
     """Whether an edit asks in which run, call or step it acts; one that does not say counts as asking."""
     return bool(getattr(edit, "uses_event", True))

@@ -229,6 +229,15 @@ def _is_whole(edit: Edit) -> bool:
     return isinstance(edit, (Replace, Ablate))
 
 
+def holds(edit: Edit, event: Event) -> bool:
+    """Whether anything of an edit acts at this event: not where each part of it is let pass by a ``When``."""
+    if isinstance(edit, Chain):
+        return any(holds(inner, event) for inner in edit.edits)
+    if isinstance(edit, When) and not edit.holds(event):
+        return False
+    return not isinstance(edit, (At, When)) or holds(edit.edit, event)
+
+
 def with_patches(edit: Edit, change: Callable[[Patch], Edit]) -> Edit:
     """``edit`` with every patch in it replaced by what ``change`` makes of it; the edit itself where there is none."""
     if isinstance(edit, Patch):

@@ -150,8 +150,12 @@ def need_rows(rows: Tensor, tensor: Tensor) -> None:
 def mean_of(rows: Tensor, tensor: Tensor) -> Tensor:
     """The mean of some rows, in each row of ``tensor``, on its device and in its dtype; averaged in float32 at least.
 
-    What passes in float64 is averaged in that.
+    What passes in float64 is averaged in that. Raises PlanError for whole numbers, whose mean is none as a rule.
     """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise PlanError(
+            f"a mean of {_text(tensor)} would lose its fraction: expected a site with floating values, or 'resample'"
+        )
     wide = torch.promote_types(torch.promote_types(rows.dtype, tensor.dtype), torch.float32)
     return rows.to(tensor.device).mean(0, dtype=wide).to(tensor.dtype).expand_as(tensor).contiguous()
 

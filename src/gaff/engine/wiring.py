@@ -218,8 +218,8 @@ class Wiring:
         owners = owners_of(model, tap.found)
         if tap.found.tensor.is_meta:
             raise PlanError(
-                f"{tap.found.site}: the parameter lies on the meta device between calls (offloaded by accelerate), so "
-                "that nothing can stand in for it: expected an edit of an output, or a model that is not offloaded"
+                f"{tap.found.site}: the parameter lies on the meta device (without memory, or offloaded by "
+                "accelerate), so that nothing can stand in for it: expected an edit of an output, or a model that is not offloaded"
             )
         sharded = self._shards.of(tap.found)
         swap = Swap(tap.found, tap.stream, owners, is_sharded=sharded is not None)

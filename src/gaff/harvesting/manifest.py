@@ -97,7 +97,7 @@ def read(out: Location, name: str = NAME) -> dict[str, Any]:
     """The manifest of a harvest, or its end. Raises RecordError where it cannot be read, or is of a later version."""
     path = f"{out}/{name}"
     if name == NAME and not out.holds(name):
-        raise RecordError(f"{path} is not there: expected the folder of a harvest, which gaff harvest --out has written")
+        raise RecordError(f"{path} is not there: expected the folder of a harvest, which gaff harvest --out makes")
     content = out.read(name)
     try:
         told = json.loads(content)

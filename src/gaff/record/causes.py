@@ -55,7 +55,8 @@ class RunCase:
     ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
     was done; ``backwards``: backward passes of a run in which no optimizer made a step, ``others``: steps made there by
     optimizers that were not to be watched; ``after_jump``, ``lr_before_jump``: where a loss jumps (``loss_spike``) its
-    values from that step on, and the learning rates of the steps before; ``has_modules``: whether the filters left a module to look at; ``norms``:
+    values from that step on, and the learning rates of the steps before; ``has_modules``: whether the filters left a
+    module to look at; ``norms``:
     steps with the L2 norm of all gradients, before they were clipped where that is known; ``is_acting``: most steps are
     those of an agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a
     loss was multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of
@@ -338,7 +339,7 @@ def _raised(case: RunCase, finding: Finding) -> Claim | None:
 
 
 def _stayed(case: RunCase, finding: Finding) -> Claim | None:
-    """A loss that jumps in one step and stays up: batches of another kind come from there on, or one step was too large.
+    """A loss that jumps in one step and stays up: other batches come from there on, or one step was too large.
 
     It has stayed where the median of ten values from the jump on is above the middle between before and the jump.
     """
@@ -350,7 +351,7 @@ def _stayed(case: RunCase, finding: Finding) -> Claim | None:
         return None
     told = f"the median loss of steps {finding.since} to {finding.since + len(case.after_jump) - 1} is {middle:.4g}"
     text = f"the loss jumps from {before:.4g} to {jumped:.4g} in one step and stays up: batches are of another kind " \
-           "from there on (another task, data in the order of its classes), or the step before was too large"  # fmt: skip
+           "from there on (another task, data in the order of its classes), or the step was too large"  # fmt: skip
     return Claim("data_changes", "possible", text, (_evidence(finding), told), finding.since,
                  "if another task begins there, it is meant; if not, shuffle the data, and look at what changes there: "
                  "preprocessing, the part of the data, the learning rate", ("loss_spike",))  # fmt: skip

@@ -26,7 +26,7 @@ from gaff.compat.placements import (
     whole_of,
     whole_on,
 )
-from gaff.edits.event import Edit, Event, acts_on_parts, among, is_linear, uses_event
+from gaff.edits.event import Edit, Event, acts_on_parts, among, is_linear, mixed, uses_event
 from gaff.edits.files import tensors_of
 from gaff.errors import ExactnessError, GaffError, PlanError, note
 from gaff.sessions.edit_size import plain
@@ -93,7 +93,7 @@ class CheckedEdit:
                         "(create_graph=True): what puts parts together has no derivative there; expected scale, or "
                         "another edit of single elements"
                     )
-                new = part_again(self._made(whole_of(value, placement), run, call), value, placement)
+                new = part_again(self._made(_together(value, placement), run, call), value, placement)
         except Exception as error:
             self.has_failed = True
             self._raise_ours(error, value)
@@ -191,17 +191,30 @@ class CheckedEdit:
         return new
 
     def _raise_ours(self, error: Exception, value: Tensor) -> None:
-        """Raise again, with the site, an error of ours, and one of torch in a pure edit; others are the user's."""
+        """Raise again, with the site, an error of ours, and any other of a pure edit; the rest are the user's."""
         if isinstance(error, GaffError):
             raise type(error)(f"{self._site}: {error}") from error
-        if self._is_pure and isinstance(error, RuntimeError):
+        if self._is_pure:
             kind = "" if value.layout == torch.strided else f" as {value.layout}"
-            what = f"{_text(value, value)}{kind}: {str(error).splitlines()[0][:160]}"
+            lines = str(error).splitlines() or [type(error).__name__]
+            what = f"{_text(value, value)}{kind}: {lines[0][:160]}"
             raise PlanError(f"{self._site}: the edit does not fit {what}") from error
 
     def _versions(self) -> tuple[int, ...]:
         """How often each constant was written to: another number than before means that it has changed."""
         return tuple(memory.version_of(constant) for constant in self._constants)
+
+
+def _together(value: Tensor, placement: Any) -> Tensor:
+    """The whole tensor of a part. Raises PlanError where the other processes do not do the same at the same time."""
+    try:
+        return whole_of(value, placement)
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [""])[0][:160]
+        raise PlanError(
+            f"the parts of the tensor could not be put together ({reason}): every process has to make this edit, and at "
+            "the same event; one may have switched it off, or ended"
+        ) from error
 
 
 def need_mixable(value: Tensor, strength: float, site: Site) -> None:
@@ -225,8 +238,10 @@ def _mix(value: Tensor, new: Tensor, strength: float, site: Site) -> Tensor:
     if value.layout != torch.strided:
         return value * (1 - strength) + new * strength
     if elements.is_small_float(value):
-        return torch.lerp(value.float(), new.float(), strength).to(value.dtype)
-    return torch.lerp(value, new, strength)
+        return _mix(value.float(), new.float(), strength, site).to(value.dtype)
+    if value.is_nested:
+        return torch.lerp(value, new, strength)
+    return mixed(value, new, strength)
 
 
 def _is_alike(new: Tensor, old: Tensor) -> bool:

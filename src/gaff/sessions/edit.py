@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -127,8 +129,13 @@ class Editing:
     def strength(self, strength: float, pattern: str | None = None) -> None:
         """Set how strongly edits act. 1: as given; 0: nothing; else ``value + strength * (edited - value)``.
 
-        Raises PlanError for a strength other than 0 and 1 of a skipped module; at an event, for one of integers.
+        Where either is infinite that is ``(1 - strength) * value + strength * edited``, and what the edit leaves as it
+        is stays so. Raises PlanError for what is no finite number, and for a strength other than 0 and 1 of a skipped
+        module; at an event, for one of integers.
         """
+        is_number = isinstance(strength, Real) and not isinstance(strength, bool) and math.isfinite(strength)
+        if not is_number:
+            raise PlanError(f"strength {strength!r:.60} is none: expected a finite number, such as 0.5")
         streams = self._named(pattern)
         skipping = [stream for stream in streams if stream.is_skip]
         if skipping and strength not in (0, 1):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gaff.compat import distributed, elements, modes
 
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)  # whose squares neither vanish nor overflow in float64
+
 
 class EditSize:
     """How often one edit has acted at one site, and how much it has changed there, over the events that were measured.
@@ -33,13 +35,15 @@ class EditSize:
 
         Returns how many elements became non-finite, as a number on the device. Nothing is synchronised.
         """
+        if old.is_meta:  # there is nothing to be measured
+            return torch.zeros((), dtype=torch.long)
         self.events += 1
         with torch.no_grad(), modes.outside_modes():
             before, after = plain(old), plain(new)
             self._seen += before.numel()
             sums = _sums(before, after)
             known = self._sums.get(old.device)
-            self._sums[old.device] = sums if known is None else [a + b for a, b in zip(known, sums, strict=True)]
+            self._sums[old.device] = sums if known is None else _added(known, sums)
         return sums[2]
 
     def read(self) -> dict[str, Any]:
@@ -48,8 +52,10 @@ class EditSize:
         ``delta`` is the L2 norm of all changes over that of all values, both over elements that were and stayed finite;
         infinite where zeros were changed.
         """
-        totals = [sum(float(sums[at]) for sums in self._sums.values()) for at in range(5)]
-        delta = (totals[3] / totals[4]) ** 0.5 if totals[4] else float(totals[3] > 0) and float("inf")
+        known = [[float(one) for one in sums] for sums in self._sums.values()]
+        totals = [sum(sums[at] for sums in known) for at in range(3)]
+        moved, before = (math.hypot(*(sums[at] for sums in known)) for at in (3, 4))
+        delta = moved / before if before else math.inf if moved else 0.0
         return {
             "hits": self.hits,
             "measured": self.events,
@@ -61,53 +67,69 @@ class EditSize:
         }
 
 
+def _added(known: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
+    """Counts of two events are added, norms as the legs of a right triangle."""
+    counts = [a + b for a, b in zip(known[:3], sums[:3], strict=True)]
+    return [*counts, *(torch.hypot(a, b) for a, b in zip(known[3:], sums[3:], strict=True))]
+
+
 def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
-    """Five numbers, on the device: elements and rows that differ, elements that became non-finite, two squared norms.
+    """Five numbers, on the device: elements and rows that differ, elements that became non-finite, two L2 norms.
 
     The norms are of the change and of the value before, over elements that are finite in both. NaN that stays NaN is no
-    change. Rows are indices of dimension 0; a tensor with fewer than two dimensions is one row. Norms are taken in
-    float64; of floating tensors on MPS, which does not have it, in float32.
+    change; a NaN of an infinity has become non-finite, too. Rows are indices of dimension 0; a tensor with fewer than
+    two dimensions is one row. Norms are taken in float64; of floating tensors on MPS, which does not have it, in
+    float32.
     """
     if not old.numel():
         return [torch.zeros((), dtype=kind, device=old.device) for kind in (torch.long,) * 3 + (torch.float64,) * 2]
-    quick = _quick_sums(old, new) if old.is_cpu and old.is_floating_point() else None
+    quick = _quick_sums(old, new) if old.is_cpu and old.dtype in _NARROW else None
     if quick is not None:
         return quick
     differs = old != new
     if old.is_floating_point() or old.is_complex():
         differs &= ~(old.isnan() & new.isnan())
         finite = new.isfinite()
-        added = (old.isfinite() & ~finite).sum()
+        added = ((old.isfinite() & ~finite) | (new.isnan() & ~old.isnan())).sum()
         wide = torch.float32 if old.device.type == "mps" else torch.float64
         wide = torch.complex128 if old.is_complex() else wide
         both = old.isfinite() & finite
-        before = torch.where(both, old, 0).to(wide)
-        change = torch.where(both, new, 0).to(wide) - before
-        norms = [torch.linalg.vector_norm(change).square(), torch.linalg.vector_norm(before).square()]
+        before, after = (torch.where(both, one, 0).to(wide) for one in (old, new))
+        norms = [_norm(before, after), _norm(torch.zeros_like(before), before)]
     else:
         added = differs.sum() * 0
-        norms = [(new.double() - old.double()).square().sum(), old.double().square().sum()]
+        norms = [torch.linalg.vector_norm(new.double() - old.double()), torch.linalg.vector_norm(old.double())]
     rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
     return [differs.sum(), rows, added, *norms]
+
+
+def _norm(old: Tensor, new: Tensor) -> Tensor:
+    """The L2 norm of a difference of finite numbers, in units of the largest of them: no square vanishes or overflows.
+
+    Halves are subtracted, for the difference of the two largest numbers of a type is none. An infinity only where the
+    norm itself is beyond the type.
+    """
+    largest = torch.maximum(old.abs().max(), new.abs().max()).clamp_min(torch.finfo(old.dtype).tiny)
+    return 2 * largest * torch.linalg.vector_norm(new / 2 / largest - old / 2 / largest)
 
 
 def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
     """The sums of ``_sums`` where all is finite, at a tenth of the price on a CPU; None where something is not.
 
-    It reads numbers to tell, which is no wait on a CPU. Norms are taken in float64, so that squares neither vanish nor
-    overflow.
+    It reads numbers to tell, which is no wait on a CPU. Norms are taken in float64, in which squares of float32 neither
+    vanish nor overflow.
     """
     if old.element_size() < 4:
         old, new = old.float(), new.float()
     change = new - old
-    wide = torch.float64  # squares of small and of large numbers stay numbers
+    wide = torch.float64
     dims = tuple(range(1, change.dim()))
     rows = torch.linalg.vector_norm(change, dim=dims, dtype=wide) if dims else change.abs().to(wide)
     moved, before = torch.linalg.vector_norm(rows), torch.linalg.vector_norm(old, dtype=wide)
     if not math.isfinite(moved.item() + before.item()):
         return None
     changed_rows = rows.bool().sum() if change.dim() > 1 else change.any().long()
-    return [change.bool().sum(), changed_rows, torch.zeros((), dtype=torch.long), moved.square(), before.square()]
+    return [change.bool().sum(), changed_rows, torch.zeros((), dtype=torch.long), moved, before]
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gaff.address.grammar import GRADIENT_PORTS, Key, Site
 from gaff.address.nested import first_tensor
 from gaff.edits.event import Edit, Event, uses_event
-from gaff.edits.places import Skip, When
+from gaff.edits.places import Skip, When, holds
 from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.sessions.checked_edit import CheckedEdit, need_mixable
 from gaff.sessions.edit_size import EditSize
@@ -253,7 +253,7 @@ class EditedSite:
 
     def _strength(self, run: Any, call: int) -> float | None:
         """How strongly the edit acts at this event; None, counted as let pass, where it does not."""
-        is_now = not isinstance(self.edit, When) or self.edit.holds(self.checked.event(run, call))
+        is_now = not uses_event(self.edit) or holds(self.edit, self.checked.event(run, call))
         if is_now and self.switch.is_on and self.switch.strength:
             return self.switch.strength
         self._passed += 1

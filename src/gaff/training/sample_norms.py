@@ -11,12 +11,14 @@ of a parameter is complete the norms of it are computed and checked against it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gaff.address.grammar import Site, nearest
 from gaff.address.resolve import Found, find_site, iter_modules, join, need_module, resolve
@@ -75,6 +77,10 @@ class SampleNorms:
         for path in self._layers:
             for port, see in (("input", self._see_input), ("grad_output", self._see_gradient)):
                 taps.append(Tap(find_site(model, Site(path, port=port))[0], _Part(see, path), False))
+        for path, module, _ in iter_modules(model):
+            if isinstance(module, _BatchNorm) and path not in self._layers:
+                taps.append(Tap(find_site(model, Site(path, port="input"))[0], _Part(self._see_mixing, path), False))
+        self._mixing = {path: module for path, module, _ in iter_modules(model) if isinstance(module, _BatchNorm)}
         for name in self._names:
             taps.append(Tap(find_site(model, Site(name, port="grad"))[0], _Part(self._see_total, name), False))
         self._session = Session(model, taps)
@@ -152,18 +158,33 @@ class SampleNorms:
             self._refuse(run.index, f"{path}: its input is no tensor")
             return
         layer, size = self._layers[path], self._sizes.get(run.index)
-        if size is None or not is_batched(layer, value) or len(value) != size:
+        if size is None:
+            self._refuse(run.index, "the first input of the model is no tensor with a dimension of examples")
+        elif not is_batched(layer, value) or len(value) != size:
             self._refuse(
                 run.index,
                 f"{path}: {type(layer).__name__} was given {tuple(value.shape)} in a batch of {size}: its first "
                 "dimension is not the examples, whose parts cannot be told apart; leave it out: sample_norms(model, "
                 "pattern of others)",
             )
-        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
-            self._refuse(
-                run.index, f"{path}: {type(layer).__name__} mixes the examples of a batch: expected model.eval()"
-            )
+        elif not value.numel():
+            self._refuse(run.index, f"{path}: was given {tuple(value.shape)}, in which there is nothing to measure")
+        elif isinstance(layer, _BatchNorm):
+            self._need_apart(run.index, path, layer)
         self._uses.setdefault(run.index, {})[path, call] = _Use(value.detach())
+
+    def _see_mixing(self, value: Any, run: Any, call: int, path: str) -> None:
+        """Refuse a run in which a batch norm that is not followed itself mixes what followed layers have made.
+
+        What it mixes before the first of them is given to them as it is, and does no harm.
+        """
+        if run.index in self._uses:
+            self._need_apart(run.index, path, self._mixing[path])
+
+    def _need_apart(self, index: int, path: str, layer: _BatchNorm) -> None:
+        """Refuse a run where batch norm takes its statistics from the batch: the loss of one depends on the others."""
+        if layer.training or layer.running_mean is None:
+            self._refuse(index, f"{path}: {type(layer).__name__} mixes the examples of a batch: expected model.eval()")
 
     def _see_gradient(self, value: Any, run: Any, call: int, path: str) -> None:
         """Keep the gradient at a layer's output beside its input; a second one for the same call is refused."""
@@ -238,7 +259,9 @@ class SampleNorms:
                     index,
                     f"{name}: the layers that are followed account for a part of its gradient only: it is also used in "
                     "another way (F.linear, a tied layer that is not followed), a hook, penalty or edit set before "
-                    "changed its gradient, or its square is out of float32's range",
+                    "changed its gradient, or its square is out of float32's range"
+                    if math.isfinite(square)
+                    else f"{name}: its gradient is not finite",
                 )
 
     def _refuse(self, index: int, reason: str) -> None:

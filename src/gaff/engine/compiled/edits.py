@@ -18,6 +18,7 @@ from gaff.address.nested import Arguments, iter_tensors, put
 from gaff.compat import autograd, checkpoints, memory
 from gaff.edits.arithmetic import Project
 from gaff.edits.compiled import may_write
+from gaff.edits.event import mixed
 from gaff.edits.files import tensors_of
 from gaff.engine.compiled.structure import EAGER, StandInForCaller, StandInForWritten
 from gaff.engine.compiled.tell import ODD, Call, Inside, Receiver, is_view, new_place, note_odd, sign_of_edge, tell
@@ -104,7 +105,7 @@ class TracedEdit(Receiver):
         gate = self.switch.gate[0].to(old.device)
         if not (old.is_floating_point() or old.is_complex()):  # refused where it is told
             return torch.where(gate == 0, old, new), ""
-        return torch.where(gate == 0, old, torch.where(gate == 1, new, torch.lerp(old, new, gate.to(old.dtype)))), ""
+        return torch.where(gate == 0, old, torch.where(gate == 1, new, mixed(old, new, gate.to(old.dtype)))), ""
 
 
 class TracedGradientEdit(TracedEdit):

@@ -59,7 +59,7 @@ class OuterGradient(GradientArm):
                 continue
             alias = tensor_hooks.alias_of(tensor)
             try:
-                output = _with_alias(output, tensor, alias)
+                output = _with_alias(output, (*site.key, *key), tensor, alias)
             except PlanError as error:
                 stream.refuse(run, call, f"{error}; ask for :grad_output, the total gradient")
                 continue
@@ -69,11 +69,16 @@ class OuterGradient(GradientArm):
         return output
 
 
-def _with_alias(output: Any, tensor: Tensor, alias: Tensor) -> Any:
-    """``output`` with ``alias`` wherever ``tensor`` is. Raises PlanError where a container cannot be made anew."""
+def _with_alias(output: Any, key: Key, tensor: Tensor, alias: Tensor) -> Any:
+    """``output`` with ``alias`` wherever ``tensor`` is, at ``key`` first of all.
+
+    Raises PlanError where a container cannot be made anew, or is an object into which gaff does not look.
+    """
     for place, other in list(iter_tensors(output)):
         if other is tensor:
             output = put(output, place, alias)
+    if dig(output, key) is not alias:
+        raise PlanError(f"it is an attribute of a {type(output).__name__}, which cannot be made anew for the caller")
     return output
 
 

@@ -53,7 +53,8 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     The noise of a site is the median change of the logarithm of its rms from one look to the next, in the calmer of
     both; four standard deviations of it, and never less than rounding, are allowed, or ``tolerance`` where it is
     given. Noise grows from rounding: where all was the same to the last bit, and the first number that is not differs
-    by far more, that number has parted. Rows that parted come first, by step and then in the order of a step; the others follow.
+    by far more, that number has parted. Rows that parted come first, by step and then in the order of a step; the
+    others follow.
     """
     lines_a, lines_b = _lines(a), _lines(b)
     pairs, left_a, left_b = pair_up(
