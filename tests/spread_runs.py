@@ -216,6 +216,24 @@ def run_divergent(model, data, rank):
     return {"told": told, "after": step(model, data)}
 
 
+def run_unlike(model, data, rank):
+    """Other numbers on each rank: of a weight's gradient, and, wherever one mesh computes on the same rows, of a value."""
+    gaff.compat.distributed.PATIENCE_S = 1.0
+    name = next(name for name, _ in inner(model).named_parameters())
+    plans = {
+        "grad": {f"{name}:grad": gaff.edits.clip(0.1 + (rank or 0))},
+        "value": {"blocks.0": gaff.edits.add(torch.full((1,), 1.0 + (rank or 0)))},
+    }
+    told = {}
+    for name, plan in plans.items():
+        try:
+            with gaff.edit(model, plan):
+                pass
+        except gaff.GaffError as error:  # with the same numbers that nothing was edited
+            told[name] = str(error)
+    return told
+
+
 def run_watch(model, data, rank):
     """One look at one step; the processes write one record."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

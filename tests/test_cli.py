@@ -364,6 +364,27 @@ def test_a_saved_transformer_and_a_text(capsys, tmp_path):
     assert json.loads(out)["rows"][0]["output"] == "1x4x8, 1x8"
 
 
+def test_texts_are_lines_of_their_file_and_padded_behind(capsys, tmp_path):
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fish"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(tmp_path / "vocab.txt"), padding_side="left").save_pretrained(tmp_path)
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=7)
+    BertModel(config).save_pretrained(tmp_path)
+    (tmp_path / "texts.txt").write_text("a fish\u2028a fish\na\n", encoding="utf-8")
+    arguments = ("harvest", f"transformers:{tmp_path}", str(tmp_path / "texts.txt"), "embeddings", "--rows", "token")
+    code, _, err = run(capsys, *arguments, "--out", str(tmp_path / "acts"))
+    assert code == 0, err
+    labels = gaff.load(tmp_path / "acts").labels
+    found = sorted(zip(labels["sample"][:].tolist(), labels["position"][:].tolist(), strict=True))
+    assert found == [(0, at) for at in range(6)] + [(1, at) for at in range(3)]
+    (tmp_path / "texts.txt").write_bytes("fisch und käse".encode("latin-1"))
+    code, _, err = run(capsys, *arguments, "--out", str(tmp_path / "other"))
+    assert code == 1
+    assert "is no UTF-8 at byte 11: expected texts in UTF-8" in err
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_exported_program(capsys, tmp_path):

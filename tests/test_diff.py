@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import gaff
@@ -276,6 +277,24 @@ def test_a_learning_rate_a_little_higher_parts_there_though_it_is_less_than_nois
     assert "equal within the tolerance of 1e+09" in forgiven.verdict
 
 
+def test_losses_of_noisy_runs_part_where_one_is_far_larger(tmp_path):
+    def noisy(out, factor):
+        torch.manual_seed(0)
+        net = Net(2)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+        with gaff.watch(net, optimizer, out=out, every=1):
+            for step in range(20):
+                optimizer.zero_grad()
+                F.mse_loss(net(torch.randn(4, 16)) * 0, torch.full((4, 3), factor * 2.0 ** (step % 3))).backward()
+                optimizer.step()
+        return gaff.load(out)
+
+    found = gaff.diff(noisy(tmp_path / "a", 1.0), noisy(tmp_path / "b", 1e3))
+    [loss] = [row for row in found.rows if row.phase == "loss"]
+    assert loss.state == "parted", loss
+    assert loss.tolerance < 1
+
+
 def test_another_batch_is_named_before_all_it_causes(tmp_path):
     found = gaff.diff(train(tmp_path / "a"), train(tmp_path / "b", seed=1))
     assert (found.first.phase, found.first.step) == ("batch", 0)
@@ -327,7 +346,7 @@ def test_the_command_tells_saves_and_says_by_its_exit_code(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["{trace}", "{run}"], "expected two of a kind"), (["{trace}", "{none}"], "is not there"),
+    [(["{trace}", "{run}"], "expected two runs, or two traces"), (["{trace}", "{none}"], "is not there"),
      (["{trace}", "{trace}", "--tolerance", "-1"], "expected a relative difference of 0 or more"),
      (["{trace}", "{trace}", "--tolerance", "nan"], "expected a relative difference of 0 or more")],
 )  # fmt: skip

@@ -831,3 +831,58 @@ def test_float8_rows_have_largest_numbers(tmp_path):
     store = gaff.harvest(model, data, "0", out=tmp_path / "acts", top=2)
     expected = data[0].float().abs().topk(2).indices
     assert torch.equal(store["0"][:].float(), data[0].float().gather(1, expected))
+
+
+def test_a_shard_of_another_harvest_is_noticed(tmp_path):
+    gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", shard=2)
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+    gaff.harvest(other, loader(), "0", out=tmp_path / "other", shard=2)
+    shutil.rmtree(tmp_path / "acts" / "shards" / "000001")
+    shutil.copytree(tmp_path / "other" / "shards" / "000001", tmp_path / "acts" / "shards" / "000001")
+    with pytest.raises(gaff.RecordError, match="000001/shard.json: belongs to another harvest"):
+        gaff.load(tmp_path / "acts")
+
+
+def test_a_model_that_writes_into_its_input_is_harvested_in_several_starts(tmp_path):
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, WIDTH)
+
+        def forward(self, x):
+            return self.inner(x.mul_(2))
+
+    model = Scales()
+    whole = gaff.harvest(model, [x.clone() for x, _ in loader()], "inner", out=tmp_path / "whole", shard=1)
+    assert whole.is_complete
+    given = [x.clone() for x, _ in loader()]
+    gaff.harvest(model, [x.clone() for x in given], "inner", out=tmp_path / "acts", shard=1)
+    shutil.rmtree(tmp_path / "acts" / "shards" / "000001")
+    again = gaff.harvest(model, [x.clone() for x in given], "inner", out=tmp_path / "acts", shard=1)
+    assert torch.equal(again["inner"][:], whole["inner"][:])
+
+
+def test_a_relative_place_stays_where_it_was_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = gaff.harvest(net(), loader(), "0", out="acts")
+    expected = store["0"][:].clone()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert torch.equal(store["0"][:], expected)
+    assert str(store.place) == "acts"
+
+
+@pytest.mark.parametrize("told", ['{"gaff_harvest": 1}', '{"gaff_harvest": 1, "batches": "x"}'])
+def test_a_damaged_end_is_told(tmp_path, told):
+    store = gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")
+    (tmp_path / "acts" / "end.json").write_text(told)
+    for ask in (lambda: store.is_complete, lambda: gaff.harvest(net(), loader(), "0", out=tmp_path / "acts")):
+        with pytest.raises(gaff.RecordError, match=r"end.json: is damaged: it says that the data had"):
+            ask()
+
+
+@pytest.mark.parametrize("odd", [torch.tensor([0, 3, 1] * 5 + [2]), torch.tensor([-100] * 16)])
+def test_numbers_of_rows_are_no_mask(tmp_path, odd):
+    with pytest.raises(gaff.PlanError, match="expected a tensor of booleans or 0 and 1"):
+        gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", rows=lambda batch: odd[: len(batch[0])])

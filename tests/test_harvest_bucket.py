@@ -135,7 +135,7 @@ def test_two_that_write_one_shard_leave_the_first_and_other_rows_are_an_error(ur
     def write(rows):
         with ShardWriter(location_of(url), 0) as writer:
             writer.append({"0": rows}, {"sample": torch.arange(3)})
-            return writer.commit((0, 1), 0, 0, {}, ())
+            return writer.commit((0, 1), 0, 0, {}, (), "")
 
     first = write(torch.ones(3, 2))
     assert write(torch.ones(3, 2)) == first

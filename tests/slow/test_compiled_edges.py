@@ -4,6 +4,7 @@ import inspect
 import pickle
 import sys
 import types
+from threading import Thread
 
 import pytest
 import torch
@@ -835,6 +836,40 @@ def test_a_sweep_of_functions_leaves_torch_room_for_variants(fullgraph):
         notes.append(str(edit.receipt))
     assert "inside compiled code" in notes[0]
     assert "has been tapped in" in notes[-1]
+
+
+@pytest.mark.parametrize("site", ["0", "0:input", "0:grad_output"])
+def test_an_edit_in_compiled_code_is_not_made_silently_on_another_thread(site):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    run = torch.compile(model, backend="aot_eager")
+    raised = []
+
+    def elsewhere():
+        try:
+            run(x)
+        except gaff.ExactnessError as error:
+            raised.append(str(error))
+
+    with gaff.edit(run, {site: gaff.edits.scale(2.0)}) as edit:
+        run(x).sum().backward()
+        thread = Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert "ran on another thread than that which opened the edit" in raised[0]
+    assert edit.receipt.rows[0].hits == 1
+    thread = Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(raised) == 1
+
+
+def test_eager_models_are_told_nothing_of_compiled_code_elsewhere():
+    torch.compile(nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
+    model = nn.Sequential(nn.Linear(4, 4))
+    with gaff.edit(model, {"0": gaff.edits.scale(2.0)}) as edit, gaff.capture(model, "0") as got:
+        model(torch.ones(1, 4))
+    assert not edit.receipt.notes
+    assert not got.receipt.notes
 
 
 def test_a_function_that_is_made_anew_each_time_is_one_variant():

@@ -26,7 +26,9 @@ def runs(request, tmp_path_factory):
     spread_runs.OUT[0] = str(out)
     data = spread_runs.batch(None, replicas(kind))
     alone = {
-        name: run(spread_runs.build(), data, None) for name, run in spread_runs.RUNS.items() if name != "divergent"
+        name: run(spread_runs.build(), data, None)
+        for name, run in spread_runs.RUNS.items()
+        if name not in ("divergent", "unlike")
     }
     found[0]["records"] = gaff.load(out / "record"), gaff.load(out / "alone")
     return kind, found, alone
@@ -100,8 +102,11 @@ def test_a_nan_on_one_rank_stops_the_guarded_run_and_hangs_nobody(runs):
 
 
 def test_an_edit_that_one_rank_alone_asks_for_is_refused(runs):
-    _, found, alone = runs
+    kind, found, alone = runs
     assert "did not within 1 s: expected the same on all" in found[0]["divergent"]["told"]
+    for one in found:
+        assert "did not within 1 s: expected the same on all" in one["unlike"]["grad"], one["unlike"]
+        assert ("did not within" in one["unlike"]["value"]) == (kind in ("tp", "2d")), one["unlike"]
     for one in found:
         same_all(one["divergent"]["after"], alone["capture"]["after"])
 

@@ -33,7 +33,7 @@ def load_data(spec: str, loaded: Loaded, batch: int, columns: Sequence[str] = ()
     if path.suffix.lower() == ".txt":
         if not path.is_file():
             raise PlanError(f"{str(path)!r} is no file: expected one with a text on each line")
-        return _texts(path.read_text(encoding="utf-8").splitlines(), {}, path, loaded, batch)
+        return _texts(_lines(path), {}, path, loaded, batch)
     if (path / _TABLE).is_file():
         return _table(path, loaded, batch, columns)
     if path.is_dir():
@@ -42,6 +42,15 @@ def load_data(spec: str, loaded: Loaded, batch: int, columns: Sequence[str] = ()
     if callable(value) and not isinstance(value, Iterable):
         value = value()
     return value
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file as editors count them: other marks that Unicode calls ends of lines stay in their texts."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{str(path)!r} is no UTF-8 at byte {error.start}: expected texts in UTF-8") from None
+    return lines[:-1] if not lines[-1] else lines
 
 
 def _table(path: Path, loaded: Loaded, batch: int, columns: Sequence[str]) -> Any:
@@ -71,6 +80,7 @@ def _texts(lines: list[str], columns: dict[str, list[Any]], path: Path, loaded: 
     tokenizer = tokenizer_of(loaded.folder, f"data {str(path)!r}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"  # before a text it would move the positions that a model counts for itself
     lengths = [len(ids) for ids in tokenizer(lines, truncation=True)["input_ids"]]
 
     def together(numbers: list[int]) -> dict[str, Any]:

@@ -81,6 +81,8 @@ def _harvest(store: Any, options: argparse.Namespace) -> int:
     path = Path(options.out or f"{Path(options.run).name}{ending}")
     getattr(harvests, f"to_{options.to}")(store, path, sites=options.site)
     print(f"wrote {counted(store.rows, 'row')} to {path}")
+    if not store.is_complete:
+        print("the harvest is not complete: the same gaff harvest again goes on")
     return 0
 
 

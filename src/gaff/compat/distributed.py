@@ -396,13 +396,14 @@ def meshes_of_rows(model: Any) -> list[Any]:
     return list(dict.fromkeys([*(one.mesh for one in specs if one is not None), *others]))
 
 
-def agree(ranks: tuple[int, ...], request: str) -> None:
-    """All of ``ranks`` must ask for ``request``. Raises PlanError where one has not within ``PATIENCE_S`` seconds.
+def agree(ranks: tuple[int, ...], request: str | Callable[[], str]) -> None:
+    """All of ``ranks`` must ask for ``request``, a text or what makes it. Raises PlanError where one has not within ``PATIENCE_S`` seconds.
 
     Talks through the store by which the processes found each other: no collective is left half done.
     """
     if len(ranks) < 2 or not torch.distributed.is_initialized():
         return
+    request = request if isinstance(request, str) else request()
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     own = torch.distributed.get_rank()
     name = hashlib.sha256(f"{ranks} {request}".encode()).hexdigest()[:24]

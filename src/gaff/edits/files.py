@@ -6,6 +6,9 @@ which check them: what is read may be hostile. Functions and captures cannot be 
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from gaff import edits, keep
+from gaff.compat import elements
 from gaff.edits import arithmetic, places, sources
 from gaff.edits.event import Edit
 from gaff.errors import PlanError
@@ -38,6 +42,25 @@ def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         raise PlanError(f"edit {kind} is a function or a module: a plan that holds one cannot be saved; use gaff.edits")
     named = {field.name: getattr(edit, field.name) for field in fields(edit) if field.init}
     return {"kind": kind, **{name: _plain(value, name, tensors) for name, value in named.items()}}
+
+
+def digest_of(edit: Any) -> str:
+    """A text that is equal for edits of equal numbers; the bytes of tensors are read, which waits for their device.
+
+    Of functions, captures and tensors without memory only the kind is told.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        told = json.dumps(to_dict(edit, tensors), sort_keys=True)
+    except PlanError:
+        return type(edit).__name__
+    found = hashlib.sha256(told.encode())
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+        if elements.is_plain(tensor):
+            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            found.update(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b"")
+    return f"{type(edit).__name__} of numbers {found.hexdigest()[:8]}"
 
 
 def from_dict(row: dict[str, Any], tensors: dict[str, Tensor]) -> Edit:

@@ -219,7 +219,7 @@ class Wiring:
         if tap.found.tensor.is_meta:
             raise PlanError(
                 f"{tap.found.site}: the parameter lies on the meta device (without memory, or offloaded by "
-                "accelerate), so that nothing can stand in for it: expected an edit of an output, or a model that is not offloaded"
+                "accelerate), so that nothing can stand in for it: expected an edit of an output, or another model"
             )
         sharded = self._shards.of(tap.found)
         swap = Swap(tap.found, tap.stream, owners, is_sharded=sharded is not None)

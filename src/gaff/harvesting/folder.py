@@ -29,10 +29,11 @@ class Folder:
     """A harvest in a folder of this machine, or of a disk that several share."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._given = path
+        self.path = path.absolute()  # whatever folder the program goes to later
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self._given)
 
     def holds(self, path: str) -> bool:
         """Whether there is a file of that path."""

@@ -62,9 +62,9 @@ class ShardMaker:
             for given in batches:
                 if job.end is not None and given.number >= job.end:
                     raise RecordError(f"the data had {job.end} batches, and has more now: it is another")
+                shard.note(given)  # before the model runs, which may write into what it is given
                 tell(given.number, shard.take(given, self.read(self.moved(given))))
-            manifest.need(job.out)
-            shard.commit(job.changes)
+            shard.commit(job.changes, manifest.identity(job.out))
 
     def moved(self, given: Numbered) -> Numbered:
         """The batch's arguments on the device of the model."""
@@ -84,11 +84,14 @@ class _OpenShard:
         self._nonfinite: dict[str, int] = {}
         self._inputs = self._first = 0
 
-    def take(self, given: Numbered, values: Mapping[str, Any]) -> int:
-        """Write the rows of a batch; how many they were. Raises PlanError for a NaN where that is to be refused."""
+    def note(self, given: Numbered) -> None:
+        """Note the checksum of a batch that comes next."""
         if self._batches[0] == self._batches[1]:
             self._first = checksum_of(given.tensors())
         self._inputs = checksum_of(given.tensors(), self._inputs)
+
+    def take(self, given: Numbered, values: Mapping[str, Any]) -> int:
+        """Write the rows of a batch; how many they were. Raises PlanError for a NaN where that is to be refused."""
         selection = Selection(given, self._options.rows, self._options.mask)
         sites, places = self._sites(selection, values)
         labels = {**selection.labels(own_columns(given.batch, self._options.labels)), **places}
@@ -126,9 +129,9 @@ class _OpenShard:
             places[PLACE_OF + address] = selection.of(address, place)
         return sites, places
 
-    def commit(self, changes: tuple[str, ...]) -> None:
-        """Put the shard in its place."""
-        self._writer.commit(self._batches, self._inputs, self._first, self._nonfinite, changes)
+    def commit(self, changes: tuple[str, ...], harvest: str) -> None:
+        """Put the shard in its place. ``harvest`` is the identity of the manifest to which it belongs."""
+        self._writer.commit(self._batches, self._inputs, self._first, self._nonfinite, changes, harvest)
 
 
 def _largest(address: str, value: Any, count: int, dims: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -115,6 +116,24 @@ def need(out: Location) -> None:
         raise RecordError(f"{out}/{NAME} is gone: the harvest was deleted, or moved, while it was being made")
 
 
+def identity(out: Location) -> str:
+    """What tells a harvest from another: a checksum of its manifest, but for where its order lies.
+
+    Raises RecordError where the manifest is gone.
+    """
+    need(out)
+    told = {name: one for name, one in read(out).items() if name != "order"}
+    return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def end_of(out: Location) -> int:
+    """After how many batches the data ends, as was noted. Raises RecordError for a note that is damaged."""
+    batches = read(out, END).get("batches")
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+        raise RecordError(f"{out}/{END}: is damaged: it says that the data had {batches!r} batches")
+    return batches
+
+
 def end(out: Location, batches: int) -> None:
     """Note that the data ends after that many batches.
 
@@ -122,7 +141,7 @@ def end(out: Location, batches: int) -> None:
     """
     need(out)
     out.create(END, json.dumps({"gaff_harvest": FORMAT, "batches": batches}).encode())
-    known = read(out, END).get("batches")
+    known = end_of(out)
     if known != batches:
         raise RecordError(f"{out}/{END}: the data had {known} batches, and has {batches} now: it is another")
 

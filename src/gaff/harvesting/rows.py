@@ -145,6 +145,9 @@ def _as_mask(found: Any, what: str) -> Tensor:
     if not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex():
         kind = f"of {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise PlanError(f"{what} is {kind}: expected a tensor of booleans or 0 and 1")
+    if bool(((found != 0) & (found != 1)).any()):
+        odd = found[(found != 0) & (found != 1)][0]
+        raise PlanError(f"{what} holds {odd.item()}: expected a tensor of booleans or 0 and 1, one for each sample")
     return found.bool()
 
 

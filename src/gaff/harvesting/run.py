@@ -108,7 +108,7 @@ def _begin(
 def _known_end(there: Mapping[int, Shard], out: Location, size: int) -> int | None:
     """How many batches the data had, where that is known: it was noted, or a shard is not full."""
     if out.holds(manifest.END):
-        return int(manifest.read(out, manifest.END)["batches"])
+        return manifest.end_of(out)
     return min((one.batches[1] for one in there.values() if one.batches[1] % size), default=None)
 
 

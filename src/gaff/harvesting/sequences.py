@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from gaff.errors import PlanError
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
-_KNOWN = (_TOKENS, _MASK, "token_type_ids")
+_KNOWN = (_TOKENS, _MASK, "token_type_ids", "position_ids")
 
 
 def is_table(data: Any) -> bool:

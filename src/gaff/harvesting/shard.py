@@ -37,6 +37,7 @@ class Shard:
     inputs: int
     first: int
     changes: tuple[str, ...] = ()
+    harvest: str = ""
 
     def columns(self) -> Iterator[tuple[str, str, WrittenTensor]]:
         """Sites and labels, each with its kind and name."""
@@ -55,6 +56,7 @@ class Shard:
             "inputs": self.inputs,
             "first": self.first,
             "changes": list(self.changes),
+            "harvest": self.harvest,
         }
         return json.dumps(told, indent=1)
 
@@ -75,6 +77,7 @@ def parse_shard(content: str | bytes, number: int, path: str) -> Shard:
             {str(name): WrittenTensor.from_dict(one) for name, one in told["labels"].items()},
             {str(name): int(count) for name, count in told["nonfinite"].items()},
             int(told["inputs"]), int(told["first"]), tuple(map(str, told["changes"])),
+            str(told["harvest"]),
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RecordError(f"{path}: is damaged, or none that gaff has written") from None
@@ -135,7 +138,7 @@ class ShardWriter:
         self._rows += len(next(iter(blocks.values())))
 
     def commit(self, batches: tuple[int, int], inputs: int, first: int, nonfinite: dict[str, int],
-               changes: tuple[str, ...]) -> Shard:  # fmt: skip
+               changes: tuple[str, ...], harvest: str) -> Shard:  # fmt: skip
         """Close the files, say what is in them, and have all of it in its place; returns what it says.
 
         Where another process was first its shard stays. Raises RecordError where that holds other rows: the model does
@@ -146,7 +149,7 @@ class ShardWriter:
         self._like.update(written)
         sites = {name: one for (kind, name), one in written.items() if kind == "site"}
         labels = {name: one for (kind, name), one in written.items() if kind == "label"}
-        shard = Shard(self.number, batches, self._rows, sites, labels, nonfinite, inputs, first, changes)
+        shard = Shard(self.number, batches, self._rows, sites, labels, nonfinite, inputs, first, changes, harvest)
         with (self._folder / TOLD).open("w", encoding="utf-8") as file:
             file.write(shard.to_json())
             file.flush()

@@ -22,7 +22,7 @@ from gaff.harvesting.index import read_shards
 from gaff.harvesting.loader import RowLoader
 from gaff.harvesting.location import StoredRows, shard_path
 from gaff.harvesting.rows import SCALE_OF
-from gaff.harvesting.shard import Shard
+from gaff.harvesting.shard import TOLD, Shard
 from gaff.harvesting.tensor_file import dtype_of
 from gaff.views.text import counted
 
@@ -160,6 +160,10 @@ class Store(Mapping[str, Column]):
     def refresh(self) -> None:
         """Open the shards that are there now; where some in the middle are missing their rows are, too."""
         self.shards: list[Shard] = read_shards(self.place)
+        own = manifest.identity(self.place) if self.shards else ""
+        other = next((shard for shard in self.shards if shard.harvest != own), None)
+        if other is not None:
+            raise RecordError(f"{self.place}/{shard_path(other.number, TOLD)}: belongs to another harvest")
         filled = [shard for shard in self.shards if shard.rows] or self.shards
         columns = self._columns([(shard, shard.sites) for shard in filled])
         self.labels: Mapping[str, Column] = self._columns([(shard, shard.labels) for shard in filled])
@@ -213,7 +217,7 @@ class Store(Mapping[str, Column]):
         """Whether the data was gone through to its end, and every shard is there."""
         if not self.place.holds(manifest.END):
             return False
-        batches = int(manifest.read(self.place, manifest.END)["batches"])
+        batches = manifest.end_of(self.place)
         return sum(shard.batches[1] - shard.batches[0] for shard in self.shards) == batches
 
     @property

@@ -8,6 +8,7 @@ float32, which holds them exactly. What is damaged in the store is told as when 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -148,7 +149,7 @@ def _array(arrow: Any, rows: Tensor) -> Any:
     """Rows as an array of numbers, or of lists of one length."""
     if rows.dim() == 1:
         return arrow.array(rows.numpy())
-    flat = rows.reshape(len(rows), -1)
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
     return arrow.FixedSizeListArray.from_arrays(arrow.array(flat.flatten().numpy()), flat.shape[1])
 
 

@@ -212,8 +212,8 @@ def _together(value: Tensor, placement: Any) -> Tensor:
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0][:160]
         raise PlanError(
-            f"the parts of the tensor could not be put together ({reason}): every process has to make this edit, and at "
-            "the same event; one may have switched it off, or ended"
+            f"the parts of the tensor could not be put together ({reason}): every process has to make this edit, at "
+            "the same event; one may have switched it off"
         ) from error
 
 

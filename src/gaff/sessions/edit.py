@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from gaff.address.grammar import GRADIENT_PORTS, Site, parse
 from gaff.address.resolve import identity, is_there, need_module
 from gaff.compat import distributed
+from gaff.edits.files import digest_of
 from gaff.edits.places import Skip, When
 from gaff.engine.session import Session
 from gaff.engine.taps import EditTap, TensorTap
@@ -85,8 +86,7 @@ class Editing:
     def _open(self) -> None:
         """Install the hooks, all or none. All ranks that share the model must open the same edits, and wait for it."""
         if self._model is not None:
-            asked = sorted(f"{request}: {type(request.edit).__name__}" for request in self._plan.requests)
-            distributed.agree(distributed.processes_of(self._model), f"edit {'; '.join(asked)}")
+            distributed.agree(distributed.processes_of(self._model), self._asked)
         self._session.open()
         try:
             self._sources.open(self._session.threads)
@@ -96,6 +96,24 @@ class Editing:
         if any("parametrizations" in stream.site.path for stream in self._streams):
             self._session.clock.at_begin.insert(0, _need_no_cache)  # before parameters stand in
         CHANGING.add(self)
+
+    def _asked(self) -> str:
+        """What all processes must ask for, as text: patterns and kinds of edits.
+
+        Their numbers, too, where rows are the same everywhere (tensor parallelism) and of parameters and their
+        gradients. Else each process may do another thing to the examples of its own.
+        """
+        strict = {stream.pattern for stream in self._streams if stream.site.port in ("param", "grad")}
+        asked = [
+            f"{request}: "
+            + (
+                digest_of(request.edit)
+                if self._family.meshes or str(request) in strict
+                else type(request.edit).__name__
+            )
+            for request in self._plan.requests
+        ]
+        return f"edit {'; '.join(sorted(asked))}"
 
     def remove(self) -> None:
         """Take attached edits away. Raises NeverFiredError, with the receipt, for a pattern that never acted."""

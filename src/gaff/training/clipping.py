@@ -73,6 +73,7 @@ class Clipping:
             )
         ranks = {rank for mesh in flat.values() for rank in mesh.mesh.flatten().tolist()}
         ranks.update(distributed.ranks_of(spread_over))
+        ranks.update(distributed.processes_of(model) if model is not None else ())
         distributed.agree(tuple(sorted(ranks)), f"clip_gradients {limits}")
         self.audit = Audit()
         self._limits = limits

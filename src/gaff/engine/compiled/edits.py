@@ -20,6 +20,7 @@ from gaff.edits.arithmetic import Project
 from gaff.edits.compiled import may_write
 from gaff.edits.event import mixed
 from gaff.edits.files import tensors_of
+from gaff.engine.clock import Clock
 from gaff.engine.compiled.structure import EAGER, StandInForCaller, StandInForWritten
 from gaff.engine.compiled.tell import ODD, Call, Inside, Receiver, is_view, new_place, note_odd, sign_of_edge, tell
 from gaff.engine.compiled.tracing import CALLER, LEAF, WRITTEN, oddity, was_written
@@ -38,8 +39,10 @@ class TracedEdit(Receiver):
     """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off.
 
     Made for each opening of a session; called by the hooks of the module while Dynamo compiles them. A gate between 0
-    and 1 mixes old and new. ``repeats`` are checkpoints that would recompute the edit after the session.
+    and 1 mixes old and new. ``clock``: that of its session; ``repeats`` are checkpoints that would recompute the edit after the session.
     """
+
+    clock: Clock
 
     def __init__(self, inside: Inside, site: Site, stream: Any, apply: Any, *, is_cut: bool) -> None:
         super().__init__(inside)
@@ -72,9 +75,19 @@ class TracedEdit(Receiver):
         if self.constants != _versions(self.stream.edit):
             raise ExactnessError(f"{self.site}: directions to project on were written to while the edit was open")
         if autograd.backward_task() == -1:
+            self.need_own_thread()
             self.stream.told(*values, what)
             self.repeats.update(found.frame for found in checkpoints.enclosing())
             self.repeats.update(checkpoints.enclosing_functions())
+
+    def need_own_thread(self) -> None:
+        """Raises ExactnessError on a thread that the session does not see: the graph has made the edit all the same."""
+        if not self.clock.is_own_thread():
+            raise ExactnessError(
+                f"{self.site}: compiled code ran on another thread than that which opened the edit, and the edit is in "
+                "that code for all threads: expected threads='all', one thread at a time, or "
+                "torch.compiler.set_stance('force_eager')"
+            )
 
     def _changed(self, old: Tensor, remark: str) -> Tensor:
         """While Dynamo compiles: the edited tensor, after an op that tells both."""
@@ -123,6 +136,7 @@ class TracedGradientEdit(TracedEdit):
 
     def told(self, call: Call, values: list[Tensor], what: str) -> None:
         """The gradient of a frame is to come. Raises ExactnessError where its hook hears of another tensor's."""
+        self.need_own_thread()
         if ODD[call[1]][0] == WRITTEN:
             raise ExactnessError(f"{self.site}: {StandInForWritten.why_untold}")
 

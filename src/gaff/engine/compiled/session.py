@@ -220,7 +220,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         is_bound = is_region or (is_followed and not self._is_inside)
         node.has_entry = node.has_entry or is_bound
         self._nodes.append(node)
-        edits = [self._make_edit(tap) for tap in self._edits if tap.found.module is node.module]
+        edits = [self._make_edit(tap, node) for tap in self._edits if tap.found.module is node.module]
 
         def make(func: Any, node: Node) -> HookInside:
             if func is ended:
@@ -254,16 +254,18 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         if is_to_come:
             gc.collect()  # of graphs that nobody but a cycle holds
             is_to_come = self._has_gradients_to_come()
+        has_run = any(receiver.tellers for receiver in self._inside.receivers)  # frames with our hooks
         self._inside.close()
         for tap in self._taps if self._nodes and exc[0] is None else ():
             why = UNSEEN.get(tap.found.module)
             if why is not None and tap.found.site.port in _AT:
                 way = "; the next session on it lets compiled code run eagerly" if why == OPERATED else ""
                 tap.stream.refuse(self._nodes[0].clock.latest, 0, why + way)
-        self._notes.append(
-            f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
-            f"and torch counted {counted(breaks, 'graph break')}"
-        )
+        if has_run:
+            self._notes.append(
+                f"hooks were inside compiled code: {counted(graphs, 'graph')} compiled while the session was open, "
+                f"and torch counted {counted(breaks, 'graph break')}"
+            )
         if is_to_come and exc[0] is None:
             raise ExactnessError(
                 "a gradient edit in compiled code whose backward has not run: it would act after the session; call "
@@ -278,7 +280,7 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
     def _has_gradients_to_come(self) -> bool:
         return any(isinstance(one, TracedGradientEdit) and one.has_living_graph() for one in self._made)
 
-    def _make_edit(self, tap: EditTap) -> TracedEdit:
+    def _make_edit(self, tap: EditTap, node: Node) -> TracedEdit:
         """Make the form that an edit has in a graph, and give its switch a gate that the graph reads."""
         kind: Any = TracedGradientEdit if tap.found.site.port == "grad_output" else TracedEdit
         switch = tap.stream.switch
@@ -286,5 +288,6 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
             switch.gate = torch.zeros(1, dtype=torch.float64)
         switch.set()
         made: TracedEdit = kind(self._inside, tap.found.site, tap.stream, _traced(tap), is_cut=cuts(tap.stream.edit))
+        made.clock = node.clock
         self._made.append(made)
         return made

@@ -49,7 +49,7 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
 
         found, why = part_records(one, other, names, tolerance), "rounding or noise"
     else:
-        raise PlanError(f"{name} is a {_kind(one)} and {other_name} a {_kind(other)}: expected two of a kind")
+        raise PlanError(f"{name} is a {_kind(one)} and {other_name} a {_kind(other)}: expected two runs, or two traces")
     return replace(found, allowed=why if tolerance is None else f"the tolerance of {tolerance:g}")
 
 
@@ -68,4 +68,5 @@ def _read(value: Any) -> tuple[Any, str]:
 
 
 def _kind(value: Any) -> str:
-    return "trace" if isinstance(value, Trace) else "run"
+    kinds = {"Trace": "trace", "Record": "run", "Store": "harvest"}
+    return kinds.get(type(value).__name__, type(value).__name__)

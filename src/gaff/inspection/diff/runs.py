@@ -318,7 +318,8 @@ def _losses(a: Record, b: Record, tolerance: float | None, rounding: float) -> l
         is_nan = np.isnan(values[0]), np.isnan(values[1])
         delta = np.where(is_nan[0] & is_nan[1], 0.0, np.where(is_nan[0] | is_nan[1], math.inf, delta))
         delta = np.where(np.isnan(delta), math.inf, delta)
-        allowed = tolerance if tolerance is not None else _noise(np.abs(values[0]), np.abs(values[1]), rounding)
+        noise = _noise(np.abs(values[0]), np.abs(values[1]), rounding)  # of logarithms
+        allowed = tolerance if tolerance is not None else -math.expm1(-noise)
         parted = np.flatnonzero(delta > allowed)
         at = int(parted[0]) if len(parted) else int(delta.argmax())
         rows.append(
