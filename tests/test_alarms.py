@@ -614,3 +614,138 @@ def test_a_loss_that_jumps_where_the_learning_rate_was_raised_is_the_learning_ra
     verdict = watched(tmp_path, program).verdict
     assert (verdict.name, verdict.certainty) == ("learning_rate_too_high", "likely"), verdict
     assert "raised from 0.001 to 3" in verdict.cause
+
+
+class Rows(nn.Module):
+    """Returns the very tensor of its last layer; its rows are alike where ``is_mean``."""
+
+    def __init__(self, is_mean):
+        super().__init__()
+        self.body, self.head, self.is_mean = nn.Linear(8, 16), nn.Linear(16, 2), is_mean
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.head(h.mean(0, keepdim=True).expand(len(x), -1) if self.is_mean else h)
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_a_model_that_returns_the_tensor_of_its_last_layer_is_asked_whether_its_rows_differ(tmp_path, is_mean):
+    run = watched(tmp_path, lambda: fit(Rows(is_mean), classes, 60))
+    assert (run.verdict.name == "input_not_used") == is_mean, run.verdict
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda model: -((model(X)[:, 0] - X[:, 0]) ** 2).mean(),
+        lambda model: -F.l1_loss(model(X)[:, 0], X[:, 0]),
+        lambda model: -1.0 * (X[:, 0] - model(X)[:, 0]).abs().sum(),
+    ],
+)
+def test_a_loss_by_hand_with_a_minus_is_the_wrong_way_round(tmp_path, loss_of):
+    run = watched(tmp_path, lambda: fit(nn.Sequential(nn.Linear(8, 2)), loss_of, 60))
+    assert (run.verdict.name, run.verdict.certainty) == ("loss_sign", "certain"), run.verdict
+
+
+def test_what_is_meant_to_be_made_large_is_no_loss_with_a_minus(tmp_path):
+    """Distances of two outputs, odd powers and squares of activations are pushed apart or up by intention."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    for at, loss_of in enumerate((
+        lambda model: -(model(X) - model(-X)).square().mean(),
+        lambda model: -model(X).square().mean(),
+        lambda model: -((model(X)[:, 0] - X[:, 0]) ** 3).mean(),
+    )):  # fmt: skip
+        run = watched(tmp_path / str(at), lambda loss_of=loss_of: fit(model, loss_of, 30, lr=1e-4))
+        assert not [one for one in run.findings if one.rule == "loss_sign"], at
+
+
+def test_a_softmax_before_a_cross_entropy_of_some_rows_is_seen(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))
+    some = X[:, 1] > 0
+    run = watched(tmp_path, lambda: fit(model, lambda model: F.cross_entropy(model(X)[some], Y[some]), 30))
+    assert run.verdict.name == "double_softmax", run.verdict
+
+
+def test_data_in_the_order_of_its_labels_is_the_cause_of_what_it_does_to_the_loss(tmp_path):
+    x, y = torch.randn(640, 8), torch.arange(640) // 128
+
+    def program():
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5))
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(3):
+            for at in range(0, 640, 16):
+                loss = F.cross_entropy(model(x[at : at + 16]), y[at : at + 16])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    run = watched(tmp_path, program)
+    assert (run.verdict.name, run.verdict.certainty) == ("labels_constant", "certain"), run.verdict
+    assert "5 were seen alone" in run.verdict.cause
+
+
+def test_rare_labels_are_no_order(tmp_path):
+    rare = (torch.rand(4096) < 0.01).long()
+
+    def program():
+        model = nn.Sequential(nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for at in range(0, 4096, 32):
+            loss = F.cross_entropy(model(torch.randn(32, 8)), rare[at : at + 32])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert not [one for one in watched(tmp_path, program).findings if one.rule == "labels_constant" and not one.is_over]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_generator_that_gets_no_gradient_is_found_though_it_steps_in_every_fifth_step(tmp_path, is_cut):
+    def program():
+        maker, critic = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 1))
+        of_maker, of_critic = (torch.optim.Adam(one.parameters(), 1e-3) for one in (maker, critic))
+        for step in range(200):
+            made = maker(torch.randn(16, 4))
+            loss = critic(made.detach()).mean() - critic(X[:16]).mean()
+            of_critic.zero_grad()
+            loss.backward()
+            of_critic.step()
+            if step % 5 == 4:
+                made = maker(torch.randn(16, 4))
+                of_maker.zero_grad()
+                (-critic(made.detach() if is_cut else made).mean()).backward()
+                of_maker.step()
+
+    verdict = watched(tmp_path, program).verdict
+    assert (verdict.name == "never_trained") == is_cut, verdict
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_closure_that_does_nothing_clears_nothing(tmp_path, is_empty):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = classes(model)
+            loss.backward()
+            return loss
+
+        for _ in range(60):
+            if is_empty:
+                classes(model).backward()
+            optimizer.step((lambda: None) if is_empty else closure)
+
+    verdict = watched(tmp_path, program).verdict
+    assert (verdict.name == "not_cleared") == is_empty, verdict
+
+
+def test_one_hard_batch_of_each_epoch_is_no_learning_rate(tmp_path):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 2))
+        turn = iter(range(1000))
+        fit(model, lambda model: classes(model) * (40.0 if next(turn) % 10 == 9 else 1.0), 121, lr=2e-3)
+
+    verdict = watched(tmp_path, program).verdict
+    assert verdict.name != "learning_rate_too_high", verdict

@@ -397,9 +397,10 @@ def meshes_of_rows(model: Any) -> list[Any]:
 
 
 def agree(ranks: tuple[int, ...], request: str | Callable[[], str]) -> None:
-    """All of ``ranks`` must ask for ``request``, a text or what makes it. Raises PlanError where one has not within ``PATIENCE_S`` seconds.
+    """All of ``ranks`` must ask for ``request``, a text or what makes it.
 
-    Talks through the store by which the processes found each other: no collective is left half done.
+    Raises PlanError where one has not within ``PATIENCE_S`` seconds. Talks through the store by which the processes
+    found each other: no collective is left half done.
     """
     if len(ranks) < 2 or not torch.distributed.is_initialized():
         return

@@ -20,9 +20,9 @@ from gaff.harvesting import manifest
 from gaff.harvesting.folder import location_of
 from gaff.harvesting.index import read_shards
 from gaff.harvesting.loader import RowLoader
-from gaff.harvesting.location import StoredRows, shard_path
+from gaff.harvesting.location import TOLD, StoredRows, shard_path
 from gaff.harvesting.rows import SCALE_OF
-from gaff.harvesting.shard import TOLD, Shard
+from gaff.harvesting.shard import Shard
 from gaff.harvesting.tensor_file import dtype_of
 from gaff.views.text import counted
 

@@ -233,6 +233,17 @@ def evaluated_in_training_mode(case: RunCase) -> Claim | None:
 
 
 @cause
+def sorted_by_label(case: RunCase) -> Claim | None:
+    """Batches of one label each, and of another label later: the data comes in the order of its labels. Certain."""
+    finding = case.found("labels_constant")
+    if finding is None or finding.evidence.get("classes", 1) < 2:
+        return None
+    return Claim(finding.rule, "certain", _told(finding), (_evidence(finding),), finding.since, "shuffle the data",
+                 (*{one.rule for one in case.findings if one is not finding}, "learning_rate_too_high", "data_changes")
+                 )  # fmt: skip
+
+
+@cause
 def trained_by_nobody(case: RunCase) -> Claim | None:
     """An optimizer that never makes a step, or layers that are no part of their model.
 
@@ -274,7 +285,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     broken = case.found("nonfinite")
     jump = _jump(case)
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
-    is_lost = jump is not None and not _has_learned(case)
+    is_lost = jump is not None and not _has_learned(case) and _stays_up(case, *jump)
     if rise is None and broken is None and harm is None and not is_lost:
         return None  # large steps alone do no harm
     if rise is None and large is None and jump is None:
@@ -283,10 +294,11 @@ def steps_too_large(case: RunCase) -> Claim | None:
                  if one is not None])  # fmt: skip
     told = [_risen(*rise)] if rise is not None else []
     if jump is not None:
-        told.append(f"the loss jumped from {jump[2]:.4g} to {jump[1]:.4g} at step {jump[0]}")
+        told.append(f"the loss was {jump[2]:.4g} at first, and rose to {jump[1]:.4g} at step {jump[0]}")
     if large is not None:
         told.append(_evidence(large))
     rate, warmed = _rate(case)
+    rate = case.lr.at(began) if warmed and case.lr is not None else rate
     early = rise is not None and rise[1] < _EARLY and not warmed and rate is not None
     told += [f"the learning rate was {rate:.3g} from the first step on"] if early else []
     text = "the steps are too large" if rate is None else f"a learning rate of {rate:.3g} is too high"
@@ -424,13 +436,28 @@ def steps_too_small(case: RunCase) -> Claim | None:
         or case.found("clipped_to_nothing", "vanishing", "zero_gradient") is not None
     ):
         return None
-    if case.loss is not None and case.loss[1].fell():
+    if (case.loss is not None and case.loss[1].fell()) or _has_vanished(case):
         return None
     rate, _ = _rate(case)
     text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
     return Claim("learning_rate_too_low", "likely", text, (_evidence(finding),), finding.since,
                  "raise the learning rate until an update is about a thousandth of its weight", ("nothing_learned",
                  "update_small", "never_updated"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
+
+
+def _stays_up(case: RunCase, step: int, peak: float, start: float) -> bool:
+    """Whether the steps around an early peak are above the beginning, too: not one hard batch that comes by."""
+    return case.loss is not None and case.loss[1].at(step) > 1.2 * start
+
+
+def _has_vanished(case: RunCase) -> bool:
+    """Whether the gradients of a run have become less than a hundredth of what they were: steps are small for that."""
+    known = [value for _, value in case.norms if math.isfinite(value)]
+    quarter = len(known) // 4
+    if quarter < _FIRST:
+        return False
+    first, last = (sorted(one)[quarter // 2] for one in (known[:quarter], known[-quarter:]))
+    return last < 0.01 * first
 
 
 def _jump(case: RunCase) -> tuple[int, float, float] | None:
@@ -474,7 +501,7 @@ def _rate(case: RunCase) -> tuple[float | None, bool]:
     """The learning rate of the beginning, and whether it was warmed up: its highest is well above its first."""
     if case.lr is None or not case.lr.values:
         return None, False
-    return case.lr.first, max(case.lr.values) > 1.5 * case.lr.first
+    return case.lr.start, max(case.lr.values) > 1.5 * case.lr.start
 
 
 def _risen(name: str, since: int, lowest: float, last: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ _POINTS = 24  # medians of a whole curve
 @dataclass(frozen=True, slots=True)
 class Curve:
     """A number at every step, as medians over up to 24 stretches of equal length, oldest first.
+
+    The last one is up to half as long again, or shorter by up to a half.
 
     ``steps``: the first step of each stretch; ``values``: its median; ``spread``: the mean distance of a single step
     from the median of its stretch. What is not finite is left out, and
@@ -39,6 +42,8 @@ class Curve:
         bad = next((step for step, value in told if not math.isfinite(value)), None)
         size = max(1, math.ceil(len(known) / _POINTS))
         stretches = [known[at : at + size] for at in range(0, len(known), size)]
+        if len(stretches) > 1 and 2 * len(stretches[-1]) < size:  # too few for a median that stands for the end
+            stretches[-2:] = [stretches[-2] + stretches[-1]]
         middles = [statistics.median(value for _, value in one) for one in stretches]
         distances = [abs(value - middle) for one, middle in zip(stretches, middles, strict=True) for _, value in one]
         spread = statistics.fmean(distances) if distances else 0.0
@@ -51,6 +56,10 @@ class Curve:
     def first(self) -> float:
         """The median of the first stretch. There must be one."""
         return self.values[0]
+
+    def at(self, step: int) -> float:
+        """The median of the stretch that a step lies in; the first one's before it."""
+        return self.values[max(0, bisect_right(self.steps, step) - 1)]
 
     @property
     def last(self) -> float:

@@ -64,7 +64,8 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
     if not gone or 2 * len(gone) <= len(values) or values[0] < 1e-2 * highest or values[-1] >= 1e-2 * highest:
         return None
     is_certain = 2 * sum(value < 1e-4 * highest for value in values) > len(values)
-    told = f"the learning rate fell from {highest:.3g} to {values[-1]:.3g}, below a hundredth from step {gone[0]} on"
+    told = f"the learning rate fell from {max(highest, case.lr.start):.3g} to {values[-1]:.3g}, and was below a " \
+           f"hundredth by step {gone[0]}"  # fmt: skip
     return Claim("learning_rate_is_gone", "certain" if is_certain else "possible",
                  "the learning rate is next to nothing for most of the run", (told,), gone[0],
                  "step the scheduler once an epoch, or count its steps in batches",

@@ -118,8 +118,10 @@ def _judged(case: RunCase) -> str:
     for function, pairs in list(case.evaluated.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
         told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
-        if at != pairs[-1][0] and pairs[-1][1] > 1.1 * least > 0:
-            told += f", and was lowest at step {at} ({least:.4g}): since then it overfits"
+        late = [value for step, value in pairs if step > at][-2:]
+        if len(late) == 2 and min(late) > 1.1 * least > 0:
+            is_learning = len(case.losses) == 1 and curve.last < 0.9 * curve.at(at)
+            told += f", and was lowest at step {at} ({least:.4g}){': since then it overfits' if is_learning else ''}"
     known = case.experiments
     if known is None:
         return told

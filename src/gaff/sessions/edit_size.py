@@ -110,7 +110,8 @@ def _norm(old: Tensor, new: Tensor) -> Tensor:
     norm itself is beyond the type.
     """
     largest = torch.maximum(old.abs().max(), new.abs().max()).clamp_min(torch.finfo(old.dtype).tiny)
-    return 2 * largest * torch.linalg.vector_norm(new / 2 / largest - old / 2 / largest)
+    norm: Tensor = torch.linalg.vector_norm(new / 2 / largest - old / 2 / largest)
+    return 2 * largest * norm
 
 
 def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:

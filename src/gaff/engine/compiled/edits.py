@@ -39,7 +39,8 @@ class TracedEdit(Receiver):
     """One edit of a value, in compiled code. ``apply``: what it does; ``switch``: its ``gate`` is 1 on, 0 off.
 
     Made for each opening of a session; called by the hooks of the module while Dynamo compiles them. A gate between 0
-    and 1 mixes old and new. ``clock``: that of its session; ``repeats`` are checkpoints that would recompute the edit after the session.
+    and 1 mixes old and new. ``clock``: that of its session; ``repeats`` are checkpoints that would recompute the edit
+    after the session.
     """
 
     clock: Clock

@@ -7,6 +7,7 @@ explains, and raises the alarm once for what has stood for some looks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 
 from gaff.record.finding import SEVERITIES, Finding
 from gaff.record.sample import Key, Sample
-from gaff.training.rules.registry import Activity, Hit, Past, Rule
+from gaff.training.rules.registry import LEAST_TARGETS, Activity, Hit, Past, Rule
 
 _FIRST = 5  # looks whose losses are kept as the beginning
 _RECENT = 10
@@ -212,6 +213,7 @@ class Judge:
             return
         past.looks += 1
         past.acting += sample.is_acting
+        self._remember_setup(sample)
         for key, units in sample.units.items():
             past.active.setdefault(key, Activity()).add(units.active, units.inputs)
         for (name, key), value in sample.shares.items():
@@ -224,6 +226,14 @@ class Judge:
             if len(first) < _FIRST:
                 first.append(value)
             past.recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
+
+    def _remember_setup(self, sample: Sample) -> None:
+        """Take in which models got gradients at a step, and which targets stood alone in a batch."""
+        past = self.past
+        for one in sample.facts.get("targets", ()):
+            if one["count"] >= LEAST_TARGETS:
+                past.targets.add(one["low"] if one["low"] == one["high"] else math.inf)
+        past.trained |= {key[0] for key, one in sample.parameters.items() if one.optimizer is not None and one.has_grad}
 
     def _remember_norms(self, sample: Sample) -> None:
         """Take in what a look at training has told, after the rules were asked: they compare it with those before."""

@@ -95,7 +95,11 @@ class Past:
     loads: dict[Key, deque[Load]] = field(default_factory=dict)  # of routers, at the latest sixteen
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones
+    targets: set[float] = field(default_factory=set)  # of batches whose targets were all alike; inf: of one that mixed
+    trained: set[str] = field(default_factory=set)  # models of which a parameter had a gradient at its step
 
+
+LEAST_TARGETS = 8  # of a batch, before it says anything that they are all alike
 
 Check = Callable[[Sample, Past], Iterable[Hit]]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gaff.record.sample import Key, Sample
 from gaff.training.rules.layers import clips_an_explosion
-from gaff.training.rules.registry import Hit, Past, rule
+from gaff.training.rules.registry import LEAST_TARGETS, Hit, Past, rule
 from gaff.training.rules.steps import has_fallen
 
 _PAIRWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -117,20 +117,30 @@ def bounded_output(sample: Sample, past: Past) -> Iterator[Hit]:
     cause="labels that were overwritten or lost, data sorted by label and not shuffled, or a rare second class",
     remedy="print a batch's labels where the loss gets them; shuffle the training data",
     least=10,
-    share=1.0,
+    share=0.8,
 )
 def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
 
-    In runs with one optimizer and one loss; targets of zero of a regression are left out, and losses against
-    probabilities.
+    In each look so far, or another number in another look, as where data is sorted by label. In runs with one optimizer
+    and one loss; targets of zero of a regression are left out, and losses against probabilities.
     """
     told = [one for one in sample.facts.get("targets", ()) if one["function"] in _WITH_TARGETS]
-    if not told or not _is_alone(sample) or any(one["low"] != one["high"] or one["count"] < 8 for one in told):
+    if (
+        not told
+        or not _is_alone(sample)
+        or any(one["low"] != one["high"] or one["count"] < LEAST_TARGETS for one in told)
+    ):
+        return
+    kinds = len(past.targets - {math.inf})
+    if math.inf in past.targets and kinds < 2:
         return
     if any(one["low"] == 0 and one["function"] in _PAIRWISE for one in told):
         return
-    yield Hit(("", ""), f"all {told[0]['count']} targets of a batch are {told[0]['low']:.4g}", target=told[0]["low"])
+    what = f"all {told[0]['count']} targets of a batch are {told[0]['low']:.4g}"
+    if kinds > 1:
+        what += f", and others in other batches ({kinds} were seen alone): the data is in the order of its labels"
+    yield Hit(("", ""), what, target=told[0]["low"], classes=kinds)
 
 
 @rule(

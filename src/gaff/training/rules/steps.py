@@ -153,9 +153,10 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
 @rule(
     "cleared_before_step",
     severity="error",
-    means="gradients came, and are gone when the optimizer makes its step: nothing is learned from them",
-    cause="optimizer.zero_grad() is called between loss.backward() and optimizer.step()",
-    remedy="optimizer.zero_grad() before loss.backward(), or after optimizer.step()",
+    means="gradients passed, and there are none when the optimizer makes its step: nothing is learned from them",
+    cause="optimizer.zero_grad() is called between loss.backward() and optimizer.step(); or they were asked for by "
+    "torch.autograd.grad, and not put into .grad",
+    remedy="optimizer.zero_grad() before loss.backward(), or after optimizer.step(); let backward() make the gradients",
     least=3,
     share=0.9,
     hides=("no_gradient", "never_trained", "zero_gradient", "vanishing", "never_updated", "update_small"),
@@ -177,13 +178,17 @@ def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
     cause="the loss does not depend on it: its output is detached, made under no_grad, made numbers of, or not used",
     remedy="gaff.trace(model, x, backward=...) tells where the graph ends",
     least=3,
-    share=0.95,
+    share=0.1,
     hides=("no_gradient", "never_updated", "update_small"),
 )
 def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
-    """``.grad`` of every parameter of a model is None when its optimizer makes a step, in nearly all looks. Certain."""
+    """``.grad`` of every parameter of a model is None whenever its optimizer makes a step. Certain."""
     for model, held in _stepped(sample).items():
-        if all(not one.has_grad for _, one in held) and any(one.requires_grad for _, one in held):
+        if (
+            model not in past.trained
+            and all(not one.has_grad for _, one in held)
+            and any(one.requires_grad for _, one in held)
+        ):
             yield Hit((model, ""), f"no parameter of {model!r} gets a gradient", parameters=len(held))
 
 

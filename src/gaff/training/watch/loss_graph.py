@@ -22,7 +22,8 @@ _BY_HAND = (
 )  # the nodes of a loss by hand, from its end
 _BOUNDS = {"ReluBackward": "relu", "SigmoidBackward": "sigmoid", "TanhBackward": "tanh"}
 _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "TransposeBackward",
-          "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward")  # fmt: skip
+          "PermuteBackward", "UnsqueezeBackward", "ToCopyBackward", "CloneBackward", "IndexBackward", "SelectBackward",
+          "SliceBackward", "IndexSelectBackward", "MaskedSelectBackward")  # fmt: skip
 
 
 def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
@@ -49,7 +50,11 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     names = [one.name().rstrip("0123456789") for one in chain]
     if factor not in (1.0, -1.0):
         found["factor"] = {"loss": name, "by": abs(factor)}
+    is_turned = factor < 0 or names[:1] == ["NegBackward"]
     _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
+    at = names[:1].count("NegBackward") if factor > 0 else 0
+    if is_turned and _is_error_by_hand(chain[at:], names[at:]):
+        found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
     first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
     if first is not None and names[first] == "MseLossBackward" and getattr(chain[first], "_saved_reduction", 0) == 1:
         found["squared"] = name
@@ -92,6 +97,17 @@ def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
     if not is_square or len(given) != 1 or given[0] not in ((made[0], 1), (1, made[0]), (made[0],)):
         return None
     return {"output": given[0], "made": made}
+
+
+def _is_error_by_hand(chain: list[Any], names: list[str]) -> bool:
+    """Whether a chain is a mean or sum of even powers, or absolute values, of a difference from something constant."""
+    plain = [at for at, one in enumerate(names) if not _is_view(one)][:3]
+    told = [names[at] for at in plain]
+    if len(told) < 3 or any(one not in known for one, known in zip(told, _BY_HAND, strict=True)):
+        return False
+    power = getattr(chain[plain[1]], "_saved_exponent", 2) if told[1] == "PowBackward" else 2
+    is_even = told[1] != "MulBackward" and power % 2 == 0
+    return is_even and sum(one is not None for one, _ in chain[plain[2]].next_functions) == 1
 
 
 def _factor_of(node: Any) -> float | None:

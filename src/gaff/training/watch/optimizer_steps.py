@@ -70,7 +70,7 @@ class OptimizerSteps:
             return
         has_moments = self.looks % _MOMENTS == 0
         update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments)
-        update.was_cleared = has_closure or self.clearing.was_cleared(optimizer)
+        update.was_cleared = self.clearing.was_cleared(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
         if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):

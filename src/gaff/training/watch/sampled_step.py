@@ -268,6 +268,8 @@ class SampledStep:
             return
         if is_latest and self._latest.key is not None and one.calls == 1 and key not in self._models.called_often:
             one.is_alias, one.known = True, self._latest.key
+            if not entry.path:
+                self._observe_units(key, tensor)
             return
         value = readable(tensor)
         if value is None:
@@ -330,8 +332,14 @@ class SampledStep:
     def _observe(self, key: Key, value: Tensor, channels_at: int | None) -> None:
         """Add a tensor's numbers, and in training those of its units in the dimension ``channels_at``."""
         self.numbers.observe(key, value)
-        units = units_of(value, channels_at) if channels_at is not None and self.phase == "train" else None
-        if units is not None:
+        if channels_at is not None:
+            self._observe_units(key, value, channels_at)
+
+    def _observe_units(self, key: Key, tensor: Tensor, channels_at: int | None = None) -> None:
+        """In training, add the numbers of a tensor's units in a dimension; None: that of the module before it."""
+        value, at = readable(tensor), self._latest.channels_at if channels_at is None else channels_at
+        units = units_of(value, at) if value is not None and at is not None and self.phase == "train" else None
+        if value is not None and units is not None:
             self.numbers.observe_units(key, value, *units)
 
     def _count_saturated(self, key: Key, value: Tensor, kind: str) -> None:

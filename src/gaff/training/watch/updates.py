@@ -61,6 +61,7 @@ class Update:
         self.owned: list[Owned] = []
         self.was_cleared = True
         self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
+        self._marks: list[tuple[int, int] | None] = []  # of gradients before the step
         self._has_closure = has_closure  # it brings the gradients, during the step
         self._has_moments = has_moments  # whether to read what the optimizer keeps
         self._models = models
@@ -86,6 +87,7 @@ class Update:
                     values.append(value)
             if not self._has_closure:
                 self._read_gradients()
+            self._marks = self._versions()
             self._observe("param", list(zip(self.owned, values, strict=True)))
 
     def _read_gradients(self) -> None:
@@ -107,6 +109,11 @@ class Update:
                 pairs.append((one, value))
         self._observe("grad", pairs)
 
+    def _versions(self) -> list[tuple[int, int] | None]:
+        """Which gradient each parameter has, and how often that was written to."""
+        found = [one.parameter.grad for one in self.owned]
+        return [None if one is None else (id(one), memory.version_of(one)) for one in found]
+
     def end(self) -> None:
         """Look at what the step has changed, after it. Called once; the copies of weights are let go of here.
 
@@ -115,6 +122,7 @@ class Update:
         with torch.no_grad():
             if self._has_closure:
                 self._read_gradients()
+                self.was_cleared |= self._versions() != self._marks  # a closure that computes them clears them, too
             pairs = [(one, readable(one.parameter)) for one in self.owned]
             same: list[tuple[Owned, Tensor, Tensor]] = []
             for one, value in pairs:
