@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gaff
-from gaff.record.causes import RunCase
+from gaff.record.causes import RunCase, SingleSteps
 from gaff.record.curve import Curve
 from gaff.record.finding import Finding
 from gaff.record.verdict import judge
@@ -55,7 +55,7 @@ def case(norms):
     found = Finding(rule="loss_spike", site="", model="", since=200, severity="warning", message="the loss jumped",
                     cause="", remedy="look at the batch", evidence={"loss": 9.0}, last=200)  # fmt: skip
     falling = Curve.of((step, 2.0 - step / 200) for step in range(300))
-    return RunCase((found,), 300, 50, {"loss": falling}, norms=norms)
+    return RunCase((found,), 300, 50, {"loss": falling}, single=SingleSteps(norms))
 
 
 def test_gradients_that_grew_before_the_loss_jumped_are_its_cause():

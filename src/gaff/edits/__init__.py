@@ -78,8 +78,8 @@ def clamp(low: float | None = None, high: float | None = None) -> Clamp:
     """Keep every element between ``low`` and ``high``, of which one may be None. NaN stays NaN."""
     low = None if low is None else _need_number(low, "low")
     high = None if high is None else _need_number(high, "high")
-    is_bound = [one is None or not math.isnan(one) for one in (low, high)]
-    if not all(is_bound) or low is high is None or (low is not None and high is not None and low > high):
+    given = [one for one in (low, high) if one is not None]
+    if not given or not given[0] <= given[-1]:  # NaN is not even as large as itself
         raise PlanError(f"clamp({low!r}, {high!r}) keeps nothing apart: expected bounds, the lower first")
     return Clamp(low, high)
 

@@ -44,22 +44,21 @@ def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {"kind": kind, **{name: _plain(value, name, tensors) for name, value in named.items()}}
 
 
-def digest_of(edit: Any) -> str:
-    """A text that is equal for edits of equal numbers; the bytes of tensors are read, which waits for their device.
+def digest_of(edit: Any, has_numbers: Any) -> str:
+    """The kind of an edit, and a text that is equal for equal numbers; tensors are read, which waits for their device.
 
-    Of functions, captures and tensors without memory only the kind is told.
+    Of functions, captures and tensors without memory only the kind is told, and of all without ``has_numbers``.
     """
     tensors: dict[str, Tensor] = {}
     try:
-        told = json.dumps(to_dict(edit, tensors), sort_keys=True)
+        found = hashlib.sha256(json.dumps(to_dict(edit, tensors), sort_keys=True).encode())
     except PlanError:
+        has_numbers = False
+    if not has_numbers:
         return type(edit).__name__
-    found = hashlib.sha256(told.encode())
-    for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-        if elements.is_plain(tensor):
-            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            found.update(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b"")
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() if elements.is_plain(tensor) else None
+        found.update(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat is not None and flat.numel() else b"")
     return f"{type(edit).__name__} of numbers {found.hexdigest()[:8]}"
 
 

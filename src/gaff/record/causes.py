@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from gaff.record.curve import Curve
 from gaff.record.experiments import KINDS, Experiments
@@ -20,7 +21,6 @@ CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
 _LEAST_LR = 1e-6  # a weight of 1 changes by 6e-8 at the least, in float32
 _FIRST = 5
-_LEAST_NORMS = 20  # before a norm of gradients can be called unusual
 _EARLY = 50  # steps in which a learning rate is warmed up, where it is
 
 
@@ -44,6 +44,18 @@ class Claim:
     experiments: tuple[str, ...] = ()
 
 
+class SingleSteps(NamedTuple):
+    """What causes ask of single steps, which curves do not tell.
+
+    ``norms``: steps with the L2 norm of all gradients, before they were clipped where that is known. Where a loss jumps
+    (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
+    """
+
+    norms: tuple[tuple[int, float], ...] = ()
+    losses: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class RunCase:
     """A run as causes see it.
@@ -54,10 +66,8 @@ class RunCase:
     error the mean of the targets;
     ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
     was done; ``backwards``: backward passes of a run in which no optimizer made a step, ``others``: steps made there by
-    optimizers that were not to be watched; ``after_jump``, ``lr_before_jump``: where a loss jumps (``loss_spike``) its
-    values from that step on, and the learning rates of the steps before; ``has_modules``: whether the filters left a
-    module to look at; ``norms``:
-    steps with the L2 norm of all gradients, before they were clipped where that is known; ``is_acting``: most steps are
+    optimizers that were not to be watched; ``has_modules``: whether the filters left a module to look at;
+    ``single``: what is told of single steps; ``is_acting``: most steps are
     those of an agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a
     loss was multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of
     evaluations, each with its step.
@@ -72,14 +82,12 @@ class RunCase:
     optimizers: int = 1
     experiments: Experiments | None = None
     backwards: int = 0
-    norms: tuple[tuple[int, float], ...] = ()
+    single: SingleSteps = field(default_factory=SingleSteps)
     is_acting: bool = False
     factors: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     others: int = 0
     has_modules: bool = True
-    after_jump: tuple[float, ...] = ()
-    lr_before_jump: tuple[float, ...] = ()
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
@@ -166,8 +174,8 @@ def _is_refuted(claim: Claim, case: RunCase) -> bool:
 
 def _symptom(finding: Finding) -> Claim:
     """A finding that no cause explains: what it usually comes from is no more than possible."""
-    text = f"{_told(finding)} (often caused by {finding.cause})"
-    return Claim(finding.rule, "possible", text, (_evidence(finding),), finding.since, finding.remedy,
+    text = f"{told_of(finding)} (often caused by {finding.cause})"
+    return Claim(finding.rule, "possible", text, (evidence_of(finding),), finding.since, finding.remedy,
                  experiments=_EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 
@@ -210,13 +218,13 @@ def read_from_the_process(case: RunCase) -> Claim | None:
     finding = case.found(*READ)
     if finding is None or _is_too_slow(finding):
         return None
-    told = [_evidence(finding)]
+    told = [evidence_of(finding)]
     rise = case.rise
     if rise is not None:
         told.append(_risen(*rise))
     after = tuple(one.rule for one in case.findings if one is not finding and one.since >= finding.since)
     explains = after if finding.rule in _STOPS else ()
-    return Claim(finding.rule, "certain", _told(finding), tuple(told), finding.since, finding.remedy, explains,
+    return Claim(finding.rule, "certain", told_of(finding), tuple(told), finding.since, finding.remedy, explains,
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 
@@ -229,7 +237,7 @@ def evaluated_in_training_mode(case: RunCase) -> Claim | None:
     finding = case.found("train_mode_in_eval")
     if finding is None or not case.evaluated:
         return None
-    return Claim(finding.rule, "certain", _told(finding), (_evidence(finding),), finding.since, finding.remedy)
+    return Claim(finding.rule, "certain", told_of(finding), (evidence_of(finding),), finding.since, finding.remedy)
 
 
 @cause
@@ -238,7 +246,7 @@ def sorted_by_label(case: RunCase) -> Claim | None:
     finding = case.found("labels_constant")
     if finding is None or finding.evidence.get("classes", 1) < 2:
         return None
-    return Claim(finding.rule, "certain", _told(finding), (_evidence(finding),), finding.since, "shuffle the data",
+    return Claim(finding.rule, "certain", told_of(finding), (evidence_of(finding),), finding.since, "shuffle the data",
                  (*{one.rule for one in case.findings if one is not finding}, "learning_rate_too_high", "data_changes")
                  )  # fmt: skip
 
@@ -254,7 +262,7 @@ def trained_by_nobody(case: RunCase) -> Claim | None:
         return None
     is_alone = case.backwards > 0 and finding.rule == "never_stepped"
     seen = (f"{case.backwards} backward passes were seen, and no step of any optimizer",) if is_alone else ()
-    return Claim(finding.rule, "certain" if is_alone else "likely", _told(finding), (_evidence(finding), *seen),
+    return Claim(finding.rule, "certain" if is_alone else "likely", told_of(finding), (evidence_of(finding), *seen),
                  finding.since, finding.remedy,
                  tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
 
@@ -269,7 +277,7 @@ def set_up_wrongly(case: RunCase) -> Claim | None:
     after = [one for one in case.findings if one is not finding]
     if finding is None or not (after or case.rise):
         return None
-    return Claim(finding.rule, "likely", _told(finding), (_evidence(finding), *map(_evidence, after[:2])), 0,
+    return Claim(finding.rule, "likely", told_of(finding), (evidence_of(finding), *map(evidence_of, after[:2])), 0,
                  finding.remedy, (*{one.rule for one in after}, "learning_rate_too_high", "input_not_used"),
                  _EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
@@ -296,7 +304,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     if jump is not None:
         told.append(f"the loss was {jump[2]:.4g} at first, and rose to {jump[1]:.4g} at step {jump[0]}")
     if large is not None:
-        told.append(_evidence(large))
+        told.append(evidence_of(large))
     rate, warmed = _rate(case)
     rate = case.lr.at(began) if warmed and case.lr is not None else rate
     early = rise is not None and rise[1] < _EARLY and not warmed and rate is not None
@@ -313,70 +321,13 @@ def steps_too_large(case: RunCase) -> Claim | None:
 
 
 @cause
-def spiked(case: RunCase) -> Claim | None:
-    """A loss that jumps at one step: gradients that had grown in the steps before, or else the batch of that step.
-
-    Gradients have grown where a norm of the ten steps before is five times the median one of the hundred before these.
-    """
-    finding = case.found("loss_spike")
-    if finding is None or case.rise is not None:
-        return None
-    at = finding.since
-    before = [value for step, value in case.norms if at - 110 <= step < at - 10 and math.isfinite(value)]
-    late = [(value, step) for step, value in case.norms if at - 10 <= step < at and math.isfinite(value)]
-    usual = sorted(before)[len(before) // 2] if before else math.nan
-    if claim := _raised(case, finding) or _stayed(case, finding):
-        return claim
-    largest, step = max(late, default=(math.nan, at))
-    if len(before) >= _LEAST_NORMS and largest > 5 * usual > 0:
-        text = f"gradients grew before the loss jumped: norm {largest:.4g} at step {step}, usually {usual:.3g}"
-        return Claim("gradient_spike", "likely", text, (_evidence(finding),), step,
-                     f"clip gradients to a norm of about {2 * usual:.2g}, or lower the learning rate",
-                     ("loss_spike", "exploding", "update_large"), ("clip", "lr=0.1x"))  # fmt: skip
-    calm = f"; gradients were as usual before it (norm {usual:.3g})" if len(before) >= _LEAST_NORMS and late else ""
-    return Claim("loss_spike", "possible", f"{_told(finding)}{calm}", (_evidence(finding),), at, finding.remedy, (),
-                 ("clip", "lr=0.1x"))  # fmt: skip
-
-
-def _raised(case: RunCase, finding: Finding) -> Claim | None:
-    """A loss that jumps within ten steps after the learning rate was raised to twice of what it was, or more."""
-    rates = case.lr_before_jump
-    if len(rates) < 2 or not 0 < 2 * min(rates) <= rates[-1]:
-        return None
-    text = f"the loss jumps after the learning rate was raised from {min(rates):.3g} to {rates[-1]:.3g}"
-    return Claim("learning_rate_too_high", "likely", text, (_evidence(finding),), finding.since,
-                 f"use a learning rate below {rates[-1]:.2g} there, or warm it up",
-                 ("loss_spike", "exploding", "update_large", "dead_units", "saturated", "zero_gradient"),
-                 ("lr=0.1x", "clip"))  # fmt: skip
-
-
-def _stayed(case: RunCase, finding: Finding) -> Claim | None:
-    """A loss that jumps in one step and stays up: other batches come from there on, or one step was too large.
-
-    It has stayed where the median of ten values from the jump on is above the middle between before and the jump.
-    """
-    before, jumped = finding.evidence.get("mean_before"), finding.evidence.get("loss")
-    if len(case.after_jump) < _FIRST or not isinstance(before, float) or not isinstance(jumped, float):
-        return None
-    middle = sorted(case.after_jump)[len(case.after_jump) // 2]
-    if not middle > (before + jumped) / 2:
-        return None
-    told = f"the median loss of steps {finding.since} to {finding.since + len(case.after_jump) - 1} is {middle:.4g}"
-    text = f"the loss jumps from {before:.4g} to {jumped:.4g} in one step and stays up: batches are of another kind " \
-           "from there on (another task, data in the order of its classes), or the step was too large"  # fmt: skip
-    return Claim("data_changes", "possible", text, (_evidence(finding), told), finding.since,
-                 "if another task begins there, it is meant; if not, shuffle the data, and look at what changes there: "
-                 "preprocessing, the part of the data, the learning rate", ("loss_spike",))  # fmt: skip
-
-
-@cause
 def not_finite(case: RunCase) -> Claim | None:
     """A NaN or inf whose place is known. Certain that it came; where the loss had risen before, only what it came from
     is told by another cause."""
     finding = case.found("nonfinite")
     if finding is None or case.rise is not None:
         return None
-    return Claim("nonfinite", "certain", finding.message or _told(finding), _origin(finding), finding.since,
+    return Claim("nonfinite", "certain", finding.message or told_of(finding), _origin(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
 
 
@@ -391,7 +342,7 @@ def input_far_from_zero(case: RunCase) -> Claim | None:
                        "loss_spike", "init_imbalance", "zero_gradient")  # fmt: skip
     if finding is None or after is None:
         return None
-    return Claim("input_scale", "likely", _told(finding), (_evidence(finding), _evidence(after)), finding.since,
+    return Claim("input_scale", "likely", told_of(finding), (evidence_of(finding), evidence_of(after)), finding.since,
                  finding.remedy,
                  ("saturated", "dead_units", "initial_loss", "exploding", "vanishing", "update_large", "diverging",
                   "loss_spike", "init_imbalance", "zero_gradient", "sparse_gradient", "learning_rate_too_high"),
@@ -409,8 +360,8 @@ def input_is_lost(case: RunCase) -> Claim | None:
         return None  # the signal is there until units turn it into zeros
     if _jump(case) is not None or case.rise is not None:
         return None
-    return Claim("input_not_used", "likely", f"what the model returns does not depend on its input: {_told(finding)}",
-                 (_evidence(finding),), finding.since, finding.remedy,
+    return Claim("input_not_used", "likely", f"what the model returns does not depend on its input: {told_of(finding)}",
+                 (evidence_of(finding),), finding.since, finding.remedy,
                  ("output_constant", "input_constant", "no_signal", "dead_units", "sparse_gradient", "zero_gradient",
                   "input_scale", "nothing_learned"), ("blind", "one-batch"))  # fmt: skip
 
@@ -440,7 +391,7 @@ def steps_too_small(case: RunCase) -> Claim | None:
         return None
     rate, _ = _rate(case)
     text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
-    return Claim("learning_rate_too_low", "likely", text, (_evidence(finding),), finding.since,
+    return Claim("learning_rate_too_low", "likely", text, (evidence_of(finding),), finding.since,
                  "raise the learning rate until an update is about a thousandth of its weight", ("nothing_learned",
                  "update_small", "never_updated"), ("lr=10x", f"lr={_factor(finding):g}x"))  # fmt: skip
 
@@ -452,7 +403,7 @@ def _stays_up(case: RunCase, step: int, peak: float, start: float) -> bool:
 
 def _has_vanished(case: RunCase) -> bool:
     """Whether the gradients of a run have become less than a hundredth of what they were: steps are small for that."""
-    known = [value for _, value in case.norms if math.isfinite(value)]
+    known = [value for _, value in case.single.norms if math.isfinite(value)]
     quarter = len(known) // 4
     if quarter < _FIRST:
         return False
@@ -508,7 +459,7 @@ def _risen(name: str, since: int, lowest: float, last: float) -> str:
     return f"the loss {name!r} rose from {lowest:.4g}, where it was at step {since}, to {last:.4g}"
 
 
-def _told(finding: Finding) -> str:
+def told_of(finding: Finding) -> str:
     """What a finding means, with its place where that is not part of its message."""
     if not finding.site or finding.site in finding.message:
         return finding.message
@@ -516,7 +467,7 @@ def _told(finding: Finding) -> str:
     return f"{finding.message} ({finding.address}{more})"
 
 
-def _evidence(finding: Finding) -> str:
+def evidence_of(finding: Finding) -> str:
     """A finding as a line of evidence: its rule, place, first step and numbers."""
     numbers = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
@@ -529,7 +480,7 @@ def _origin(finding: Finding) -> tuple[str, ...]:
     """What is known of the op that made a NaN: its line, why it does, what it was given; else the finding's numbers."""
     known = finding.evidence
     if "op" not in known:
-        return (_evidence(finding),)
+        return (evidence_of(finding),)
     lines = [f"{known['line']}: {known['code']}"] if known.get("line") and known.get("code") else []
     return (*lines, finding.cause, *map(str, known.get("inputs", ())), *(str(one) for one in known.get("notes", ())))
 

@@ -17,7 +17,7 @@ from typing import Any
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.absent import is_absent
-from gaff.record.causes import RunCase, by_severity
+from gaff.record.causes import RunCase, SingleSteps, by_severity
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
 from gaff.record.finding import SEVERITIES, Finding
@@ -378,17 +378,15 @@ def _case(record: Record) -> RunCase:
     lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
     norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
                  None)  # fmt: skip
-    after, rates = _around_jump(record, part)
     made = part.latest("made") or {}
     unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guess, max(optimizers, default=1),
-        record.experiments, unstepped, tuple(norms) if norms is not None else (),
+        record.experiments, unstepped, SingleSteps(tuple(norms or ()), *_around_jump(record, part)),
         2 * sum(map(acts, looks)) > len(looks),
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),
         0 if made.get("steps", 1) else int(made.get("others", 0)), bool(made.get("has_modules", True)),
-        after, rates,
     )  # fmt: skip
 
 

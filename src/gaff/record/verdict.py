@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gaff.record import confirmed, unlearned  # noqa: F401  # their causes are registered by this
+from gaff.record import confirmed, jumps, unlearned  # noqa: F401  # their causes are registered by this
 from gaff.record.causes import Claim, RunCase, claims
 
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first

@@ -105,13 +105,7 @@ class Editing:
         """
         strict = {stream.pattern for stream in self._streams if stream.site.port in ("param", "grad")}
         asked = [
-            f"{request}: "
-            + (
-                digest_of(request.edit)
-                if self._family.meshes or str(request) in strict
-                else type(request.edit).__name__
-            )
-            for request in self._plan.requests
+            f"{one}: {digest_of(one.edit, self._family.meshes or str(one) in strict)}" for one in self._plan.requests
         ]
         return f"edit {'; '.join(sorted(asked))}"
 
@@ -151,8 +145,7 @@ class Editing:
         is stays so. Raises PlanError for what is no finite number, and for a strength other than 0 and 1 of a skipped
         module; at an event, for one of integers.
         """
-        is_number = isinstance(strength, Real) and not isinstance(strength, bool) and math.isfinite(strength)
-        if not is_number:
+        if not isinstance(strength, Real) or isinstance(strength, bool) or not math.isfinite(strength):
             raise PlanError(f"strength {strength!r:.60} is none: expected a finite number, such as 0.5")
         streams = self._named(pattern)
         skipping = [stream for stream in streams if stream.is_skip]

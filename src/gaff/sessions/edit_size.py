@@ -52,18 +52,17 @@ class EditSize:
         ``delta`` is the L2 norm of all changes over that of all values, both over elements that were and stayed finite;
         infinite where zeros were changed.
         """
-        known = [[float(one) for one in sums] for sums in self._sums.values()]
-        totals = [sum(sums[at] for sums in known) for at in range(3)]
-        moved, before = (math.hypot(*(sums[at] for sums in known)) for at in (3, 4))
-        delta = moved / before if before else math.inf if moved else 0.0
+        columns = list(zip(*(map(float, sums) for sums in self._sums.values()), strict=True)) or [()] * 5
+        changed, rows, added = (int(sum(column)) for column in columns[:3])
+        moved, before = (math.hypot(*column) for column in columns[3:])
         return {
             "hits": self.hits,
             "measured": self.events,
             "seen": self._seen,
-            "changed": int(totals[0]),
-            "rows_changed": int(totals[1]),
-            "added_nonfinite": int(totals[2]),
-            "delta": delta,
+            "changed": changed,
+            "rows_changed": rows,
+            "added_nonfinite": added,
+            "delta": moved / before if before else math.inf if moved else 0.0,
         }
 
 
@@ -86,19 +85,13 @@ def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
     quick = _quick_sums(old, new) if old.is_cpu and old.dtype in _NARROW else None
     if quick is not None:
         return quick
-    differs = old != new
-    if old.is_floating_point() or old.is_complex():
-        differs &= ~(old.isnan() & new.isnan())
-        finite = new.isfinite()
-        added = ((old.isfinite() & ~finite) | (new.isnan() & ~old.isnan())).sum()
-        wide = torch.float32 if old.device.type == "mps" else torch.float64
-        wide = torch.complex128 if old.is_complex() else wide
-        both = old.isfinite() & finite
-        before, after = (torch.where(both, one, 0).to(wide) for one in (old, new))
-        norms = [_norm(before, after), _norm(torch.zeros_like(before), before)]
-    else:
-        added = differs.sum() * 0
-        norms = [torch.linalg.vector_norm(new.double() - old.double()), torch.linalg.vector_norm(old.double())]
+    differs = (old != new) & ~(old.isnan() & new.isnan())
+    both = old.isfinite() & new.isfinite()
+    added = ((old.isfinite() & ~both) | (new.isnan() & ~old.isnan())).sum()
+    wide = torch.float32 if old.device.type == "mps" and old.is_floating_point() else torch.float64
+    wide = torch.complex128 if old.is_complex() else wide
+    before, after = (torch.where(both, one, 0).to(wide) for one in (old, new))
+    norms = [_norm(before, after), _norm(torch.zeros_like(before), before)]
     rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
     return [differs.sum(), rows, added, *norms]
 
