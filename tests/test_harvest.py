@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -195,7 +196,7 @@ def test_what_is_there_is_not_run_again(tmp_path):
     assert len(calls) == 14
     shutil.rmtree(tmp_path / "acts" / "shards" / "000001")
     gaff.harvest(model, loader(), "0", out=tmp_path / "acts", shard=4)
-    assert len(calls) == 14 + 4
+    assert len(calls) == 14 + 1 + 4  # the first batch that is there, to see that the model gives what it gave
 
 
 def test_an_iterable_goes_on_where_it_was(tmp_path):
@@ -886,3 +887,30 @@ def test_a_damaged_end_is_told(tmp_path, told):
 def test_numbers_of_rows_are_no_mask(tmp_path, odd):
     with pytest.raises(gaff.PlanError, match="expected a tensor of booleans or 0 and 1"):
         gaff.harvest(net(), loader(), "0", out=tmp_path / "acts", rows=lambda batch: odd[: len(batch[0])])
+
+
+@pytest.mark.parametrize("is_loader", [True, False])
+@pytest.mark.parametrize("change", ["edit", "hook", "closure", "setting", None])
+def test_a_start_that_would_give_other_rows_is_refused_though_every_name_is_the_same(tmp_path, change, is_loader):
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.LeakyReLU(0.1), nn.Linear(WIDTH, 3))
+
+    def harvest(factor):
+        data = loader() if is_loader else [x for x, _ in loader()]
+        if change == "setting":
+            model[1].negative_slope = 0.1 * factor
+        reduce = (lambda value: value * factor) if change == "closure" else None
+        hook = model[0].register_forward_hook(lambda m, args, out: out * factor) if change == "hook" else None
+        with gaff.edit(model, {"0": gaff.edits.scale(factor)}) if change == "edit" else nullcontext():
+            try:
+                return gaff.harvest(model, data, "1", out=tmp_path / "acts", shard=2, reduce=reduce)
+            finally:
+                if hook is not None:
+                    hook.remove()
+
+    harvest(1.0)
+    shutil.rmtree(tmp_path / "acts" / "shards" / "000001")
+    if change is None:
+        assert harvest(1.0).is_complete
+        return
+    with pytest.raises(gaff.RecordError, match="1: the first batch of shard 0 gives other rows than it did"):
+        harvest(1.5)

@@ -152,8 +152,8 @@ def patch(
         raise PlanError("patch was given nothing to patch from: expected a tensor, a capture, or source= alone")
     if isinstance(values, Tensor) and address is not None:
         raise PlanError(f"patch has a tensor and source={address!r}: expected one of them, a tensor has no sites")
-    run = None if run is None else _need_whole(run, "run")
-    return Patch(values, address, pairs_of(rows, "rows"), pairs_of(positions, "positions"), run, detach)
+    number = None if run is None else _need_whole(run, "run")
+    return Patch(values, address, pairs_of(rows, "rows"), pairs_of(positions, "positions"), number, detach)
 
 
 def ablate(how: str = "zero", reference: Tensor | Source | None = None, seed: int = 0) -> Ablate:

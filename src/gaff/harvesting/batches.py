@@ -56,6 +56,8 @@ class BatchSource(Protocol):
         With ``compares`` it raises RecordError where the data does not give what it gave for ``shards``.
         """
 
+    ask: Callable[[Numbered], None] | None  # about the first batch of the first shard that is there, where it compares
+
     def spare(self) -> Numbered:
         """Any batch, for a process that has none of its own and runs the model for others."""
 
@@ -93,6 +95,7 @@ class LoaderSource:
                 "each, of which every process does its own shards"
             )
         self._loader, self._prepare = loader, prepare
+        self.ask: Callable[[Numbered], None] | None = None
         self._order: list[list[int]] = []
 
     def described(self) -> dict[str, Any]:
@@ -141,8 +144,13 @@ class LoaderSource:
     def compare(self, shards: Mapping[int, Shard], size: int) -> None:
         """Load the first batch of the first shard that is there. Raises RecordError where it is another."""
         known = min(shards, default=None)
-        if known is not None and checksum_of(next(self.only([known * size])).tensors()) != shards[known].first:
+        if known is None:
+            return
+        first = next(self.only([known * size]))
+        if checksum_of(first.tensors()) != shards[known].first:
             raise RecordError(f"batch {known * size} of the data is not what it was when shard {known} was written")
+        if self.ask is not None:
+            self.ask(first)
 
     def spare(self) -> Numbered:
         """The first batch."""
@@ -179,6 +187,7 @@ class IterableSource:
 
     def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
         self._data, self._prepare = data, prepare
+        self.ask: Callable[[Numbered], None] | None = None
         self._last: Numbered
         self.count = 0
 
@@ -218,6 +227,9 @@ class IterableSource:
             self._last = given = Numbered(number, torch.arange(sample, sample + rows), batch, args, kwargs)
             if shard in shards:
                 checksum = checksum_of(given.tensors(), checksum if number % size else 0)
+                is_first = number == min(shards) * size and checksum == shards[shard].first
+                if compares and self.ask is not None and is_first:
+                    self.ask(given)
                 is_last = number + 1 == shards[shard].batches[1]
                 if compares and is_last and checksum != shards[shard].inputs:
                     raise RecordError(f"batches {shard * size} to {number} of the data are not what they were when "

@@ -49,6 +49,8 @@ class Ranks:
         """Make the shards of this process."""
         maker, size = ShardMaker(job), job.options.shard
         place = _Place(job.model)
+        if not place.is_spread and not job.options.training and there:
+            source.ask = lambda given: maker.compare(given, there[min(there)])
         mine = source.after(there, size, place.has, compares=not job.changes)
         batches = _together(maker, source, mine, libraries.device_of(job.model).type) if place.is_spread else mine
 

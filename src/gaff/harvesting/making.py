@@ -14,10 +14,10 @@ from gaff.compat import elements, libraries
 from gaff.errors import PlanError, RecordError, SiteError
 from gaff.harvesting import manifest
 from gaff.harvesting.batches import Numbered
-from gaff.harvesting.location import Location
+from gaff.harvesting.location import Location, shard_path
 from gaff.harvesting.options import HarvestOptions
 from gaff.harvesting.rows import NORM_OF, PLACE_OF, SCALE_OF, Selection, own_columns
-from gaff.harvesting.shard import ShardWriter
+from gaff.harvesting.shard import Shard, ShardWriter
 from gaff.harvesting.tensor_file import WrittenTensor, checksum_of
 from gaff.harvesting.values import Norms, reader_of
 from gaff.sessions.plan import Plan
@@ -66,6 +66,15 @@ class ShardMaker:
                 tell(given.number, shard.take(given, self.read(self.moved(given))))
             shard.commit(job.changes, manifest.identity(job.out))
 
+    def compare(self, given: Numbered, shard: Shard) -> None:
+        """Make the rows of a batch that is there already once more. Raises RecordError where they are others.
+
+        What a function closes over, a hook or an edit does, and settings of modules are not told by any name: only what
+        they make of a batch shows that they are the same.
+        """
+        again = _Again(self._job.out, shard)
+        _OpenShard(again, given.number, self._job.options).take(given, self.read(self.moved(given)))
+
     def moved(self, given: Numbered) -> Numbered:
         """The batch's arguments on the device of the model."""
         args, kwargs = map_tensors(
@@ -74,10 +83,44 @@ class ShardMaker:
         return given._replace(args=args, kwargs=kwargs)
 
 
+class _Again:
+    """Takes the rows of the first batch of a shard that is there, and compares them with those that were written."""
+
+    def __init__(self, out: Location, shard: Shard) -> None:
+        self._out, self._shard = out, shard
+
+    def append(self, sites: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> None:
+        """Raises RecordError for rows that differ by more than processors do: a thousandth, in half precision a
+        hundredth, of the largest number of a site."""
+        for name, rows in sites.items():
+            known = self._shard.sites.get(name)
+            if known is None or not len(rows):
+                continue
+            stored = self._out.rows(shard_path(self._shard.number, known.file), name, known).run(0, len(rows))
+            if not _is_alike(stored, rows):
+                raise RecordError(
+                    f"{name}: the first batch of shard {self._shard.number} gives other rows than it did: a hook, an "
+                    "edit, a function or a setting of the model is another: expected the same again, another out=, or "
+                    "accept_changes=True"
+                )
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether rows are the same but for what another processor makes of them."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    share = 1e-2 if one.dtype.itemsize < 4 else 1e-3
+    a, b = (value.to(torch.complex128 if value.is_complex() else torch.float64) for value in (one, other))
+    finite = a.isfinite() & b.isfinite()
+    largest = float(torch.where(finite, a.abs(), 0).max()) if a.numel() else 0.0
+    far = (torch.where(finite, a - b, 0).abs() > share * largest).any()
+    return not bool(far) and torch.equal(a.isfinite(), b.isfinite())
+
+
 class _OpenShard:
     """The shard that is being written, and what is counted along the way."""
 
-    def __init__(self, writer: ShardWriter, first: int, options: HarvestOptions) -> None:
+    def __init__(self, writer: ShardWriter | _Again, first: int, options: HarvestOptions) -> None:
         self._writer = writer
         self._options = options
         self._batches = (first, first)
@@ -131,6 +174,7 @@ class _OpenShard:
 
     def commit(self, changes: tuple[str, ...], harvest: str) -> None:
         """Put the shard in its place. ``harvest`` is the identity of the manifest to which it belongs."""
+        assert isinstance(self._writer, ShardWriter)
         self._writer.commit(self._batches, self._inputs, self._first, self._nonfinite, changes, harvest)
 
 

@@ -196,8 +196,7 @@ class CheckedEdit:
             raise type(error)(f"{self._site}: {error}") from error
         if self._is_pure:
             kind = "" if value.layout == torch.strided else f" as {value.layout}"
-            lines = str(error).splitlines() or [type(error).__name__]
-            what = f"{_text(value, value)}{kind}: {lines[0][:160]}"
+            what = f"{_text(value, value)}{kind}: {str(error).partition(chr(10))[0][:160]}"
             raise PlanError(f"{self._site}: the edit does not fit {what}") from error
 
     def _versions(self) -> tuple[int, ...]:
@@ -210,10 +209,9 @@ def _together(value: Tensor, placement: Any) -> Tensor:
     try:
         return whole_of(value, placement)
     except RuntimeError as error:
-        reason = (str(error).splitlines() or [""])[0][:160]
         raise PlanError(
-            f"the parts of the tensor could not be put together ({reason}): every process has to make this edit, at "
-            "the same event; one may have switched it off"
+            f"the parts of the tensor could not be put together ({str(error)[:160]}): every process has to make this "
+            "edit, at the same event; one may have switched it off"
         ) from error
 
 

@@ -91,9 +91,8 @@ def _sums(old: Tensor, new: Tensor) -> list[Tensor]:
     wide = torch.float32 if old.device.type == "mps" and old.is_floating_point() else torch.float64
     wide = torch.complex128 if old.is_complex() else wide
     before, after = (torch.where(both, one, 0).to(wide) for one in (old, new))
-    norms = [_norm(before, after), _norm(torch.zeros_like(before), before)]
     rows = differs.flatten(1).any(1).sum() if old.dim() > 1 else differs.any().long()
-    return [differs.sum(), rows, added, *norms]
+    return [differs.sum(), rows, added, _norm(before, after), _norm(torch.zeros_like(before), before)]
 
 
 def _norm(old: Tensor, new: Tensor) -> Tensor:
@@ -103,8 +102,7 @@ def _norm(old: Tensor, new: Tensor) -> Tensor:
     norm itself is beyond the type.
     """
     largest = torch.maximum(old.abs().max(), new.abs().max()).clamp_min(torch.finfo(old.dtype).tiny)
-    norm: Tensor = torch.linalg.vector_norm(new / 2 / largest - old / 2 / largest)
-    return 2 * largest * norm
+    return (2 * largest).mul(torch.linalg.vector_norm(new / 2 / largest - old / 2 / largest))
 
 
 def _quick_sums(old: Tensor, new: Tensor) -> list[Tensor] | None:
