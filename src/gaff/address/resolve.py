@@ -81,7 +81,7 @@ def need_module(model: object) -> None:
         what = f"the class {model.__name__}: make one first" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"expected a model (torch.nn.Module), got {what}")
     if is_script(model):
-        raise PlanError(f"the model is TorchScript ({type(model).__name__}): expected the one that it was made from")
+        raise PlanError("the model is TorchScript, which takes no hooks: expected the model it was made from")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
