@@ -167,6 +167,19 @@ def run_guard(model, data, rank):
     return {"raised": False}
 
 
+def run_averaged(model, data, rank):
+    """What a guard tells where one process alone was given a target that is NaN."""
+    x, y = data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with gaff.guard(model):
+            F.mse_loss(model(x), torch.full_like(y, math.nan) if rank in (None, 0) else y).backward()
+            optimizer.step()
+    except gaff.NonFiniteError as error:
+        return {"cause": error.report.cause}
+    return {}
+
+
 def run_accumulate(model, data, rank):
     """Micro-batches without and with synchronisation, an exception in between, and what an open capture makes of it."""
     x, y = data

@@ -101,6 +101,13 @@ def test_a_nan_on_one_rank_stops_the_guarded_run_and_hangs_nobody(runs):
     assert all(one["guard"]["raised"] for one in found)
 
 
+def test_a_nan_that_averaging_brings_is_told_as_one_that_others_may_have_made(runs):
+    kind, found, alone = runs
+    assert "averaged over processes" not in alone["averaged"]["cause"]
+    if kind == "ddp":
+        assert "look first at what the guards of the others tell" in found[1]["averaged"]["cause"]
+
+
 def test_an_edit_that_one_rank_alone_asks_for_is_refused(runs):
     kind, found, alone = runs
     assert "did not within 1 s: expected the same on all" in found[0]["divergent"]["told"]

@@ -24,6 +24,7 @@ _UNSEEN_GRADIENT = (
     "a gradient is not finite, and running the model again does not show why: it began outside the model (a loss, a "
     "penalty, a hook), in a batch from before, on another thread, or something has changed since"
 )
+_AVERAGED = "gradients are averaged over processes here, so look first at what the guards of the others tell"
 _UNSEEN_OUTPUT = (
     "the model returned NaN, and running it again on the same batch does not: something it depends on has changed since"
 )
@@ -47,6 +48,7 @@ class OriginSearch:
         self._allow = tuple(allow)
         Examination(model, self._allow)  # tells a slip in ``allow`` at once
         # without DistributedDataParallel around it: the other processes do not run this batch again
+        self._is_averaged = isinstance(model, nn.parallel.DistributedDataParallel)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._runs = runs
         self._notes = notes
@@ -143,7 +145,8 @@ class OriginSearch:
         if any(batch.is_unseen for batch in batches):
             return f"a gradient is not finite, and where that began cannot be told: {_UNSEEN_CALL}"
         tried = f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
-        return f"{_UNSEEN_GRADIENT} (run again: {tried})"
+        others = f"; {_AVERAGED}" if self._is_averaged else ""
+        return f"{_UNSEEN_GRADIENT}{others} (run again: {tried})"
 
 
 def _is_overflow(batch: Batch) -> bool:
