@@ -139,3 +139,32 @@ def test_gaff_watch_and_gaff_report_agree(tmp_path, end, state):
     report = json.loads(subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
     assert set(report) >= {"state", "cause", "evidence", "since", "alternatives"}
     assert report["state"] == state
+
+
+@pytest.mark.parametrize(("end", "state"), [(1.3, "wrong"), (0.3, "healthy")])
+def test_a_loss_that_was_a_thousand_times_what_it_was_at_first_has_hardly_learned(end, state):
+    loss = [1.8, *(3000 * 0.9**step + end for step in range(150)), *[end] * 50]
+    told = judge(RunCase((), 200, 50, {"loss": curve(loss)}))
+    assert told.state == state, told
+    if state == "wrong":
+        assert "the loss was 1.8 at first, and rose to" in told.evidence[0]
+    else:
+        assert "went from 1.8, and up to" in told.cause
+
+
+def test_a_single_step_at_the_end_is_no_stretch_of_its_own():
+    assert curve([1.0] * 120 + [9.0]).last == 1.0
+    assert curve([1.0] * 120 + [9.0] * 4).last == 9.0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "told"),
+    [
+        ([(10, 0.5), (20, 0.2), (30, 0.4), (40, 0.5)], "since then it overfits"),
+        ([(10, 0.5), (20, 0.2), (30, 0.21), (40, 0.4)], ""),
+    ],
+)
+def test_overfitting_is_two_evaluations_that_are_worse_while_the_loss_falls(pairs, told):
+    case = RunCase((), 200, 50, {"loss": curve(falling())}, evaluated={"cross_entropy": tuple(pairs)})
+    cause = judge(case).cause
+    assert ("overfits" in cause) == bool(told), cause

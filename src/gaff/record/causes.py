@@ -293,7 +293,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     broken = case.found("nonfinite")
     jump = _jump(case)
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
-    is_lost = jump is not None and not _has_learned(case) and _stays_up(case, *jump)
+    is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
     if rise is None and broken is None and harm is None and not is_lost:
         return None  # large steps alone do no harm
     if rise is None and large is None and jump is None:
@@ -426,12 +426,17 @@ def _jump(case: RunCase) -> tuple[int, float, float] | None:
     return (step, peak, curve.start) if is_far else None
 
 
-def _has_learned(case: RunCase) -> bool:
-    """Whether the loss that was found first ends a fifth or more below its first value, and below guessing."""
+def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
+    """Whether the loss that was found first ends a fifth or more below its first value, and below guessing.
+
+    After a ``jump`` to a hundred times its first value, and more, only below a third: that costs most of a run.
+    """
     if case.loss is None:
         return False
     name, curve = case.loss
-    return bool(curve.values) and curve.last < 0.8 * min(curve.start, case.guess.get(name, math.inf))
+    return bool(curve.values) and curve.last < (0.8 if jump < 100 else 0.3) * min(
+        curve.start, case.guess.get(name, math.inf)
+    )
 
 
 def _is_too_slow(finding: Finding) -> bool:

@@ -114,7 +114,9 @@ def _judged(case: RunCase) -> str:
     name, curve = case.loss
     factor = case.factors.get(name, 1.0)
     times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
-    told = f"{seen}; the loss {name!r}{times} went from about {curve.first:.4g} to {curve.last:.4g}"
+    began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \
+        if curve.first > 2 * curve.start > 0 else f"about {curve.first:.4g}"  # fmt: skip
+    told = f"{seen}; the loss {name!r}{times} went from {began} to {curve.last:.4g}"
     for function, pairs in list(case.evaluated.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
         told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"
