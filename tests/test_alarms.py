@@ -749,3 +749,16 @@ def test_one_hard_batch_of_each_epoch_is_no_learning_rate(tmp_path):
 
     verdict = watched(tmp_path, program).verdict
     assert verdict.name != "learning_rate_too_high", verdict
+
+
+def test_a_model_that_returns_zeros_returns_the_same_for_all(tmp_path):
+    class Silent(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) * 0.0
+
+    many = torch.randn(300, 8)
+    run = watched(
+        tmp_path, lambda: fit(Silent(nn.Linear(8, 4)), lambda model: F.mse_loss(model(many), many[:, :4]), 40)
+    )
+    assert run.verdict.name == "input_not_used", run.verdict
+    assert not [one for one in run.findings if one.rule == "dead_units"]

@@ -31,7 +31,10 @@ from gaff.training.rules.steps import has_fallen
     hides=("zero_gradient", "sparse_gradient", "vanishing", "output_constant"),
 )
 def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
-    """More than half of the units below 1e-5 in magnitude (TheDeepChecker) on at least 256 inputs, the latest ones."""
+    """More than half of the units below 1e-5 in magnitude (TheDeepChecker) on at least 256 inputs, the latest ones.
+
+    A model that returns nothing but zeros is one that returns the same for all.
+    """
     order = {key: at for at, key in enumerate(sample.rows)}
     first = next((at for key, at in order.items() if path_of(key[1]) and port_of(key[1]) == "output"), 0)
     for key in sample.units:
@@ -42,7 +45,8 @@ def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         count = sample.units[key].count
         dead = count - known.active.bit_count()
-        if dead > count / 2:
+        is_constant = not path_of(key[1]) and dead == count  # a model that returns zeros: ``output_constant``
+        if dead > count / 2 and not is_constant:
             yield Hit(key, dead=dead, units=count, values_per_unit=known.seen, call_order=order[key])
 
 

@@ -82,7 +82,7 @@ def _units(tables: Tensor, inputs: Sequence[int]) -> list[Units]:
     size = torch.maximum(largest.abs(), smallest.abs())
     count = tables.shape[2]
     active = bytes_of(size >= 1e-5)
-    is_constant = ((largest - smallest <= 1e-6 * size).all(1) & (size > 0).any(1)).tolist()
+    is_constant = (largest - smallest <= 1e-6 * size).all(1).tolist()
     middle, most = magnitude.median(1).values.tolist(), magnitude.amax(1).tolist()
     return [
         Units(count, seen, int.from_bytes(active[at * count : (at + 1) * count], "little"), is_constant[at],
