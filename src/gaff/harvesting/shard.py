@@ -25,7 +25,8 @@ class Shard:
 
     ``batches``: the first and the one behind the last. ``inputs``: a checksum of what the model was given, ``first``:
     of its first batch alone. ``nonfinite``: by address, rows with a NaN or an infinity. ``changes``: in what the model,
-    the data or the plan were others than at the beginning of the harvest, where that was allowed.
+    the data or the plan were others than at the beginning of the harvest, where that was allowed. ``harvest``: which one
+    it is of (``manifest.identity``).
     """
 
     number: int
@@ -77,7 +78,7 @@ def parse_shard(content: str | bytes, number: int, path: str) -> Shard:
             {str(name): WrittenTensor.from_dict(one) for name, one in told["labels"].items()},
             {str(name): int(count) for name, count in told["nonfinite"].items()},
             int(told["inputs"]), int(told["first"]), tuple(map(str, told["changes"])),
-            str(told["harvest"]),
+            str(told.get("harvest", "")),
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RecordError(f"{path}: is damaged, or none that gaff has written") from None

@@ -161,7 +161,7 @@ class Store(Mapping[str, Column]):
         """Open the shards that are there now; where some in the middle are missing their rows are, too."""
         self.shards: list[Shard] = read_shards(self.place)
         own = manifest.identity(self.place) if self.shards else ""
-        other = next((shard for shard in self.shards if shard.harvest != own), None)
+        other = next((shard for shard in self.shards if shard.harvest not in ("", own)), None)
         if other is not None:
             raise RecordError(f"{self.place}/{shard_path(other.number, TOLD)}: belongs to another harvest")
         filled = [shard for shard in self.shards if shard.rows] or self.shards
