@@ -25,7 +25,7 @@ class Shard:
 
     ``batches``: the first and the one behind the last. ``inputs``: a checksum of what the model was given, ``first``:
     of its first batch alone. ``nonfinite``: by address, rows with a NaN or an infinity. ``changes``: in what the model,
-    the data or the plan were others than at the beginning of the harvest, where that was allowed. ``harvest``: which one
+    the data or the plan were others than at the beginning, where that was allowed. ``harvest``: which one
     it is of (``manifest.identity``).
     """
 
