@@ -299,7 +299,7 @@ def _version_check(tensor: Tensor, version: int) -> Callable[[Site], None]:
             raise ExactnessError(
                 f"{site}: its memory was changed in place after the capture "
                 f"({memory.version_of(tensor) - version} writes), and belongs to a parameter, "
-                "buffer or argument; capture it with clone=True"
+                "buffer or argument; capture it with clone=True (harvest it by gaff.Plan.of(..., clone=True))"
             )
 
     return check
