@@ -47,14 +47,15 @@ def to_dict(edit: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def digest_of(edit: Any, has_numbers: Any) -> str:
     """The kind of an edit, and a text that is equal for equal numbers; tensors are read, which waits for their device.
 
-    Of functions, captures and tensors without memory only the kind is told, and of all without ``has_numbers``.
+    Only the kind is told of functions, of what puts values in place (of which each process may hold its part), of
+    tensors without memory, and of all without ``has_numbers``.
     """
     tensors: dict[str, Tensor] = {}
     try:
         found = hashlib.sha256(json.dumps(to_dict(edit, tensors), sort_keys=True).encode())
     except PlanError:
         has_numbers = False
-    if not has_numbers:
+    if not has_numbers or places.is_placed(edit):
         return type(edit).__name__
     for tensor in tensors.values():
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() if elements.is_plain(tensor) else None
