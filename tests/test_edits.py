@@ -411,13 +411,6 @@ def test_a_mean_of_whole_numbers_is_refused_and_rows_of_them_are_taken():
     assert edited(given, edits.ablate("resample", reference)).tolist()[0] in reference.tolist()
 
 
-def test_what_torch_cannot_do_with_ragged_tensors_is_refused_with_the_site():
-    ragged = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
-    for edit in (edits.at(keep.positions(0), edits.zero()), edits.patch(torch.ones(2, 4), rows={0: 1})):
-        with pytest.raises(gaff.PlanError, match="the edit does not fit nested float32"):
-            edited(ragged, edit)
-
-
 def test_each_of_several_edits_at_one_site_draws_its_own_noise():
     """The first draws what it would draw alone; a recomputation and a second session draw the same again."""
     x = torch.zeros(4, 1000)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import gaff
+from gaff import edits, keep
 from gaff.compat import elements
 from gaff.inspection.call_log import gradient_of, measure
 from gaff.inspection.nonfinite.ranges import has_nonfinite, range_of
@@ -126,3 +127,22 @@ def test_what_torch_only_stores_is_kept_traced_and_saved(kind, tmp_path):
     for found in (got["0"], gaff.load(tmp_path / "x.safetensors")["0"]):
         assert found.dtype == kind
         assert torch.equal(found.view(torch.uint8), given)
+
+
+def test_a_model_without_memory_is_edited_and_nothing_is_measured():
+    model = nn.Linear(3, 2, device="meta")
+    with gaff.edit(model, {":output": edits.scale(2.0)}, check_finite=True) as changed:
+        assert model(torch.ones(4, 3, device="meta")).shape == (4, 2)
+    row = changed.receipt.rows[0]
+    assert (row.hits, row.measured) == (1, 0)
+
+
+def test_what_torch_cannot_do_with_ragged_tensors_is_refused_with_the_site():
+    ragged = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
+    for edit in (edits.at(keep.positions(0), edits.zero()), edits.patch(torch.ones(2, 4), rows={0: 1})):
+        model = nn.Sequential(nn.Identity())
+        with (
+            pytest.raises(gaff.PlanError, match="the edit does not fit nested float32"),
+            gaff.edit(model, {"0": edit}),
+        ):
+            model(ragged)
