@@ -393,7 +393,10 @@ def _case(record: Record) -> RunCase:
 def _around_jump(record: Record, part: RankPart) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Ten values of a loss from its jump on (``loss_spike``), and the learning rates of the ten steps up to it."""
     jump = next((one for one in record.findings if one.rule == "loss_spike"), None)
-    name = next((one for one in record.scalars if one.startswith("loss:") and one in part.series), None)
+    names = [one for one in record.scalars if one.startswith("loss:") and one in part.series]
+    name = next(
+        (one for one in names if jump and f"the loss {one.removeprefix('loss:')!r} jumped" in jump.message), None
+    )
     if jump is None or name is None:
         return (), ()
     losses = record.scalar(name, part.rank)

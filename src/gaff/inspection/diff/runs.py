@@ -72,8 +72,10 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     both = [(lines_a[pair.a], lines_b[pair.b]) for pair in pairs]
     first = _first_apart(both, least, 0.0)
     beyond = _first_apart(both, least, rounding) if tolerance is None else None
+    is_sudden = first is not None and beyond is not None and first.line is beyond.line and first.step == beyond.step
+    is_sudden = is_sudden and first is not None and first.delta > _JUMP * rounding
     for pair, (one, other) in zip(pairs, both, strict=True):
-        is_jump = first is not None and first == beyond and one is first.line and first.delta > _JUMP * rounding
+        is_jump = is_sudden and first is not None and one is first.line
         allowed = rounding if is_jump else tolerance
         row = _absent(one, other, pair.how, looked[0] & looked[1])
         row = row or _site(one, other, pair.how, allowed, rounding, least.get(one.port, 0.0))
