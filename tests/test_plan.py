@@ -105,3 +105,12 @@ def test_models_that_cannot_be_seen_truly_are_refused_before_a_hook():
         gaff.capture(parted, "0")
     with pytest.raises(gaff.PlanError, match="is TorchScript, which takes no hooks"):
         gaff.capture(torch.jit.script(nn.Sequential(nn.Linear(1, 1))), ":output")
+
+
+def test_what_says_that_it_returns_a_tuple_is_not_skipped_by_a_tensor():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(4, 4), "linear": nn.Linear(4, 4)})
+    for name in ("attention", "lstm"):
+        with pytest.raises(gaff.PlanError, match=rf"{name}: \w+ returns a tuple, which a tensor cannot stand in for"):
+            gaff.edit(model, {name: gaff.edits.skip()})
+        gaff.edit(model, {name: gaff.edits.skip(lambda x, *args, **kwargs: (x, None))})
+    gaff.edit(model, {"linear": gaff.edits.skip()})

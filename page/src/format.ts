@@ -37,10 +37,12 @@ export function percent(share: number): string {
   return `${(100 * share).toFixed(share < 0.01 ? 2 : share < 0.1 ? 1 : 0)} %`;
 }
 
-/** What a value of evidence looks like: text as it is, numbers short, lists and objects as JSON. */
+/** What a value of evidence looks like: text as it is, numbers short, lists with commas, objects as names and values. */
 export function evidence(value: unknown): string {
   if (typeof value === "number") return number(value);
   if (typeof value === "string") return value;
+  if (Array.isArray(value)) return value.every((one) => typeof one === "number") ? `[${value.map(evidence).join(", ")}]` : value.map(evidence).join("; ");
+  if (value && typeof value === "object") return Object.entries(value).map(([name, inner]) => `${name} ${evidence(inner)}`).join(", ");
   return JSON.stringify(value) ?? "";
 }
 

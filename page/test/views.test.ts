@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { inkOn, ramp, signed } from "../src/color";
-import { matches, number, pathOf, percent, portOf, python } from "../src/format";
+import { evidence, matches, number, pathOf, percent, portOf, python } from "../src/format";
 import { rangeOf, shade, spansOf, ticks } from "../src/heat";
 import { drawable, smoothed } from "../src/lines";
 import { read, write } from "../src/state";
@@ -22,6 +22,12 @@ test("numbers are short and never hide what is odd", () => {
   assert.deepEqual([0, 1, 1234.5, 1e-9, -2.5e7, Infinity, -Infinity, NaN].map(number), ["0", "1", "1230", "1e-9", "-2.5e7", "not finite", "not finite", ""]);
   assert.equal(number(null), "");
   assert.deepEqual([0.5, 0.0123].map(percent), ["50 %", "1.2 %"]);
+});
+
+test("what a finding stands on is told without brackets of JSON", () => {
+  assert.equal(evidence([2, 0.5]), "[2, 0.5]");
+  assert.equal(evidence([{ name: "x", shape: [8, 3], min: -1 }, { name: "y", type: "int64" }]), "name x, shape [8, 3], min -1; name y, type int64");
+  assert.equal(evidence(null), "null");
 });
 
 test("addresses are taken apart at their port", () => {

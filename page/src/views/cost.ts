@@ -67,9 +67,14 @@ export const cost: View = {
     const classes = [...new Set([...trace.rows.filter((_, at) => isLeaf(at)), ...trace.rows].map((row) => row.cls))];
     const colorOf = (cls: string) => LINES[classes.indexOf(cls) % LINES.length]!;
     let deepest = 0;
+    let narrow = 0;
+    const countOf = (at: number): number => inside[at]!.reduce((sum, one) => sum + countOf(one), 1);
     const place = (at: number, left: number, level: number) => {
       const width = (WIDTH * whole[at]!) / total;
-      if (width < LEAST) return;
+      if (width < LEAST) {
+        narrow += countOf(at);
+        return;
+      }
       deepest = Math.max(deepest, level);
       const row = trace.rows[at]!;
       const name = row.path ? row.site : trace.model;
@@ -108,6 +113,7 @@ export const cost: View = {
       {},
       controls,
       h("div", { class: "wide" }, svg as unknown as HTMLElement),
+      narrow > 0 && h("p", { class: "quiet" }, `${narrow} ${narrow === 1 ? "call is" : "calls are"} too narrow to be drawn; the table of calls has all of them`),
       h("h2", {}, "By class"),
       h(
         "div",

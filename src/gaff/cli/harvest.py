@@ -101,5 +101,6 @@ def print_store(store: Store) -> None:
         for site, column in store.items()
     ]  # fmt: skip
     show(table(("site", "shape", "dtype", "on disk"), rows, right=("on disk",)))
-    print(f"{counted(store.rows, 'row')} in {counted(len(store.shards), 'shard')}, with {', '.join(store.labels)}; "
+    labels = f", with {', '.join(store.labels)}" if store.labels else ""
+    print(f"{counted(store.rows, 'row')} in {counted(len(store.shards), 'shard')}{labels}; "
           f"read with gaff.load({str(store.place)!r})")  # fmt: skip

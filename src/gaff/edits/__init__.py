@@ -241,7 +241,10 @@ def when(edit: Any, *, runs: Any = None, calls: Any = None, steps: Any = None) -
 
 
 def skip(value: Any = None) -> Skip:
-    """Do not run the module; its output is its first input (None), ``value``, or ``value(*args, **kwargs)``."""
+    """Do not run the module; its output is its first input (None), ``value``, or ``value(*args, **kwargs)``.
+
+    A module whose ``forward`` says that it returns a tuple needs such a function: anything else is refused.
+    """
     if value is not None and not isinstance(value, Tensor) and not callable(value):
         raise PlanError(f"skip {value!r:.40}: expected nothing, a tensor, or a function of the module's arguments")
     return Skip(value)

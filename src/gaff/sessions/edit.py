@@ -10,7 +10,7 @@ import math
 import warnings
 from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -253,6 +253,8 @@ class Editing:
             inner = request.edit.edit if isinstance(request.edit, When) else request.edit
             taps.append(EditTap(found, stream, isinstance(inner, Skip)))
             _check_port(found.site, inner, self._plan.options.threads, is_spread=bool(self._family.meshes))
+            if isinstance(inner, Skip) and not callable(inner.value):
+                _need_no_tuple(found.module, found.site)
         asked = [
             (at, request) for at, request in enumerate(self._plan.requests) if not isinstance(request.target, Tensor)
         ]
@@ -302,6 +304,22 @@ def _check_port(site: Site, inner: Any, threads: str, *, is_spread: bool) -> Non
         )
     if site.port == "param" and threads == "all":
         raise PlanError(f"{site}: a parameter is edited for one thread's run: expected threads='own'")
+
+
+def _need_no_tuple(module: nn.Module, site: Site) -> None:
+    """Raises PlanError where a single tensor would stand in for what a module says is a tuple.
+
+    Its caller would take the tensor apart by rows, without an error where there are enough of them.
+    """
+    try:
+        told = get_type_hints(type(module).forward).get("return")
+    except Exception:  # noqa: BLE001  # names that are not there at run time: what the module says is then unknown
+        return
+    if isinstance(module, nn.RNNBase) or told is tuple or get_origin(told) is tuple:
+        raise PlanError(
+            f"{site}: {type(module).__name__} returns a tuple, which a tensor cannot stand in for: expected a function "
+            "of the module's arguments, such as edits.skip(lambda x, *args, **kwargs: (x, None))"
+        )
 
 
 def _need_no_cache(run: Any) -> None:
