@@ -914,3 +914,28 @@ def test_a_start_that_would_give_other_rows_is_refused_though_every_name_is_the_
         return
     with pytest.raises(gaff.RecordError, match="1: the first batch of shard 0 gives other rows than it did"):
         harvest(1.5)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="this system has no largest size of a file")
+def test_a_disk_that_takes_no_more_is_told_and_the_harvest_goes_on_later(tmp_path):
+    import resource
+
+    model, data = nn.Linear(64, 64), torch.randn(64, 64).split(16)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, hard))
+    try:
+        with pytest.raises(gaff.errors.RecordError, match=r"out: cannot be written: .*; shards that are whole stay"):
+            gaff.harvest(model, data, ":output", out=tmp_path / "out", shard=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    store = gaff.harvest(model, data, ":output", out=tmp_path / "out", shard=2)
+    assert torch.equal(store[":output"][:], model(torch.cat(data)).detach())
+
+
+def test_a_place_where_nobody_may_write_is_told(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(gaff.harvesting.folder.os, "link", refuse)
+    with pytest.raises(gaff.errors.RecordError, match="cannot be written: Permission denied"):
+        gaff.harvest(nn.Linear(2, 2), [torch.ones(2, 2)], ":output", out=tmp_path / "out")

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from gaff.errors import PlanError, RecordError
-from gaff.harvesting.location import OPEN, SHARDS, Location, StoredRows, shard_path
+from gaff.harvesting.location import OPEN, SHARDS, Location, StoredRows, shard_path, writing
 from gaff.harvesting.tensor_file import StoredTensor, WrittenTensor, sync
 
 
@@ -61,7 +61,10 @@ class Folder:
 
     def create(self, path: str, content: bytes) -> bool:
         """Write a draft beside it, and give it its name by a link, which the file system refuses where one is there."""
-        place = self.path / path
+        with writing(self):
+            return self._create(self.path / path, content)
+
+    def _create(self, place: Path, content: bytes) -> bool:
         place.parent.mkdir(parents=True, exist_ok=True)
         draft = place.with_name(f".{place.name}-{uuid4().hex[:8]}")
         try:

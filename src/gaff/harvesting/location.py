@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from gaff.errors import RecordError
 from gaff.harvesting.tensor_file import WrittenTensor
 
 SHARDS, OPEN, TOLD = "shards", "open", "shard.json"
@@ -94,6 +95,18 @@ def draft_in(drafts: Path, number: int) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def writing(place: object) -> Iterator[None]:
+    """What the system says against writing (a full disk, no right to) becomes a RecordError that tells how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"{place}: cannot be written: {error.strerror or error}; shards that are whole stay, and the same call "
+            "goes on there"
+        ) from error
 
 
 def sweep(drafts: Path) -> None:

@@ -25,7 +25,7 @@ from gaff.harvesting.batches import BatchSource, source_of
 from gaff.harvesting.engines import Engine
 from gaff.harvesting.folder import location_of
 from gaff.harvesting.index import read_shards, write_index
-from gaff.harvesting.location import Location, draft_in, leave, sweep
+from gaff.harvesting.location import Location, draft_in, leave, sweep, writing
 from gaff.harvesting.making import Job
 from gaff.harvesting.options import HarvestOptions, plan_functions, plan_options
 from gaff.harvesting.progress import Progress
@@ -142,7 +142,7 @@ def _written_order(order: list[list[int]], out: Location) -> Any:
         return None
     pairs = torch.tensor([[number, sample] for number, batch in enumerate(order) for sample in batch])
     name = f"order-{checksum_of([pairs]):08x}.safetensors"
-    with draft_in(out.drafts(), 0) as folder, TensorFile(folder / name, _ORDER, pairs) as file:
+    with writing(out), draft_in(out.drafts(), 0) as folder, TensorFile(folder / name, _ORDER, pairs) as file:
         file.append(pairs)
         told = file.close().to_dict()
         out.send(folder / name, name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gaff.errors import PlanError, RecordError
-from gaff.harvesting.location import TOLD, Location, draft_in, shard_path
+from gaff.harvesting.location import TOLD, Location, draft_in, shard_path, writing
 from gaff.harvesting.tensor_file import ALIKE, TensorFile, WrittenTensor, dtype_of, file_name, sync, told
 
 
@@ -104,11 +104,13 @@ class ShardWriter:
         self._rows = 0
 
     def __enter__(self) -> ShardWriter:
-        self._folder = self._stack.enter_context(draft_in(self._out.drafts(), self.number))
+        with writing(self._out):
+            self._folder = self._stack.enter_context(draft_in(self._out.drafts(), self.number))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        with writing(self._out):
+            self._stack.close()
 
     @property
     def rows(self) -> int:
@@ -132,10 +134,11 @@ class ShardWriter:
                     f"{name}: a row was {told(dtype_of(known), known.shape)} and is {told(rows.dtype, rows.shape[1:])} "
                     f"in shard {self.number}: {ALIKE}"
                 )
-            if (kind, name) not in self._files:
-                path = self._folder / file_name(name if kind == "site" else f"label {name}", ".safetensors")
-                self._files[kind, name] = self._stack.enter_context(TensorFile(path, name, rows))
-            self._files[kind, name].append(rows)
+            with writing(self._out):
+                if (kind, name) not in self._files:
+                    path = self._folder / file_name(name if kind == "site" else f"label {name}", ".safetensors")
+                    self._files[kind, name] = self._stack.enter_context(TensorFile(path, name, rows))
+                self._files[kind, name].append(rows)
         self._rows += len(next(iter(blocks.values())))
 
     def commit(self, batches: tuple[int, int], inputs: int, first: int, nonfinite: dict[str, int],
@@ -145,19 +148,21 @@ class ShardWriter:
         Where another process was first its shard stays. Raises RecordError where that holds other rows: the model does
         not give the same ones twice.
         """
-        closed = {key: file.close() for key, file in self._files.items()}
+        with writing(self._out):
+            closed = {key: file.close() for key, file in self._files.items()}
         written = {key: self._out.named(one) for key, one in closed.items()}
         self._like.update(written)
         sites = {name: one for (kind, name), one in written.items() if kind == "site"}
         labels = {name: one for (kind, name), one in written.items() if kind == "label"}
         shard = Shard(self.number, batches, self._rows, sites, labels, nonfinite, inputs, first, changes, harvest)
-        with (self._folder / TOLD).open("w", encoding="utf-8") as file:
-            file.write(shard.to_json())
-            file.flush()
-            sync(file)
         names = {one.file: written[key].file for key, one in closed.items()}
-        if self._out.commit(self._folder, self.number, {**names, TOLD: TOLD}):
-            return shard
+        with writing(self._out):
+            with (self._folder / TOLD).open("w", encoding="utf-8") as file:
+                file.write(shard.to_json())
+                file.flush()
+                sync(file)
+            if self._out.commit(self._folder, self.number, {**names, TOLD: TOLD}):
+                return shard
         other = read_shard(self._out, self.number)
         if (other.sites, other.labels) != (sites, labels):
             raise RecordError(
