@@ -582,3 +582,51 @@ def test_ops_on_the_command_line(capsys):
     code, out, _ = run(capsys, "sites", DIGITS, "--ops", "--input", IMAGE)
     assert "head/flatten#0" in out
     assert "--ops needs an input" in run(capsys, "sites", DIGITS, "--ops")[2]
+
+
+def test_nan_of_losses_all_of_whose_steps_a_scaler_leaves_out(capsys, tmp_path):
+    path = tmp_path / "for_ever.py"
+    path.write_text("""
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+for _ in range(40):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.randn(6, 4)).pow(2).mean() / 0).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""")
+    code, out, _ = run(capsys, "nan", str(path))
+    assert code == 3
+    assert "the loss is not finite in 20 steps after one another, all of which a GradScaler leaves out" in out
+    code, out, _ = run(capsys, "nan", "--again", str(path))
+    assert code == 3
+    assert "inf made by (step)/div#" in out
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("model.weight.data.div_(0)", "inf made by (step)/div_#0, spoilt.py:9"),
+        ("model.weight.grad.div_(0)", "inf made by (step)/div_#0, spoilt.py:9"),
+        ("optimizer.param_groups[0]['lr'] = float('inf')", "inf made by the optimizer's step, in weight:param"),
+    ],
+)
+def test_nan_looks_again_at_what_is_done_between_backward_and_step(capsys, tmp_path, fault, told):
+    path = tmp_path / "spoilt.py"
+    path.write_text(f"""
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for count in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(6, 4)).pow(2).mean().backward()
+    if count == 2: {fault}
+    optimizer.step()
+""")
+    code, out, _ = run(capsys, "nan", "--again", str(path))
+    assert code == 3
+    assert told in out

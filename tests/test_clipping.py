@@ -787,3 +787,15 @@ def test_clipping_an_optimizer_inside_a_wrapper():
         optimizer.step()
     norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
     assert float(norm) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (0, 1)])
+def test_complex_gradients_whose_squares_overflow_are_clipped(parts):
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    parameter.grad = torch.tensor([complex(parts[0], 1e30), complex(2e30 * parts[0], 3e30)], dtype=torch.complex64)
+    true = parameter.grad.to(torch.complex128).norm().item()
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    with gaff.clip_gradients(optimizer, norm=1.0) as clip:
+        optimizer.step()
+    assert clip.audit.rows[0].norm == pytest.approx(true)
+    assert parameter.grad.to(torch.complex128).norm().item() == pytest.approx(1.0)

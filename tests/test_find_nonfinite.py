@@ -226,3 +226,44 @@ def test_what_an_optimizer_keeps_is_told_where_it_overflows_and_later_as_there_b
     assert "exp_avg_sq, overflowed in its step, of a finite gradient up to 8e+21" in first.cause
     assert (second.direction, second.site) == ("before", "weight:param")
     assert "exp_avg_sq, was not finite before this step" in second.cause
+
+
+def test_what_an_optimizer_keeps_that_was_bad_before_is_told_where_it_makes_a_weight_bad():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg"][0, 0] = math.nan
+    told = gaff.find_nonfinite(optimizer.step, model=model)
+    assert (told.direction, told.site) == ("before", "weight:param")
+    assert "exp_avg, was not finite before this step" in told.cause
+
+
+@pytest.mark.parametrize("first", ["backward", "optimizer", "user"])
+def test_of_several_steps_in_one_the_first_that_was_bad_is_told(first):
+    model, x = nn.Linear(4, 4), torch.randn(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=math.inf if first == "optimizer" else 0.1)
+
+    def step():
+        for _ in range(2):
+            optimizer.zero_grad()
+            y = model(x)
+            loss = (y * 0).sqrt().mean() if first == "backward" else y.pow(2).mean()
+            loss.backward()
+            if first == "user":
+                with torch.no_grad():
+                    model.weight.div_(0)
+            optimizer.step()
+
+    told = gaff.find_nonfinite(step, model=model)
+    expected = {"backward": ("backward", "(step)/sqrt#0"), "optimizer": ("update", "weight:param"),
+                "user": ("forward", "(step)/div_#0")}  # fmt: skip
+    assert (told.direction, told.site) == expected[first]
+
+
+def test_an_infinity_that_the_forward_pass_has_healed_is_the_origin_of_what_backward_makes_of_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.inf
+    told = gaff.find_nonfinite(lambda: model(torch.randn(3, 4)).sum().backward(), model=model)
+    assert (told.direction, told.site) == ("before", "0.weight:param")

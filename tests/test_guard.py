@@ -277,12 +277,16 @@ def test_a_buffer_that_is_the_origin_is_told_as_one():
     assert caught.value.report.site == "1.running_var:buffer"
 
 
-def test_statistics_that_a_norm_only_updates_are_no_origin_of_what_it_returns():
+def test_statistics_that_a_norm_only_updates_are_no_origin_of_what_it_returns_but_of_what_evaluation_will():
     for norm, shape in ((nn.BatchNorm1d(4), (3, 4)), (nn.InstanceNorm1d(4, track_running_stats=True), (3, 4, 5))):
         model = nn.Sequential(norm)
         norm.running_mean[0] = math.nan
         x = torch.randn(shape)
-        assert not gaff.find_nonfinite(lambda: model(x), model=model), norm
+        told = gaff.find_nonfinite(lambda: model(x), model=model)
+        assert (told.direction, told.site, told.passed) == ("before", "0.running_mean:buffer", ()), norm
+        with gaff.guard(model) as guard:
+            model(x)
+        assert not guard.reports
         x[0, 0] = math.inf
         assert gaff.find_nonfinite(lambda: model(x), model=model).site != "0.running_mean:buffer"
         norm.eval()

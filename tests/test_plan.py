@@ -114,3 +114,11 @@ def test_what_says_that_it_returns_a_tuple_is_not_skipped_by_a_tensor():
             gaff.edit(model, {name: gaff.edits.skip()})
         gaff.edit(model, {name: gaff.edits.skip(lambda x, *args, **kwargs: (x, None))})
     gaff.edit(model, {"linear": gaff.edits.skip()})
+
+
+@pytest.mark.parametrize("place", [keep.rows([0, 0]), keep.rows([0, -3]), keep.channels([1, 1]), keep.heads([0, 0], 2)])
+def test_a_place_that_names_an_index_twice_is_refused(place):
+    model = nn.Linear(2, 2)
+    with pytest.raises(gaff.PlanError, match="names an index twice"):
+        with gaff.edit(model, {":output": gaff.edits.at(place, gaff.edits.add(1.0))}):
+            model(torch.ones(3, 2))

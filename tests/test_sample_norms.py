@@ -384,3 +384,8 @@ def test_squares_that_float32_cannot_add_up_are_refused(size):
         (model(torch.ones(8, 6)).mean() * size).backward()
     with pytest.raises(gaff.ExactnessError, match="out of float32's range"):
         norms["weight"]
+
+
+def test_complex_parameters_are_refused():
+    with pytest.raises(gaff.PlanError, match="0: its parameters are complex: expected real ones"):
+        gaff.sample_norms(nn.Sequential(nn.Linear(4, 3, dtype=torch.complex64)))

@@ -24,6 +24,8 @@ from gaff.inspection.nonfinite.report import Report
 from gaff.training.guard import Guard
 from gaff.views.text import counted
 
+_FOR_EVER = 20  # steps that a GradScaler leaves out one after the other, with a loss that was bad before it was scaled
+
 
 def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again: bool) -> Report:
     """Run the script at ``path`` with ``arguments``, and return what its guards found.
@@ -73,7 +75,7 @@ class _Losses:
 
     def __init__(self, guards: list[Guard]) -> None:
         self.report: Report | None = None
-        self.step = 0
+        self.step = self._skips = 0
         self._guards = guards
         self._scaled: tuple[Any, Any] = (None, None)  # what a GradScaler has made, and of what
         nothing = lambda *given: None  # noqa: E731
@@ -100,11 +102,19 @@ class _Losses:
                 self.step = max((guard.steps for guard in self._guards), default=0)
 
     def _skipped(self, optimizer: Any) -> None:
-        """A GradScaler has left the step out: what overflowed did no harm."""
+        """A GradScaler has left the step out: what overflowed did no harm, unless it leaves out one after the other."""
+        self._skips = self._skips + 1 if self.report is not None else 0
+        if self._skips == _FOR_EVER and self.report is not None:
+            cause = (
+                f"the loss is not finite in {_FOR_EVER} steps after one another, all of which a GradScaler leaves out"
+            )
+            self.report = replace(self.report, cause=cause)
+            raise NonFiniteError(str(self.report), self.report)
         self.report = None
 
     def _ended(self, optimizer: Any) -> None:
         """The guards have looked at this step before it was made: what they have found would have been raised."""
+        self._skips = 0
         if self.report is not None:
             raise NonFiniteError(str(self.report), self.report)
 
@@ -114,22 +124,23 @@ def _finished(found: Report, script: _Script, step: int, *, again: bool) -> Repo
 
     ``step``: how many steps were made before.
     """
-    if not again and found.site == STEP:
+    is_update = found.direction == "update"  # seen in the step after the one that did it, which code may have done, too
+    if not is_update and found.site != STEP:
+        return found
+    if not again:
         hint = "gaff nan --again runs the script once more and looks at every op of that step, its loss included"
         return replace(found, notes=(*found.notes, hint))
-    if again and found.site == STEP:
-        return _look_again(script, step) or found
-    return found
+    seen = _look_again(script, step - is_update)
+    return found if seen is None or (is_update and seen.direction == "update") else seen
 
 
 def _look_again(script: _Script, step: int) -> Report | None:
     """Run the script a second time, with every op outside its models looked at in the step that was bad."""
     examination = Examination(None, (), from_step=step)
     try:
-        examination.run(script.run)
+        return examination.run(script.run) or None
     except NonFiniteError as error:
         return error.report  # type: ignore[no-any-return]
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class At:
                 tensor = self._changed(tensor, inner, among(event, number))
             return tensor
         part = self.index(tensor)  # type: ignore[operator]  # no mask
+        _need_once(self.index, tensor)
         new_part = self._change_part(tensor, part, edit, event)
         if new_part.shape != part.shape or new_part.dtype != part.dtype:
             raise PlanError(f"edit of a part of {_text(part)} returned {_text(new_part)}: expected the same")
@@ -91,6 +92,15 @@ class At:
             if not is_placed(edit):
                 raise
             return whole(edit.change(tensor, event))  # type: ignore[no-any-return]
+
+
+def _need_once(place: Any, tensor: Tensor) -> None:
+    """Raises PlanError for a place that names an index twice: what it holds would be put once, its gradient twice."""
+    if isinstance(place.index, (int, slice)):
+        return
+    size = place.count if isinstance(place, Heads) else tensor.shape[place.dim]
+    if len({number % size for number in place.index}) < len(place.index):
+        raise PlanError(f"{place} names an index twice (counted from either end): expected each once")
 
 
 @dataclass(frozen=True, eq=False)

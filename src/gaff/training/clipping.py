@@ -165,7 +165,8 @@ class Clipping:
                 local.masked_fill_(~local.isfinite(), 0)
             norms, total = foreach.norms_of(gradients, self._limits.norm_type)
             if not bool(total.isfinite()):  # of finite numbers whose squares are too large
-                norms, total = foreach.norms_of([one.double() for one in gradients], self._limits.norm_type)
+                exact = [one.to(torch.complex128 if one.is_complex() else torch.float64) for one in gradients]
+                norms, total = foreach.norms_of(exact, self._limits.norm_type)
                 if not bool(total.isfinite()):
                     raise NonFiniteError("the norm of finite gradients overflows float64; nothing was stepped")
         skip = self._clip(gradients, numbers, norms, total, bad, is_told)

@@ -307,6 +307,8 @@ def _find_layers(model: nn.Module, patterns: Sequence[Any]) -> dict[str, nn.Modu
     for item in found:
         layers.setdefault(id(item.module), (item.site.path, item.module))
     trained = {path: module for path, module in layers.values() if _trainable(module)}
+    if imaginary := [path for path, module in trained.items() if any(one.is_complex() for one in module.parameters())]:
+        raise PlanError(f"{imaginary[0] or 'the root'}: its parameters are complex: expected real ones")
     unknown = [
         f"{path or 'the root'} ({type(module).__name__})" for path, module in trained.items() if not _has_rule(module)
     ]

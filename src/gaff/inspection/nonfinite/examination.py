@@ -61,6 +61,8 @@ from gaff.inspection.nonfinite.ranges import can_hold, has_nonfinite, range_of
 from gaff.inspection.nonfinite.report import BEFORE, Report
 from gaff.inspection.op_log import Producers, iter_state
 
+_RUNNING = ("running_mean", "running_var")  # each step adds to them: what was bad once stays, and evaluation uses it
+
 
 class Step(nn.Module):
     """What is examined, as a module around the model: its own ops are those outside the model.
@@ -94,39 +96,48 @@ def _unseen(gradient: Tensor, site: Site) -> Made:
 class BadState:
     """What of parameters and buffers was not finite, by identity.
 
-    ``before``: they themselves, before the step; ``gradients``: theirs, before it; ``used``: theirs as an optimizer
-    was given them, with what made them so; ``made``: parameters that were bad right after an optimizer's step;
-    ``kept``: what an optimizer keeps of a parameter, such as a mean of squares, by the parameter, where that is bad.
+    ``before``: they themselves, before the step or an optimizer's; ``gradients``: theirs, before the step; ``used``:
+    theirs as an optimizer was given them, with what made them so; ``made``: parameters that were bad right after an
+    optimizer's step; ``kept``: what an optimizer keeps of a parameter, such as a mean of squares, by the parameter,
+    where that is bad. ``sites``: where they are.
     """
 
     def __init__(self) -> None:
+        self.sites: dict[int, Site] = {}
         self.before: dict[int, Made] = {}
         self.gradients: set[int] = set()
         self.used: dict[int, Made] = {}
         self.made: set[int] = set()
         self.kept: dict[int, Made] = {}
 
-    def note_used(self, optimizer: Any, marks: Marks) -> None:
-        """An optimizer's step begins: note which of its gradients are not finite, and what made them so.
+    def note_used(self, optimizer: Any, marks: Marks) -> Made | None:
+        """An optimizer's step begins: note what of its parameters and gradients is not finite, and what made it so.
 
-        Waits for the device.
+        Returns the first that was not known. Waits for the device.
         """
+        found: list[Made] = []
         for one, name, kept in _kept_of(optimizer):
             if has_nonfinite(kept) and id(one) not in self.kept:
-                found = Made(
-                    Site("model", port="param"), "before", None, KEPT_BEFORE.format(name), range_of(kept, name)
-                )
-                self.kept[id(one)] = found
+                cause = KEPT_BEFORE.format(name)
+                self.kept[id(one)] = Made(Site("model", port="param"), "before", None, cause, range_of(kept, name))
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
+            if id(one) not in self.before and has_nonfinite(one):
+                self.before[id(one)] = marks.of_memory(one) or self._of_parameter(one)
+                found.append(self.before[id(one)])
             if one.grad is not None and has_nonfinite(one.grad):
                 made = marks.of(one.grad)
                 is_seen = made is not None and made.direction == "forward"  # by an op that wrote to it
                 self.used[id(one)] = made if made and is_seen else _unseen(one.grad, Site("model", port="grad"))
+                found.append(self.used[id(one)])
+        return found[0] if found else None
 
-    def note_made(self, optimizer: Any) -> None:
+    def note_made(self, optimizer: Any, marks: Marks) -> None:
         """An optimizer's step is over: note which of its parameters, and of what it keeps, are not finite. Waits."""
         for one in [one for group in optimizer.param_groups for one in group["params"]]:
-            (self.made.add if has_nonfinite(one) else self.made.discard)(id(one))
+            is_bad = has_nonfinite(one)
+            (self.made.add if is_bad else self.made.discard)(id(one))
+            if is_bad:
+                marks.put(one, self.before.get(id(one)) or self._of_parameter(one))
         for one, name, kept in _kept_of(optimizer):
             if id(one) in self.used or id(one) in self.kept or not has_nonfinite(kept):
                 continue
@@ -134,12 +145,13 @@ class BadState:
             cause = KEPT.format(name, f" up to {given[0].largest:.4g}" if given else "")
             self.kept[id(one)] = Made(Site("model", port="param"), "update", None, cause, range_of(kept, name), given)
 
-    def after(self, around: nn.Module, marks: Marks, *, is_scaled: bool) -> Made | None:
+    def after(self, around: nn.Module, marks: Marks, *, is_scaled: bool, is_again: bool) -> Made | None:
         """What made the first parameter, gradient or buffer that is bad after the step; None where none is.
 
         An op that was seen to write it; else it was so before the step; or its gradient came to be bad by what is not
         seen here; or the optimizer made it so; or it was written to past torch. ``is_scaled``: a GradScaler multiplies
-        the loss, and leaves steps out whose gradients overflow.
+        the loss, and leaves steps out whose gradients overflow. ``is_again``: the step has run before, and may have
+        spoiled running statistics then.
         """
         for tensor, site in iter_state(around):
             grad = tensor.grad if site.port == "param" and tensor.is_leaf else None
@@ -153,21 +165,26 @@ class BadState:
                     return _unseen(grad, replace(site, port="grad"))
             if id(tensor) in self.kept and not has_nonfinite(tensor):
                 return replace(self.kept[id(tensor)], site=site)
-            if not has_nonfinite(tensor) or (site.port == "buffer" and id(tensor) in self.before):
+            is_old = site.port == "buffer" and id(tensor) in self.before
+            if not has_nonfinite(tensor) or (is_old and (is_again or not site.path.endswith(_RUNNING))):
                 continue
             is_stepped = id(tensor) in self.made
             known = self.before.get(id(tensor)) or (None if is_stepped else marks.of_memory(tensor))
             if known is not None and (site.port == "param" or not known.is_meant):
                 return known
             if site.port == "param":
-                return self._of_parameter(tensor, site)
+                return self._of_parameter(tensor)
         return None
 
-    def _of_parameter(self, parameter: Tensor, site: Site) -> Made:
+    def _of_parameter(self, parameter: Tensor) -> Made:
         """What made a parameter bad that no op was seen to write."""
+        site = self.sites.get(id(parameter), Site("model", port="param"))
         used = self.used.get(id(parameter))
         if used is not None:
             return replace(used, site=replace(site, port="grad")) if used.cause in (ARRIVED, ADDED) else used
+        kept = self.kept.get(id(parameter))
+        if kept is not None and kept.direction == "before" and id(parameter) in self.made:
+            return replace(kept, site=site)
         direction, cause = ("update", UPDATED) if id(parameter) in self.made else ("written", WRITTEN)
         return Made(site, direction, None, cause, range_of(parameter, "value"))
 
@@ -214,6 +231,7 @@ class Examination:
         self._before: deque[str] = deque(maxlen=BEFORE)  # the last ops that ran
         self._now = Now()
         self._state = BadState()
+        self._first = Report(False)  # what was found before an optimizer's step: what comes after may follow from it
         self.notes: list[str] = []
 
     def meet(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,7 +248,9 @@ class Examination:
         self._note_state(around)
         with ExitStack() as closing:
             closing.callback(lambda: self._trail.nodes.close())
-            closing.enter_context(StepWatch(None, self._before_step, ended=self._state.note_made))
+            closing.enter_context(
+                StepWatch(None, self._before_step, ended=lambda one: self._state.note_made(one, self._marks))
+            )
             session.open()
             try:
                 output = around()
@@ -244,21 +264,24 @@ class Examination:
             returns_none = not any(can_hold(tensor) for _, tensor in iter_tensors(output))
             if returns_none and not len(self._trail) and self._now.outside is not None:
                 self._sinks.append(self._now.outside)  # read out: the step neither returned it nor sent it backward
-            report = self._report()
+            report = self._first or self._report()
             return report if report else self._look_after(around, report)
 
     def _before_step(self, optimizer: Any) -> None:
-        """Ahead of each optimizer's step: note which of its gradients are not finite.
+        """Ahead of each optimizer's step: note what led to it that was bad, and what it is about to use.
 
         With ``from_step`` instead raise NonFiniteError if what led to it was bad, else forget it.
         """
         if self._from_step is None:
+            self._first = self._first or self._report()
             self._state.note_used(optimizer, self._marks)
             return
         if self._asleep:
             self._asleep -= 1
             return
         report = self._report()
+        if not report and (made := self._state.note_used(optimizer, self._marks)) is not None:
+            report = made.tell(self.notes, self._now.ops)
         if report:
             raise NonFiniteError(f"{report}", report)
         self._trail.nodes.close()
@@ -274,7 +297,8 @@ class Examination:
 
     def _look_after(self, around: nn.Module, report: Report) -> Report:
         """The report of state that is bad after a step in which nothing was found; else ``report`` itself."""
-        made = self._state.after(around, self._marks, is_scaled=self._trail.scale is not None)
+        is_scaled = self._trail.scale is not None
+        made = self._state.after(around, self._marks, is_scaled=is_scaled, is_again=self._is_again)
         return report if made is None else made.tell(self.notes, report.ops)
 
     def _taps(self, around: nn.Module) -> Iterable[OpTap | CallTap]:
@@ -289,6 +313,7 @@ class Examination:
     def _note_state(self, around: nn.Module) -> None:
         """Mark parameters and buffers that are bad before the step: what comes of them began there."""
         for tensor, site in iter_state(around):
+            self._state.sites.setdefault(id(tensor), site)
             self._now.is_spread |= distributed.is_spread(tensor)
             if has_nonfinite(tensor):
                 is_meant = site.port == "buffer" and is_mask(tensor)
@@ -364,7 +389,8 @@ class Examination:
         begun = self._open.pop()
         self._now.ops += 1
         tensors = [tensor for _, tensor in iter_tensors(output)]
-        ran = Ran(call.site, users_place(call.place), begun.ranges or ())
+        came = next((made for _, made in begun.came if made is not None and not made.is_meant), None)
+        ran = Ran(call.site, users_place(call.place), begun.ranges or (), came=came)
         for tensor in only_written(call):
             self._judge_written(begun, tensor)
         for tensor in tensors:
@@ -421,10 +447,15 @@ class Examination:
         if self._sinks:
             return min(self._sinks, key=lambda made: made.number).tell(self.notes, ops)
         if origin is not None and not origin.is_overflow_of_scale:
+            came = origin.seen.owner.came  # tanh makes 1 of an infinity, which its derivative remembers
+            if came is not None and origin.cause is not None:
+                return came.tell(self.notes, ops)
             return self._trail.tell(origin, self._producers, self.notes, ops)
         if origin is not None:
-            told = f"gradients overflowed under the GradScaler's factor {self._trail.scale:g}"
-            self.notes.append(f"{told}: it skips such a step itself")
+            told = (
+                f"gradients overflowed under the GradScaler's factor {self._trail.scale:g}: it skips such a step itself"
+            )
+            self.notes += [] if told in self.notes else [told]
         return Report(False, notes=tuple(self.notes), ops=ops)
 
 

@@ -146,13 +146,14 @@ class Marks:
 class Ran:
     """An op that ran, as owner of the autograd nodes that it made: for what backward makes of it.
 
-    ``made``: the origin of what is bad in its outputs, if something is.
+    ``made``: the origin of what is bad in its outputs, if something is; ``came``: in what it was given.
     """
 
     site: Site
     place: tuple[str, int] | None
     given: tuple[Range, ...]  # of ops with steep derivatives
     made: Made | None = None
+    came: Made | None = None
     bad: dict[tuple[Any, int], Made] = field(default_factory=dict)  # by autograd node and number of an output
 
 
