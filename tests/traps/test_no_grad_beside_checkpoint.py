@@ -32,15 +32,15 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_calls_zero_and_two_have_none(use_reentrant):
+def test_calls_zero_and_two_have_none_but_the_total_of_what_came_in(use_reentrant):
     model, x = Model(use_reentrant), torch.randn(2, 3, requires_grad=True)
     with gaff.capture(model, "block:grad_output", "block:input_grad") as got:
         model(x).backward()
-    for port in ("grad_output", "input_grad"):
-        assert got[f"block@0:{port}"] is None
-        assert got[f"block@2:{port}"] is None
-        assert got[f"block@1:{port}"] is not None
-        assert got[f"block@3:{port}"] is not None
+    for without, beside in ((0, 1), (2, 3)):
+        assert got[f"block@{without}:grad_output"] is None
+        assert got[f"block@{beside}:grad_output"] is not None
+        assert torch.equal(got[f"block@{without}:input_grad"], got[f"block@{beside}:input_grad"])
+    assert torch.equal(got["block@0:input_grad"], x.grad)
     assert torch.equal(got["block@3:grad_output"], torch.ones(2, 3))
 
 

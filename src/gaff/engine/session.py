@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ from gaff.engine import placements, surroundings
 from gaff.engine.clock import Clock, Run
 from gaff.engine.exported import WHY_EAGER, run_as, trees_of
 from gaff.engine.force_eager import keep_eager
-from gaff.engine.gradients.derivatives import derivative_watch
+from gaff.engine.gradients.derivatives import AHEAD, pass_watch
 from gaff.engine.gradients.outer import spare_units
 from gaff.engine.leftovers import Lingering, Release, remove_all
 from gaff.engine.modules import install
@@ -161,8 +162,10 @@ class Session:
             if wiring.scopes:
                 opening.enter_context(worker_watch)
             ports = {tap.found.site.port for tap in wiring.taps if isinstance(tap, Tap)}
-            if "grad_input" in ports:
-                opening.enter_context(derivative_watch)
+            if wiring.has_arms:
+                AHEAD.append(ahead := partial(wiring.gradients.settle_later, is_final=False))
+                opening.callback(AHEAD.remove, ahead)
+                opening.enter_context(pass_watch)
             if "outer_grad" in ports and self._model is not None:
                 spare_units(self._model, opening)
             parameters = self._model.parameters if self._model is not None else tuple

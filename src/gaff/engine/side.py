@@ -112,7 +112,7 @@ class Side:
                 changed = act(value, given, crossing)
                 value = value if changed is None else changed
             elif not crossing.waits and not crossing.is_again:
-                act.give_up(crossing.run, crossing.call)
+                act.without_graph(value, given, crossing)
         return value
 
     def give_up(self, *, is_final: bool) -> None:

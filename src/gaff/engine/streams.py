@@ -131,6 +131,10 @@ class Act(ABC):
         """The call has no autograd graph that lasts, but may be run again with one: asked of acts that need a graph."""
         return
 
+    def without_graph(self, value: Any, given: Arguments, crossing: Crossing) -> None:
+        """The call has no autograd graph, and nothing will run it again: asked of acts that need a graph."""
+        self.give_up(crossing.run, crossing.call)
+
     def give_up(self, run: Run, call: int) -> None:
         """The call had no autograd graph, and none will come: nothing recomputed it."""
         return
@@ -141,9 +145,6 @@ class FirstHalf(Protocol):
 
     def leave(self, output: Any, given: Arguments, crossing: Crossing) -> Any:
         """The module returns ``output``; what passes on, or None for itself."""
-
-    def left_without_graph(self, run: Run, call: int) -> None:
-        """The module has returned something without an autograd graph, though there may have been one at the entry."""
 
 
 class SecondHalf(Act):
@@ -157,6 +158,6 @@ class SecondHalf(Act):
     def __call__(self, value: Any, given: Arguments, crossing: Crossing) -> Any:
         return self._first.leave(value, given, crossing)
 
-    def give_up(self, run: Run, call: int) -> None:
-        """Let the first half tell what becomes of what it has noted."""
-        self._first.left_without_graph(run, call)
+    def without_graph(self, value: Any, given: Arguments, crossing: Crossing) -> None:
+        """There may have been a graph at the entry: let the first half tell what becomes of what it has noted."""
+        self._first.leave(value, given, crossing)

@@ -88,6 +88,7 @@ def follow_derivatives(share: Follower, made: set[GraphNode], edge: Edge) -> Non
             autograd.metadata_of(node).setdefault(derivatives, False)
 
 
+AHEAD: list[Callable[[], None]] = []  # of sessions that look for gradients: called before each pass
 _MADE: deque[range] = deque(maxlen=256)  # the numbers of nodes that each of the last differentiable passes has made
 _COUNT = [0]  # of all such passes
 
@@ -118,10 +119,12 @@ def _begins(outputs: Any) -> None:
 
 
 def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's own call of its engine, which tells of differentiable passes before they begin."""
+    """torch's own call of its engine, which tells of passes before they begin, and looks into differentiable ones."""
 
     @wraps(run)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for ahead in tuple(AHEAD):
+            ahead()
         if not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
             return run(outputs, *args, **kwargs)
         _begins(outputs)
@@ -135,5 +138,5 @@ def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     return run_backward
 
 
-# While open: differentiable backward passes are noticed.
-derivative_watch = Replacements((torch.autograd, "_engine_run_backward", _run_backward))
+# While open: backward passes are noticed.
+pass_watch = Replacements((torch.autograd, "_engine_run_backward", _run_backward))

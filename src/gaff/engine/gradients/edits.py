@@ -20,7 +20,7 @@ from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.reach import find_feeding
-from gaff.engine.gradients.share import UNSEEN, WRITTEN, mark, roots_of, shows_elsewhere, watch_unseen
+from gaff.engine.gradients.share import UNSEEN, WRITTEN, ShareOfLate, mark, roots_of, shows_elsewhere, watch_unseen
 from gaff.engine.gradients.tensor_hooks import alias_of
 from gaff.engine.value_edits import find
 
@@ -41,7 +41,8 @@ class ShareChange(GradientArm):
             return None
         _, tensor = find(value, self._site)
         if tensor is None or not autograd.takes_gradient(tensor):
-            self._stream.absent(crossing.run, crossing.call, "the input does not require grad")
+            if tensor is not None:
+                self._arm_late(tensor, ShareOfLate(self._stream), crossing)
             return None
         places = [key for key, other in iter_tensors(value) if other is tensor]
         if self._site.key and len(places) > 1:

@@ -24,6 +24,7 @@ from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import EDGE, ORIGINALS, is_at_edge, on_gradient, original
 from gaff.engine.streams import Stream
 
+NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"
 NEEDS_NONE = "the tensor does not require grad"
 GETS_NONE = "the tensor is a view made without grad mode: torch brings it no gradient"
 WRITTEN_LATER = "the tensor did not require grad; what was written into it later does"
@@ -168,6 +169,7 @@ class Gradients:
         tensor that was written to since has another value, and what comes to it is no gradient of the one that passed.
         """
         reason = GETS_NONE if autograd.is_view_without_grad(tensor) else NEEDS_NONE
+        reason = reason if torch.is_grad_enabled() else NO_GRAD_MODE
         self._later.append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, run, call))
 
     def mark(self, tensor: Tensor, run: Run) -> None:
@@ -239,13 +241,20 @@ class Gradients:
         self._chains.clear()
         self.pass_graph.let_go()
 
-    def settle_later(self) -> None:
-        """Set the hooks of tensors that have come to require grad; tell the streams of the others."""
+    def settle_later(self, *, is_final: bool = True) -> None:
+        """Set the hooks of tensors that have come to require grad; tell the streams of the others, if ``is_final``.
+
+        Ahead of a backward pass inside a forward it is not: what does not require grad then may still come to.
+        """
         later, self._later = self._later, []
-        for reference, version, reason, stream, run, call in later:
+        for one in later:
+            reference, version, reason, stream, run, call = one
             tensor = reference()
             if tensor is None or not autograd.takes_gradient(tensor):
-                stream.absent(run, call, reason)
+                if is_final:
+                    stream.absent(run, call, reason)
+                else:
+                    self._later.append(one)
             elif memory.version_of(tensor) != version:
                 stream.absent(run, call, WRITTEN_LATER)
             else:

@@ -18,12 +18,11 @@ from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Frame, Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedView
-from gaff.engine.gradients.pending import Gradients
+from gaff.engine.gradients.pending import NO_GRAD_MODE, Gradients
 from gaff.engine.node import Node
 from gaff.engine.streams import Act, Stream
 from gaff.errors import SiteError
 
-NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"
 RETURNED_INPUT = "the module returned its input itself"
 
 
@@ -48,12 +47,9 @@ class GradientArm(Act):
         if self._wants(call):
             self._stream.absent(run, call, NO_GRAD_MODE)
 
-    def left_without_graph(self, run: Run, call: int) -> None:
-        """Tell the stream that what was noted at the entry comes to nothing, unless its hook is set already."""
-        frame = next((frame for frame in reversed(run.frames) if frame.owner is self._node), None)
-        noted = frame.notes.pop(self, None) if frame is not None else None  # a call that waited is long over
-        if noted is not None and not isinstance(noted, Armed):
-            self.give_up(run, call)
+    def without_graph(self, value: Any, given: Arguments, crossing: Crossing) -> None:
+        """Wait, as for every tensor that does not require grad: somebody may still make it."""
+        self(value, given, crossing)
 
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
@@ -162,11 +158,11 @@ class InputGradient(GradientArm):
                 return
             if not autograd.takes_gradient(tensor):
                 self._arm_late(tensor, self._stream, crossing)
-            elif autograd.is_grad_enabled():
+            elif autograd.is_grad_enabled() or run.functions is None:  # the run began with grad mode
                 armed = self._gradients.arm(tensor, self._stream, run, call)
                 if isinstance(armed, ArmedLeaf):
                     self._frame(run).notes[self] = armed
-            else:  # unless the call turns grad mode on, there is nothing in it to bring a gradient
+            else:  # unless the call turns grad mode on, there is nothing in the run to bring a gradient
                 self._frame(run).notes[self] = tensor, call
 
     def before_graph(self, value: Arguments, crossing: Crossing) -> None:

@@ -24,11 +24,11 @@ from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
 from gaff.engine.gradients.derivatives import follow_derivatives, made_since, passes_made
-from gaff.engine.gradients.pending import BATCHED, Gradients
+from gaff.engine.gradients.pending import BATCHED, NO_GRAD_MODE, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, PassGraph, find_feeding
 from gaff.engine.gradients.tensor_hooks import on_gradient
-from gaff.engine.streams import Stream
+from gaff.engine.streams import Act, Stream
 
 OLDER = (
     "what the module returned was made of its input outside of this call, too: by a worker thread, or before the call "
@@ -73,7 +73,7 @@ class InputShare(GradientArm):
             return
         twins = sum(other is tensor for other in iter_deep(value))
         if not autograd.takes_gradient(tensor):
-            self._arm_late(tensor, _ShareOfLate(self._stream), crossing)
+            self._arm_late(tensor, ShareOfLate(self._stream), crossing)
         elif twins > 1:
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
         elif any(other is tensor for other in _kept_by(self._node.module)):
@@ -83,6 +83,8 @@ class InputShare(GradientArm):
             stops = {other.grad_fn for other in iter_deep(value) if autograd.takes_gradient(other)} - {None}
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
             self._frame(run).notes[self] = tensor, edge, since, memory.version_of(tensor), call, value, stops
+
+    without_graph = Act.without_graph  # a share is of what the call makes, whatever becomes of its input later
 
     def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:
         """Find, when the module returned, the nodes that make up its share, and hook them."""
@@ -113,7 +115,8 @@ class InputShare(GradientArm):
             elif tensor.is_leaf and _is_cached(feeding, tensor):
                 self._stream.refuse(run, call, CACHED)
             elif not feeding and unseen is None:
-                self._stream.absent(run, call, "what the module returned does not depend on this input")
+                why = "what the module returned does not depend on this input"
+                self._stream.absent(run, call, why if autograd.is_grad_enabled() else NO_GRAD_MODE)
             else:
                 share = _Share(self._gradients, self._stream, run, call, len(feeding))
                 share.lie_as(tensor)
@@ -125,7 +128,7 @@ class InputShare(GradientArm):
                 self._gradients.add(share)
 
 
-class _ShareOfLate(Stream):
+class ShareOfLate(Stream):
     """Stands for a stream whose input came to require grad after the module was entered: its share is refused."""
 
     def __init__(self, stream: Stream) -> None:

@@ -448,9 +448,9 @@ class Examination:
             return min(self._sinks, key=lambda made: made.number).tell(self.notes, ops)
         if origin is not None and not origin.is_overflow_of_scale:
             came = origin.seen.owner.came  # tanh makes 1 of an infinity, which its derivative remembers
-            if came is not None and origin.cause is not None:
-                return came.tell(self.notes, ops)
-            return self._trail.tell(origin, self._producers, self.notes, ops)
+            is_known = came is not None and origin.cause is not None
+            tell = came.tell if is_known else partial(self._trail.tell, origin, self._producers)
+            return tell(self.notes, ops)
         if origin is not None:
             told = (
                 f"gradients overflowed under the GradScaler's factor {self._trail.scale:g}: it skips such a step itself"

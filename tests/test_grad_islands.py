@@ -1,0 +1,106 @@
+"""Tensors that have a gradient though grad mode was off where they passed, or that come to require grad later."""
+
+import pytest
+import torch
+from torch import nn
+
+import gaff
+from gaff import edits
+
+
+class Backbone(nn.Module):
+    """A part without grad mode whose features are made to require grad, as for class maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.a(x)
+        self.h = h.requires_grad_()
+        return self.b(h)
+
+
+class Teacher(nn.Module):
+    """What is given to a part without grad mode is used with it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.student(x)
+        with torch.no_grad():
+            z = self.teacher(y)
+        return (y - z).pow(2).sum()
+
+
+class Force(nn.Module):
+    """A force field: the input is made to require grad inside, and a backward pass is run there."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, position):
+        position.requires_grad_()
+        energy = self.net(position).sum()
+        return energy, -torch.autograd.grad(energy, position, create_graph=True)[0]
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 4)
+
+
+def test_an_output_made_without_grad_mode_that_comes_to_require_grad(x):
+    model = Backbone()
+    model(x).sum().backward()
+    truth = model.h.grad.clone()
+    with gaff.capture(model, "*:grad_output") as got:
+        model(x).sum().backward()
+    assert torch.equal(got["a:grad_output"], truth)
+    with gaff.edit(model, {"*:grad_output": edits.scale(2.0)}) as edit:
+        model(x).sum().backward()
+    assert torch.allclose(model.h.grad, 4 * truth)
+    assert [row.fired for row in edit.receipt.rows] == [1, 1]
+
+
+def test_the_total_of_what_came_into_a_part_without_grad_mode(x):
+    model = Teacher()
+    with gaff.capture(model, "*:input_grad", "student:grad_output") as got:
+        model(x).backward()
+    assert torch.equal(got["teacher:input_grad"], got["student:grad_output"])
+    x.requires_grad_()
+    model(x).backward()
+    bare = x.grad.clone()
+    x.grad = None
+    with gaff.edit(model, {"*:input_grad": edits.scale(2.0)}):
+        model(x).backward()
+    assert torch.allclose(x.grad, 4 * bare)
+
+
+def test_a_pass_inside_the_forward_comes_by_an_input_that_came_to_require_grad_there(x):
+    model = Force()
+    truth = -model(x.clone())[1].detach()
+    with gaff.capture(model, ":input_grad") as got:
+        model(x.clone())
+    assert torch.equal(got[":input_grad"], truth)
+    with gaff.capture(model, ":input_grad") as got:
+        energy, force = model(x.clone())
+        (energy + force.pow(2).sum()).backward()
+    assert len(got.all(":input_grad")) == 2
+    with gaff.edit(model, {":input_grad": edits.scale(2.0)}):
+        assert torch.allclose(model(x.clone())[1], -2 * truth)
+
+
+def test_the_share_of_an_input_that_came_to_require_grad_inside_is_refused(x):
+    model = Force()
+    with gaff.capture(model, ":grad_input") as got:
+        model(x.clone())
+    with pytest.raises(gaff.errors.ExactnessError, match="came to require grad inside the module: ask for :input_grad"):
+        got[":grad_input"]
+    with pytest.raises(gaff.errors.ExactnessError, match="came to require grad inside the module"):
+        with gaff.edit(model, {":grad_input": edits.scale(2.0)}):
+            model(x.clone())
