@@ -40,24 +40,24 @@ class Part:
     dim: int
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if not -tensor.dim() <= self.dim < tensor.dim():
-            raise PlanError(
-                f"dimension {self.dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}"
-            )
+        _need_dim(tensor, self.dim)
         size = tensor.shape[self.dim]
-        if isinstance(self.index, slice):
-            chosen: list[int] = list(range(size))[self.index]
-        else:
-            chosen = [self.index] if isinstance(self.index, int) else list(self.index)
-        if any(not -size <= number < size for number in chosen):
-            raise PlanError(f"index {self.index!r} is outside dimension {self.dim} of shape {tuple(tensor.shape)}")
         if isinstance(self.index, slice):
             at = [slice(None)] * tensor.dim()
             at[self.dim] = self.index
             return tensor[tuple(at)]
+        chosen = [self.index] if isinstance(self.index, int) else list(self.index)
+        if any(not -size <= number < size for number in chosen):
+            raise PlanError(f"index {self.index!r} is outside dimension {self.dim} of shape {tuple(tensor.shape)}")
         if isinstance(self.index, int):
             return tensor.narrow(self.dim, self.index % size, 1)
         return tensor.index_select(self.dim, _places([number % size for number in chosen], tensor.device))
+
+
+def _need_dim(tensor: Tensor, dim: int) -> None:
+    """Raises PlanError for a dimension that the tensor does not have."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise PlanError(f"dimension {dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}")
 
 
 def _places(numbers: list[int], device: torch.device) -> Tensor:
@@ -137,10 +137,7 @@ class Projection:
             raise PlanError(f"a projection onto {self.size!r} numbers: expected 1 or more")
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if not -tensor.dim() <= self.dim < tensor.dim():
-            raise PlanError(
-                f"dimension {self.dim} asked of a tensor of shape {tuple(tensor.shape)}: it has {tensor.dim()}"
-            )
+        _need_dim(tensor, self.dim)
         tensor = elements.dequantized(tensor)
         is_right = tensor.dtype in (torch.float64, torch.complex64, torch.complex128)
         tensor = (tensor if is_right else tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)).movedim(
@@ -253,16 +250,14 @@ def whole_numbers(given: Any, what: str) -> tuple[int, ...]:
     0, while whoever gives a mask means the places that are true.
     """
     plain = given.tolist() if hasattr(given, "tolist") else given
-    several = [plain] if _is_one(plain) else list(plain) if isinstance(plain, Sequence) else None
-    several = (
-        [one.tolist() if hasattr(one, "tolist") else one for one in several or ()] if several is not None else None
-    )
-    if several is not None and any(isinstance(one, bool) for one in several):
+    several = plain if isinstance(plain, Sequence) else (plain,)
+    numbers = [one.tolist() if hasattr(one, "tolist") else one for one in several]
+    if any(isinstance(one, bool) for one in numbers):
         raise PlanError(
             f"{what} {given!r} given: expected numbers of places, as [1, 5]; of a mask, mask.nonzero().flatten()"
         )
     try:
-        return tuple(operator.index(one) for one in several)  # type: ignore[union-attr]
+        return tuple(operator.index(one) for one in numbers)
     except TypeError:
         raise PlanError(f"{what} {given!r} given: expected a whole number, or several, as [1, 5]") from None
 

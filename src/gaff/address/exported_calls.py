@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
+from gaff.compat.modes import frames_from
+
 _INTERPRETER = fx.Interpreter.run_node.__code__
 _LINE = re.compile(r'File "(.+?)", line (\d+)')
 _IN_PLACE = re.compile(r"aten\.\w*[a-z0-9]_(\.|$)")
@@ -72,11 +74,9 @@ def place_in_model(frame: FrameType) -> tuple[str, int] | None:
     An op that a tree runs is called from torch's interpreter: the user's line is in the node's own stack trace, where
     ``torch.export`` keeps it. None where the node has none.
     """
-    at: FrameType | None = frame
     if frame.f_code.co_filename != _INTERPRETER.co_filename:
         return None
-    while at is not None and at.f_code is not _INTERPRETER:
-        at = at.f_back
+    at = next((one for one in frames_from(frame) if one.f_code is _INTERPRETER), None)
     node = at.f_locals.get("n") if at is not None else None
     lines = _LINE.findall(node.meta.get("stack_trace") or "") if isinstance(node, fx.Node) else []
     return (lines[-1][0], int(lines[-1][1])) if lines else None

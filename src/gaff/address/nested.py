@@ -307,11 +307,15 @@ def size_bytes(tensor: Tensor) -> int:
     return tensor.nbytes if is_plain else tensor.numel() * tensor.element_size()
 
 
+def shape_text(tensor: Tensor) -> str:
+    """The shape of a tensor as texts show it: ``1x3x8x8``, ``scalar`` without dimensions, ``nested`` if it is."""
+    return "nested" if tensor.is_nested else "x".join(map(str, tensor.shape)) or "scalar"
+
+
 def describe(value: Any) -> str:
     """A short text of what a value is: ``2x3 float32``, ``tuple of 2``, ``DynamicCache``."""
     if isinstance(value, Tensor):
-        size = "nested" if value.is_nested else "x".join(map(str, value.shape)) or "scalar"
-        return f"{size} {str(value.dtype).removeprefix('torch.')}"
+        return f"{shape_text(value)} {str(value.dtype).removeprefix('torch.')}"
     inside = children(value)
     return type(value).__name__ if inside is None else f"{type(value).__name__} of {len(inside)}"
 

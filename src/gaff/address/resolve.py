@@ -8,7 +8,7 @@ exported graph must be seen as its tree. Nothing here changes the model, and tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -189,8 +189,7 @@ def is_there(found: Found) -> bool:
     """
     if not found.chain:
         return True
-    path = found.site.path.rpartition(".")[0] if found.name else found.site.path
-    child = found.chain[-1]._modules.get(path.rpartition(".")[2])
+    _, _, child = place_of(found)
     if child is None or (child is not found.module and unwrap(child) is not found.module):
         return False
     for parent, expected in zip(found.chain, found.chain[1:], strict=False):
@@ -257,11 +256,7 @@ def called_modules(model: nn.Module) -> Iterator[Found]:
 
     Containers such as ModuleList are left out: nothing calls them.
     """
-    seen: set[int] = set()
-    for path, module, chain in iter_modules(model):
-        if id(module) not in seen and not is_container(module):
-            seen.add(id(module))
-            yield Found(Site(path), module, chain)
+    yield from _without_aliases(_iter_outputs(model))
 
 
 def has_class(module: nn.Module, name: str | None) -> bool:
@@ -396,7 +391,7 @@ def _site(pattern: Pattern, path: str) -> Site:
     return Site(path, pattern.op, pattern.op_index, pattern.call, pattern.port, pattern.key)
 
 
-def _without_aliases(found: Sequence[Found]) -> list[Found]:
+def _without_aliases(found: Iterable[Found]) -> list[Found]:
     """A shared module or tied parameter once, under the first of its names."""
     kept: dict[object, Found] = {}
     for item in found:

@@ -35,11 +35,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the model bare and under the plan, and print what differs and what each edit did."""
     check_tensor_file(options.out)
+    from gaff.address.nested import shape_text
     from gaff.api import edit
     from gaff.cli.inputs import load_inputs, need_input
     from gaff.cli.models import load_model
     from gaff.cli.tensors import loss_of, save_values
-    from gaff.inspection.call_log import shape_text
     from gaff.sessions.plan import Plan
 
     plan = Plan.load(options.plan)

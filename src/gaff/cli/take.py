@@ -87,8 +87,8 @@ def _tensors(features: dict[str, Any]) -> dict[str, Tensor]:
 
 def _print(features: dict[str, Tensor], options: argparse.Namespace) -> None:
     """Tell the shape, dtype and size of each tensor; with ``--out`` also where they were written."""
+    from gaff.address.nested import shape_text
     from gaff.cli.printing import print_cells, print_data, show
-    from gaff.inspection.call_log import shape_text
     from gaff.views.text import bytes_text, table
 
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in features.items()}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from gaff.compat.modes import frames_from
 
 # Number of the backward pass that this thread is executing, or -1: in a forward hook it means "recomputation".
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -142,11 +143,9 @@ def roots_of_passes() -> list[Node]:
     """
     found: list[Node] = []
     for frame in sys._current_frames().values():
-        inner: FrameType | None = frame
-        while inner is not None:
+        for inner in frames_from(frame):
             if inner.f_code is _RUN_BACKWARD:
                 found += nodes_of(inner.f_locals["t_outputs"])
-            inner = inner.f_back
     return found
 
 
@@ -159,18 +158,21 @@ def nodes_of(outputs: Iterable[Any]) -> list[Node]:
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
+def nodes_behind(roots: Iterable[Node]) -> Iterator[Node]:
+    """Every node of the autograd graphs behind ``roots``, these themselves included, each once."""
+    seen, waiting = set(), list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [onward for onward, _ in node.next_functions if onward is not None]
+
+
 def leaves_of(tensor: Tensor) -> list[Tensor]:
     """The leaves whose ``.grad`` a backward pass from ``tensor`` adds to, each once."""
-    seen, waiting, found = set(), [tensor.grad_fn], []
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting += [onward for onward, _ in node.next_functions]
-    return found
+    nodes: Iterable[Any] = nodes_behind(nodes_of([tensor]))
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gaff.compat.autograd import is_grad_enabled, is_outside_functions
-from gaff.compat.modes import outside_modes
+from gaff.compat.modes import frames_from, outside_modes
 
 
 def enclosing_functions() -> list[Any]:
@@ -25,16 +25,7 @@ def enclosing_functions() -> list[Any]:
     Only Functions in the classic style, with ``ctx`` as first argument of ``forward``, have a node by then. Those that
     torch makes of compiled code do not count.
     """
-    found = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, torch.autograd.function.BackwardCFunction) and _is_forward_of(first, code):
-                found.append(first)
-        frame = frame.f_back
-    return found
+    return [node for node, code in _functions_at(sys._getframe(1)) if _is_forward_of(node, code)]
 
 
 def note_functions(run: Any) -> None:
@@ -49,21 +40,25 @@ def _is_forward_of(node: Any, code: CodeType) -> bool:
     return not type(node).__name__.startswith("CompiledFunction") and getattr(forward, "__code__", None) is code
 
 
-def recomputing_function() -> Any:
-    """The node of the reentrant checkpoint (or other custom Function) inside whose backward this code runs, or None."""
-    return next(recomputing_functions(), None)
-
-
 def recomputing_functions() -> Iterator[Any]:
-    """The nodes of all custom Functions inside whose backward this code runs, the inner one first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "backward" and code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
+    """The nodes of all custom Functions inside whose backward this code runs, the inner one first.
+
+    Such as those of reentrant checkpoints.
+    """
+    return (node for node, _ in _functions_at(sys._getframe(1), "backward"))
+
+
+def _functions_at(frame: FrameType, name: str = "") -> Iterator[tuple[Any, CodeType]]:
+    """The nodes of custom Functions that are the first argument of the calls around ``frame``, and whose code runs.
+
+    Of calls of this ``name`` alone, where one is given: to ask for a frame's variables is dear.
+    """
+    for one in frames_from(frame):
+        code = one.f_code
+        if code.co_argcount and name in ("", code.co_name):
+            first = one.f_locals.get(code.co_varnames[0])
             if isinstance(first, torch.autograd.function.BackwardCFunction):
-                yield first
-        frame = frame.f_back
+                yield first, code
 
 
 def wrap_recomputation(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:

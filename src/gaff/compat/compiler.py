@@ -100,9 +100,8 @@ def has_compiled_autograd() -> bool:
     """Whether backward passes are compiled as a whole at this moment (compiled autograd)."""
     known = sys.modules.get("torch._dynamo.compiled_autograd")
     settings = sys.modules.get("torch._dynamo.config")
-    return bool(getattr(known, "compiled_autograd_enabled", False)) or bool(
-        getattr(settings, "compiled_autograd", False)
-    )
+    is_on = getattr(known, "compiled_autograd_enabled", False)
+    return bool(is_on or getattr(settings, "compiled_autograd", False))
 
 
 def is_compiled_function(function: Any) -> bool:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -199,11 +199,16 @@ def ranks_of(tensors: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted({rank for mesh in _meshes(tensors) for rank in mesh.mesh.flatten().tolist()}))
 
 
-def told_by_all(value: Any) -> list[Any]:
-    """What every process has said, by rank. All must ask, and wait for each other."""
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, value)
+def told_by_all(value: Any, group: Any = None) -> list[Any]:
+    """What every process (of ``group``) has said, by rank. All must ask, and wait for each other."""
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(found, value, group=group)
     return found
+
+
+def groups_along(meshes: Iterable[Any]) -> Iterator[Any]:
+    """The process group of each dimension of ``meshes``: what one has told its members is told along the next."""
+    return (mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))
 
 
 def any_process(flag: bool, meshes: Iterable[Any]) -> bool:
@@ -219,12 +224,8 @@ def best_of(value: Any, meshes: Iterable[Any], rating: Callable[[Any], Any]) -> 
 
     All processes must ask, and wait for each other. ``value`` is pickled and sent to all of them.
     """
-    for mesh in meshes:
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            values = [value] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(values, value, group=group)
-            value = min(values, key=rating)
+    for group in groups_along(meshes):
+        value = min(told_by_all(value, group), key=rating)
     return value
 
 
@@ -253,10 +254,11 @@ LOCALIZED = (
 )
 
 
-def has_localized(parameters: Iterable[Any]) -> bool:
-    """Whether there are parameters that are parts of a whole, and do not say so: see ``LOCALIZED``."""
+def refuse_localized(parameters: Iterable[Any]) -> None:
+    """Raises PlanError where there are parameters that are parts of a whole, and do not say so."""
     is_many = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return is_many and any("_st_info" in one.__dict__ for one in parameters)
+    if is_many and any("_st_info" in one.__dict__ for one in parameters):
+        raise PlanError(LOCALIZED)
 
 
 def replica_ranks(model: Any) -> list[int]:
@@ -342,13 +344,11 @@ def norms_of(tensors: list[Tensor], kind: float) -> tuple[list[Tensor], Tensor]:
 def _is_alike(number: Tensor, meshes: list[Any]) -> bool:
     """Whether all processes of ``meshes`` have about the same number (to 1e-3), finite or not. All must ask."""
     told = torch.stack([number.double(), torch.ones((), dtype=torch.float64, device=number.device)])
-    for mesh in meshes:
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            others = [torch.empty_like(told) for _ in range(torch.distributed.get_world_size(group))]
-            torch.distributed.all_gather(others, told, group=group)
-            is_same = torch.stack([torch.isclose(one[0], told[0], 1e-3, 0.0, equal_nan=True) for one in others]).all()
-            told[1] = torch.stack([one[1] for one in others]).min() * is_same
+    for group in groups_along(meshes):
+        others = [torch.empty_like(told) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(others, told, group=group)
+        is_same = torch.stack([torch.isclose(one[0], told[0], 1e-3, 0.0, equal_nan=True) for one in others]).all()
+        told[1] = torch.stack([one[1] for one in others]).min() * is_same
     return bool(told[1])
 
 

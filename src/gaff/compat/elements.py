@@ -45,6 +45,14 @@ def _rank(dtype: torch.dtype) -> int:
     return 0 if dtype == torch.bool else 1
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name, with or without ``torch.``. Raises ValueError where there is none."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of torch's")
+    return found
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the numbers lie in the tensor's memory just as its shape, strides and dtype say."""
     kind = type(tensor)

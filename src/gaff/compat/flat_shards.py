@@ -37,8 +37,7 @@ def flat_shards(parameters: Iterable[Tensor]) -> dict[int, Any]:
     meshes: dict[int, Any] = {}  # by process group
     for one in gc.get_objects():
         if type(one) is torch_file.FlatParamHandle and one.uses_sharded_strategy:
-            held = [one.flat_param, *(one.flat_param._params or ())]
-            for parameter in held:
+            for parameter in _held(one):
                 if id(parameter) in wanted:
                     group = one.process_group
                     if id(group) not in meshes:

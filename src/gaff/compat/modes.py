@@ -6,7 +6,7 @@ import dis
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +125,13 @@ def has_mode(mode: Any) -> bool:
     return any(torch._C._get_function_stack_at(at) is mode for at in range(torch._C._len_torch_function_stack()))
 
 
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a Python stack from ``frame`` outwards, itself first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 class CallFrames(NamedTuple):
     """How a module's call looks on the Python stack.
 
@@ -152,3 +159,11 @@ def call_frames() -> CallFrames:
             found.append(instruction.offset)
             is_next = False
     return CallFrames(frozenset((outer, inner)), found[0] if len(found) == 1 and inner is not outer else None)
+
+
+def nearest_call(frame: FrameType | None) -> FrameType | None:
+    """The nearest call that torch makes of a module, at ``frame`` or around it; None if there is none."""
+    codes = call_frames().codes
+    while frame is not None and frame.f_code not in codes:  # asked at every op: no generator
+        frame = frame.f_back
+    return frame

@@ -154,12 +154,8 @@ def is_equal_everywhere(tensor: Tensor, meshes: list[Any]) -> bool:
     plain = tensor.detach()
     has_several = bool(plain.numel()) and not bool((plain == plain.flatten()[0]).all())
     told: Any = (has_several, tuple(plain.shape), str(plain.dtype), _digest(plain))
-    for mesh in meshes:
-        for dim in range(mesh.ndim):  # what one dimension has shown is told along the next
-            group = mesh.get_group(dim)
-            others: list[Any] = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(others, told, group=group)
-            told = (all(one == told and one[0] for one in others), *told[1:])
+    for group in distributed.groups_along(meshes):
+        told = (all(one == told and one[0] for one in distributed.told_by_all(told, group)), *told[1:])
     return bool(told[0])
 
 

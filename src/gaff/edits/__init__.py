@@ -145,8 +145,7 @@ def patch(
         raise PlanError(f"patch {values!r:.40} is nothing to patch from: expected a tensor or a gaff.capture")
     if source is not None and not isinstance(source, (str, Site)):
         raise PlanError(f"source={source!r:.40} is no address: expected one exact site as text, such as 'h.3'")
-    if not isinstance(detach, bool):
-        raise PlanError(f"detach={detach!r} is no truth value: expected True or False")
+    need_truth(detach, "detach")
     address = None if source is None else str(parse_site(source) if isinstance(source, str) else source)
     if values is None and (address is None or run is not None):
         raise PlanError("patch was given nothing to patch from: expected a tensor, a capture, or source= alone")

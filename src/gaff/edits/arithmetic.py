@@ -193,10 +193,6 @@ class Project:
         complex directions in a real tensor.
         """
         basis = self._basis(tensor)
-        if not -tensor.dim() <= self.dim < tensor.dim() or tensor.shape[self.dim] != basis.shape[1]:
-            raise PlanError(
-                f"directions of width {basis.shape[1]} given, dimension {self.dim} of {tuple(tensor.shape)} has another"
-            )
         with modes.without_autocast(tensor.device):  # in the precision of what passes
             return outside(tensor, basis, self.dim, keep=self.keep)
 
@@ -331,8 +327,13 @@ def orthonormal(directions: Tensor) -> Tensor:
 def outside(tensor: Tensor, basis: Tensor, dim: int, *, keep: bool) -> Tensor:
     """What of ``tensor`` is orthogonal to the rows of ``basis`` along ``dim``, or (``keep``) lies in their span.
 
-    Float16 and bfloat16 are computed with in float32, so that what is left is what rounding to them leaves.
+    Float16 and bfloat16 are computed with in float32, so that what is left is what rounding to them leaves. Raises
+    PlanError where the widths differ.
     """
+    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != basis.shape[1]:
+        raise PlanError(
+            f"directions of width {basis.shape[1]} given, dimension {dim} of {tuple(tensor.shape)} has another"
+        )
     work = wide(tensor)
     moved, span = tensor.to(work).movedim(dim, -1), basis.to(work)
     inside = ((moved @ span.mH) @ span).movedim(-1, dim)

@@ -29,7 +29,7 @@ from gaff.edits.arithmetic import (
     wide,
 )
 from gaff.edits.event import Call, Edit, Event, like, need_number, need_room, too_narrow, without
-from gaff.edits.places import At, Chain, is_placed
+from gaff.edits.places import At, Chain, is_placed, iter_innermost
 from gaff.edits.sources import Ablate, Patch, Replace, mean_of, need_rows
 from gaff.errors import PlanError
 
@@ -69,16 +69,12 @@ def cuts(edit: Edit) -> bool:
     Such an edit cannot be switched off by a number inside the same compiled graph: mixing would lead the gradient back
     to what passed.
     """
-    if isinstance(edit, Chain):
-        return any(cuts(part) for part in edit.edits)
-    return cuts(edit.edit) if isinstance(edit, At) else isinstance(edit, (Call, Fill, Stop, Replace, Patch, Ablate))
+    return any(isinstance(one, (Call, Fill, Stop, Replace, Patch, Ablate)) for one in iter_innermost(edit))
 
 
 def may_write(edit: Edit) -> bool:
     """Whether ``edit`` may write into what it is given: a function of the user may."""
-    if isinstance(edit, Chain):
-        return any(may_write(part) for part in edit.edits)
-    return may_write(edit.edit) if isinstance(edit, At) else isinstance(edit, Call)
+    return any(isinstance(one, Call) for one in iter_innermost(edit))
 
 
 def _chain(parts: tuple[Change, ...]) -> Change:
@@ -174,10 +170,6 @@ def _project(edit: Project) -> Change | None:
     basis = orthonormal(torch.atleast_2d(edit.directions))
 
     def change(tensor: Tensor) -> Tensor:
-        if not -tensor.dim() <= edit.dim < tensor.dim() or tensor.shape[edit.dim] != basis.shape[1]:
-            raise PlanError(
-                f"directions of width {basis.shape[1]} given, dimension {edit.dim} of {tuple(tensor.shape)} has another"
-            )
         with torch.autocast(tensor.device.type, enabled=False):
             return outside(tensor, like(basis, tensor, dtype=wide(tensor)), edit.dim, keep=edit.keep)
 

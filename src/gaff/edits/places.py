@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -15,10 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.edits.event import Call, Edit, Event, acts_on_parts, among, is_linear, need_callable, uses_event
+from gaff.address.nested import describe
+from gaff.edits.event import Call, Edit, Event, among, need_callable, uses_event
 from gaff.edits.sources import Ablate, Patch, Replace
 from gaff.errors import PlanError
 from gaff.keep import Heads, Part
+
+
+def _inside(edit: Edit) -> tuple[Edit, ...]:
+    """The edits of which an edit is made, in their order."""
+    return edit.edits if isinstance(edit, Chain) else (edit.edit,) if isinstance(edit, (At, When)) else ()
+
+
+def _asked(name: str, doc: str, *, default: bool = False, join: Callable[..., bool] = all) -> Any:
+    """A promise that follows from the edits inside: that of all of them, or of any; ``default``: of one without it."""
+    return property(lambda edit: join(getattr(one, name, default) for one in _inside(edit)), doc=doc)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +43,8 @@ class At:
     index: Part | Heads | Tensor
     edit: Edit
 
-    @property
-    def is_pure(self) -> bool:
-        """Whether the inner edit is pure."""
-        return self.edit.is_pure
-
-    @property
-    def uses_event(self) -> bool:
-        """Whether the inner edit asks for the event."""
-        return uses_event(self.edit)
+    is_pure = _asked("is_pure", "Whether the inner edit is pure.")
+    uses_event = _asked("uses_event", "Whether the inner edit asks for the event.", default=True)
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """A copy of the tensor with the edited part in its place; gradients flow through both.
@@ -66,7 +70,7 @@ class At:
         _need_once(self.index, tensor)
         new_part = self._change_part(tensor, part, edit, event)
         if new_part.shape != part.shape or new_part.dtype != part.dtype:
-            raise PlanError(f"edit of a part of {_text(part)} returned {_text(new_part)}: expected the same")
+            raise PlanError(f"edit of a part of {describe(part)} returned {describe(new_part)}: expected the same")
         new, index = tensor.clone(), self.index
         if isinstance(index, Heads):
             new.unflatten(-1, (index.count, -1))[..., list(index.index), :] = new_part
@@ -109,30 +113,11 @@ class Chain:
 
     edits: tuple[Edit, ...]
 
-    @property
-    def is_pure(self) -> bool:
-        """Whether all of them are pure."""
-        return all(edit.is_pure for edit in self.edits)
-
-    @property
-    def uses_event(self) -> bool:
-        """Whether one of them asks for the event."""
-        return any(uses_event(edit) for edit in self.edits)
-
-    @property
-    def keeps_zero(self) -> bool:
-        """Whether all of them leave zeros zero."""
-        return all(getattr(edit, "keeps_zero", False) for edit in self.edits)
-
-    @property
-    def acts_on_parts(self) -> bool:
-        """Whether all of them do."""
-        return all(acts_on_parts(edit) for edit in self.edits)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether all of them are."""
-        return all(is_linear(edit) for edit in self.edits)
+    is_pure = _asked("is_pure", "Whether all of them are pure.")
+    uses_event = _asked("uses_event", "Whether one of them asks for the event.", default=True, join=any)
+    keeps_zero = _asked("keeps_zero", "Whether all of them leave zeros zero.")
+    acts_on_parts = _asked("acts_on_parts", "Whether all of them do.")
+    is_linear = _asked("is_linear", "Whether all of them are.")
 
     def change(self, tensor: Tensor, event: Event) -> Tensor:
         """What the last one returns. All of them get the same event, but for which of the edits they are."""
@@ -156,20 +141,10 @@ class When:
     calls: Numbers = None
     steps: Numbers = None
 
-    @property
-    def is_pure(self) -> bool:
-        """Whether the inner edit is pure: a recomputation has the event of its forward, and so the same answer."""
-        return self.edit.is_pure
-
-    @property
-    def acts_on_parts(self) -> bool:
-        """Whether the inner edit does."""
-        return acts_on_parts(self.edit)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the inner edit is."""
-        return is_linear(self.edit)
+    # a recomputation has the event of its forward, and so the same answer
+    is_pure = _asked("is_pure", "Whether the inner edit is pure.")
+    acts_on_parts = _asked("acts_on_parts", "Whether the inner edit does.")
+    is_linear = _asked("is_linear", "Whether the inner edit is.")
 
     def holds(self, event: Event) -> bool:
         """Whether the edit acts at this event: its run, its call and its step must each be among those wanted."""
@@ -220,14 +195,21 @@ def as_edit(value: Any) -> Edit:
     return Call(need_callable(value))
 
 
+def iter_innermost(edit: Edit) -> Iterator[Edit]:
+    """The edits of which an edit is made, in their order; itself where it is made of none."""
+    inside = _inside(edit)
+    for inner in inside:
+        yield from iter_innermost(inner)
+    if not inside:
+        yield edit
+
+
 def is_placed(edit: Edit) -> bool:
     """Whether an edit brings values that have places of their own, as a patch does.
 
     Inside ``At`` these may have the shape of the part or of the whole.
     """
-    if isinstance(edit, Chain):
-        return any(is_placed(inner) for inner in edit.edits)
-    return is_placed(edit.edit) if isinstance(edit, (At, When)) else isinstance(edit, (Patch, Replace, Ablate))
+    return any(isinstance(one, (Patch, Replace, Ablate)) for one in iter_innermost(edit))
 
 
 def _is_whole(edit: Edit) -> bool:
@@ -295,8 +277,3 @@ def _count(number: Any) -> int:
 def _plain(index: Any) -> Any:
     """A tuple as the list that indexing takes for chosen elements; a tuple would mean several dimensions."""
     return list(index) if isinstance(index, tuple) else index
-
-
-def _text(tensor: Tensor) -> str:
-    """Shape and dtype for a message."""
-    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"

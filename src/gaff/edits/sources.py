@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import parse_site
+from gaff.address.nested import shape_text as _text
 from gaff.edits.event import Event, generator, like, logical
 from gaff.errors import PlanError
 from gaff.keep import whole_numbers
@@ -209,7 +210,3 @@ def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor,
         torch.tensor([pair[side] for pair in pairs], dtype=torch.int64, device=tensor.device) for side in (0, 1)
     )
     return here, there
-
-
-def _text(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"

@@ -81,23 +81,8 @@ class Run:
     is let go of by ``Clock.end``.
     """
 
-    __slots__ = (
-        "arguments",
-        "entered",
-        "failure",
-        "frames",
-        "functions",
-        "has_backward",
-        "index",
-        "is_waiting",
-        "left",
-        "made",
-        "model",
-        "once",
-        "outermost",
-        "step",
-        "thread",
-    )
+    __slots__ = ("arguments", "entered", "failure", "frames", "functions", "has_backward", "index", "is_waiting",
+                 "left", "made", "model", "once", "outermost", "step", "thread")  # fmt: skip
 
     def __init__(
         self, index: int, step: int, size: int, arguments: dict[int, Callable[[], object]], model: AbstractSet[int]
@@ -241,7 +226,8 @@ class Clock:
             run = self.begin(args, kwargs)
             if run is None:
                 return None
-            run.outermost = _calling_frame(sys._getframe(3))  # past our two hooks
+            here = sys._getframe(3)  # past our two hooks
+            run.outermost = modes.nearest_call(here) or here
             self.open[thread] = run
         run.frames.append(Frame(owner))
         return run
@@ -384,23 +370,9 @@ def end_call(frames: list[Frame], owner: object) -> bool:
             return True
 
 
-def _calling_frame(frame: FrameType | None) -> FrameType | None:
-    """The call that torch makes of a module, at ``frame`` or around it; ``frame`` itself if there is none."""
-    codes = modes.call_frames().codes
-    found = frame
-    while found is not None and found.f_code not in codes:
-        found = found.f_back
-    return found or frame
-
-
 def is_running(frame: FrameType | None) -> bool:
     """Whether ``frame`` is one of the calls in progress on this thread. None is not."""
-    current: FrameType | None = sys._getframe(1)
-    while current is not None:
-        if current is frame:
-            return True
-        current = current.f_back
-    return False
+    return any(one is frame for one in modes.frames_from(sys._getframe(1)))
 
 
 def _memory(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Callable[[], object]]:

@@ -24,19 +24,8 @@ class Node:
     the session, but for edits that a living autograd graph still needs (``leftovers``).
     """
 
-    __slots__ = (
-        "above",
-        "clock",
-        "entry",
-        "exit",
-        "has_entry",
-        "has_swaps",
-        "index",
-        "mark",
-        "module",
-        "open",
-        "scope",
-    )
+    __slots__ = ("above", "clock", "entry", "exit", "has_entry", "has_swaps", "index", "mark", "module", "open",
+                 "scope")  # fmt: skip
 
     def __init__(self, module: nn.Module, clock: Clock, index: int) -> None:
         self.module = module

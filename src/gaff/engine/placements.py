@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.compat import distributed
-from gaff.compat.modes import call_frames
+from gaff.compat.modes import nearest_call
 from gaff.compat.placements import BY_HAND, PARTS, Placement, placement_of
 from gaff.engine.replacements import Replacements
 
@@ -51,10 +51,7 @@ def _is_of_a_model(frame: FrameType | None) -> bool:
     """Whether code that is not torch's asks, in the call of a module: a model's own."""
     if frame is None or frame.f_code.co_filename.startswith(_TORCH):
         return False
-    codes = call_frames().codes
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame is not None
+    return nearest_call(frame) is not None
 
 
 _TORCH = f"{os.path.dirname(torch.__file__)}{os.sep}"

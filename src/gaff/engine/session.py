@@ -30,7 +30,7 @@ from gaff.engine.modules import install
 from gaff.engine.node import Node
 from gaff.engine.ops.mode import forget
 from gaff.engine.ops.workers import worker_watch
-from gaff.engine.process.optimizer import StepCount
+from gaff.engine.process.optimizer import count_steps
 from gaff.engine.raised import tell_where
 from gaff.engine.taps import EditTap, Tap, TensorTap
 from gaff.engine.wiring import AnyTap, Wiring
@@ -132,6 +132,11 @@ class Session:
         """Whether the hooks are inside compiled code; else it runs eagerly, if there is any. Known from opening on."""
         return self._inside is not None
 
+    @property
+    def runs(self) -> int:
+        """How many runs there have been; none before the session is opened."""
+        return self.clock.latest.index + 1 if self.was_opened else 0
+
     def open(self) -> None:
         """Install every hook, all or nothing: a failure halfway removes what was already in.
 
@@ -169,7 +174,7 @@ class Session:
             if "outer_grad" in ports and self._model is not None:
                 spare_units(self._model, opening)
             parameters = self._model.parameters if self._model is not None else tuple
-            opening.enter_context(StepCount(parameters, self.clock.count_step))
+            opening.callback(count_steps(parameters, self.clock.count_step).remove)
             self._handles = opening.pop_all()
 
     def close(self, error: BaseException | None = None) -> None:

@@ -131,18 +131,12 @@ def look(model: nn.Module, *, allows_flat: bool = False) -> Surroundings:
         if odd is not None:
             _refuse(model, module, type(odd).__name__)
         held += [inside["_parameters"], inside["_buffers"]]
-    _refuse_localized(model)
+    distributed.refuse_localized(model.parameters())
     insides = tuple(map(tuple, map(dict.values, tables)))
     memory = _memory_of(held, own)
     return Surroundings(
         is_compiled, tuple(fused), memory, tuple(tables), insides, tuple(held), tuple(own), has_flat, has_script
     )
-
-
-def _refuse_localized(model: nn.Module) -> None:
-    """Raises PlanError for a model whose weights are parts that do not say so."""
-    if distributed.has_localized(model.parameters()):
-        raise PlanError(distributed.LOCALIZED)
 
 
 def _memory_of(held: Iterable[dict[str, Any]], own: Iterable[nn.Module]) -> frozenset[int]:
@@ -233,12 +227,4 @@ class SlowPath:
         """A run begins."""
         if SLOW_PATH not in self._notes and takes_fast_path(self._blocks):
             self._notes.append(SLOW_PATH)
-            warn_once(SLOW_PATH)
-
-
-def warn_once(message: str) -> None:
-    """Warn that a run is not bitwise what it would be without the session; ``message`` says why.
-
-    It does not know what was said before: a session asks once for each reason.
-    """
-    warnings.warn(f"gaff: not bitwise: {message}", stacklevel=6)
+            warnings.warn(f"gaff: not bitwise: {SLOW_PATH}", stacklevel=5)

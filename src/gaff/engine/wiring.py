@@ -34,7 +34,7 @@ from gaff.engine.node import Node
 from gaff.engine.ops.attention import WeightsChange, WeightsTap
 from gaff.engine.ops.mode import Scopes, drop
 from gaff.engine.ops.scope import OpListener, Scope, Want
-from gaff.engine.parameters.edits import ParameterEdits, Swap
+from gaff.engine.parameters.edits import ParameterEdits, Swap, SwapScope
 from gaff.engine.parameters.substitutes import original_of
 from gaff.engine.parameters.values import StateValue, called_above, owners_of
 from gaff.engine.side import Side
@@ -146,12 +146,17 @@ class Wiring:
 
     def _wire_module(self, tap: Tap | EditTap) -> None:
         node, site = self._node(tap.found.module), tap.found.site
-        if isinstance(tap, Tap):
-            connect(node, site, tap.stream, tap.is_exact, self.gradients)
-        elif tap.is_skip:
+        if isinstance(tap, EditTap) and tap.is_skip:
             _edit(node.entry, SkipChange(node, tap.stream, site.call))
         else:
-            connect_edit(node, site, tap.stream, self.gradients)
+            self._connect(tap, node, site, tap.stream)
+
+    def _connect(self, tap: Tap | EditTap, node: Node, site: Site, stream: Any) -> None:
+        """Hang the stream of one place that ``tap`` asks for: of its own, or of one op that its pattern names."""
+        if isinstance(tap, Tap):
+            connect(node, site, stream, tap.is_exact, self.gradients)
+        else:
+            connect_edit(node, site, stream, self.gradients)
 
     def _wire_marks(self, model: nn.Module, found: Found) -> None:
         """Have the owners of a parameter mark what they return, so that its gradient is known as one of their run."""
@@ -186,14 +191,7 @@ class Wiring:
         scope.is_edit = scope.is_edit or is_edit
         scope.repeats = scope.repeats or is_edit or site.port in GRADIENT_PORTS
         scope.is_plain = scope.is_plain and not is_edit and site.port == "output"
-
-        def connect_op(node: Node, site: Site, stream: Any) -> None:
-            if isinstance(tap, Tap):
-                connect(node, site, stream, tap.is_exact, self.gradients)
-            else:
-                connect_edit(node, site, stream, self.gradients)
-
-        scope.wants.append(Want(site, tap.stream, connect_op))
+        scope.wants.append(Want(site, tap.stream, partial(self._connect, tap)))
         if site.op_index is None and (end := getattr(tap.stream, "end", None)) is not None:  # only ``take`` asks
             scope.at_end.append(end)
 
@@ -238,7 +236,7 @@ class Wiring:
         for module in dict.fromkeys([*around, *owners]):
             node = self._node(module)
             node.has_entry = node.has_swaps = True
-            _edit(node.entry, swap.scope(node))
+            _edit(node.entry, SwapScope(swap, node))
 
     def _wire_runs(self, model: nn.Module) -> None:
         """Have the root and every module around a site hooked at their entry: they tell where a run begins and ends.
@@ -305,8 +303,8 @@ def _itself(tensor: Tensor) -> Tensor:
 def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: Gradients) -> None:
     """Hang a stream that looks on the right side of a hooked module.
 
-    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. Those at an input need
-    both sides. ``is_exact`` is that of ``Tap``.
+    Values are told by taps, gradients by acts, which set their hooks where the tensor passes. ``is_exact`` is that of
+    ``Tap``.
     """
     if site.port == "output":
         node.exit.taps += (_value_tap(site, stream, is_exact),)
@@ -314,15 +312,8 @@ def connect(node: Node, site: Site, stream: Stream, is_exact: bool, gradients: G
         node.entry.taps += (_value_tap(site, stream, is_exact),)
     elif site.port == WEIGHTS:
         node.exit.taps += (WeightsTap(site, stream),)
-    elif site.port == "grad_output":
-        _hang(node.exit, OutputGradient(gradients, node, stream, site, is_exact), before=_gives_a_view)
-    elif site.port == "outer_grad":
-        _hang(node.exit, OuterGradient(gradients, node, stream, site, is_exact))
     else:
-        kind = InputGradient if site.port == "input_grad" else InputShare
-        asked = kind(gradients, node, stream, site, is_exact)
-        _hang(node.entry, asked)
-        _hang(node.exit, SecondHalf(asked), before=_gives_a_view)
+        _connect_gradient(_hang, InputShare, (gradients, node, stream, site, is_exact))
 
 
 def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradients) -> None:
@@ -338,18 +329,25 @@ def connect_edit(node: Node, site: Site, stream: EditStream, gradients: Gradient
         _edit(node.entry, ValueChange(site, stream), before=lambda act: isinstance(act, ShareChange))
     elif site.port == WEIGHTS:
         _edit(node.exit, WeightsChange(site, stream))
-    elif site.port == "grad_output":
-        _edit(node.exit, OutputGradient(gradients, node, stream, site, True), before=_gives_a_view)
-    elif site.port == "outer_grad":
-        _edit(node.exit, OuterGradient(gradients, node, stream, site, True))
-    elif site.port == "input_grad":
-        total = InputGradient(gradients, node, stream, site, True)
-        _edit(node.entry, total, before=lambda act: isinstance(act, (ValueChange, ShareChange)))
-        _edit(node.exit, SecondHalf(total), before=_gives_a_view)
     else:
-        share = ShareChange(gradients, node, stream, site, True)
-        _edit(node.entry, share)
-        _edit(node.exit, SecondHalf(share), before=_gives_a_view)
+        _connect_gradient(_edit, ShareChange, (gradients, node, stream, site, True))
+
+
+def _connect_gradient(hang: Callable[..., None], share: type[InputShare | ShareChange], given: Any) -> None:
+    """Hang what looks at a gradient, or edits it, by ``hang``: at an output at the exit, at an input at both sides.
+
+    ``share`` is the kind for a module's own share, ``given`` what all kinds are made of.
+    """
+    _, node, _, site, _ = given
+    if site.port == "grad_output":
+        hang(node.exit, OutputGradient(*given), before=_gives_a_view)
+    elif site.port == "outer_grad":
+        hang(node.exit, OuterGradient(*given))
+    else:
+        is_total = site.port == "input_grad"
+        first = InputGradient(*given) if is_total else share(*given)
+        hang(node.entry, first, before=lambda act: is_total and isinstance(act, (ValueChange, ShareChange)))
+        hang(node.exit, SecondHalf(first), before=_gives_a_view)
 
 
 def _gives_a_view(act: Act) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import Key, Site, print_key
-from gaff.address.nested import Arguments, iter_tensors, size_bytes
+from gaff.address.grammar import Site, print_key
+from gaff.address.nested import Arguments, iter_tensors, shape_text, size_bytes
 from gaff.compat import distributed, elements
 from gaff.compat.memory import version_of
 from gaff.compat.modes import outside_modes
@@ -296,7 +296,8 @@ class CallLog:
 class GradientLog(Stream):
     """The gradients at one port of one module or op: written into the notes of the call they belong to.
 
-    A ``Stream`` of the engine, called as backward runs. ``port``: ``grad_output`` or ``grad_input``.
+    A ``Stream`` of the engine, called as backward runs. ``port``: ``grad_output`` or ``grad_input``. Of several tensors
+    inside the value the first that has a gradient is shown.
     """
 
     def __init__(self, log: CallLog, site: Site, port: str) -> None:
@@ -321,10 +322,6 @@ class GradientLog(Stream):
         self._note(run, call, Gradient(reason=reason))
 
     refuse = absent
-
-    def at(self, key: Key) -> GradientLog:
-        """The stream of one tensor inside the value: this one, for the first that has a gradient is shown."""
-        return self
 
     def spawn(self, site: Site, known: Any) -> GradientLog:
         """The stream of one op, where this one's site names all ops of a module; it writes into the same log."""
@@ -428,13 +425,6 @@ def fingerprint_of(marks: TensorMarks | None) -> Fingerprint:
         return Fingerprint()
     odd = int(marks.odd.item())
     return Fingerprint(f"{marks.digest.item():x}", tuple(marks.sketch.tolist()), f"{odd:x}" if odd else "")
-
-
-def shape_text(tensor: Tensor) -> str:
-    """The shape of a tensor as texts show it: ``1x3x8x8``, ``scalar`` without dimensions, ``nested`` if it is."""
-    if tensor.is_nested:
-        return "nested"
-    return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 def shapes_text(value: Any) -> str:

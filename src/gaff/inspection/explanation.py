@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site, parse_site, print_key
-from gaff.address.nested import Arguments, describe, iter_tensors, map_tensors
+from gaff.address.nested import Arguments, describe, iter_tensors, map_tensors, shape_text
 from gaff.address.resolve import Found, find_site, need_module
 from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
 from gaff.engine.ops.calls import OpCall
@@ -25,7 +25,7 @@ from gaff.engine.stop import EarlyStop, StopForward
 from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import PlanError, SiteError
 from gaff.inspection.anatomy import Anatomy
-from gaff.inspection.call_log import gradient_of, shape_text
+from gaff.inspection.call_log import gradient_of
 from gaff.inspection.op_log import OpLog, OpNotes, code_at, place_text
 from gaff.inspection.untouched import untouched
 from gaff.record.node_rows import Edge, NodeRow

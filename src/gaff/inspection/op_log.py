@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gaff.address.exported_calls import place_in_model
 from gaff.address.grammar import ATTENTIONS, WEIGHTS, Site, print_key
-from gaff.address.nested import Arguments, iter_tensors
+from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import called_modules, iter_modules, join
 from gaff.compat import memory
 from gaff.compat.autograd import next_sequence
@@ -26,7 +26,7 @@ from gaff.engine.ops.attention import Weights
 from gaff.engine.ops.calls import OpCall
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
-from gaff.inspection.call_log import shape_text, shapes_text
+from gaff.inspection.call_log import shapes_text
 from gaff.inspection.untouched import untouched
 
 # Ops that torch runs as one, with more inside than can be seen: what to do about it.

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gaff.address.grammar import WEIGHTS, Site, fits_op, parse_site
+from gaff.address.nested import shape_text
 from gaff.address.resolve import is_container, iter_modules, need_module
 from gaff.errors import PlanError, SiteError
-from gaff.inspection.call_log import shape_text
 from gaff.inspection.op_log import OpRow, list_ops
 from gaff.inspection.tracer import trace_run
 from gaff.sessions.plan import Plan

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import ATTENTIONS, Site, parse_site
-from gaff.address.nested import Arguments, iter_tensors
+from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import Found, called_modules, is_container, iter_modules, join, need_module, unwrap
 from gaff.compat import elements, libraries
 from gaff.compat.memory import version_of
@@ -35,7 +35,6 @@ from gaff.inspection.call_log import (
     GradientLog,
     ParameterLog,
     fingerprint_of,
-    shape_text,
     statistics_of,
 )
 from gaff.inspection.op_log import place_of, place_text

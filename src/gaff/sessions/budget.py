@@ -14,7 +14,7 @@ import torch
 
 from gaff.address.grammar import Site
 from gaff.address.nested import size_bytes
-from gaff.compat.memory import memory_of
+from gaff.compat.memory import address_of
 from gaff.errors import PlanError
 from gaff.views.text import bytes_text
 
@@ -27,7 +27,6 @@ class Holder(Protocol):
     ``records`` are what it holds, in order; the ledger asks for their number only.
     """
 
-    site: Site
     records: Sized
 
     def oldest(self) -> int | None:
@@ -114,15 +113,8 @@ class Ledger:
     def _count(self) -> int:
         """The bytes behind all kept values: memory that several of them share is counted once, and as a whole."""
         held = (tensor for holder in self._iter_holders() for tensor in holder.iter_held())
-        return sum({_address(tensor): _storage_bytes(tensor) for tensor in held}.values())
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; for a sparse or nested one, which has no single one, its identity."""
-    try:
-        return memory_of(tensor)
-    except RuntimeError:
-        return id(tensor)
+        # sparse and nested ones, which have no single memory, by their identity
+        return sum({address_of(tensor) or id(tensor): _storage_bytes(tensor) for tensor in held}.values())
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:

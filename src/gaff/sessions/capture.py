@@ -27,11 +27,11 @@ from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper
-from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite, make_keeper
+from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite
 from gaff.sessions.plan import Plan
 from gaff.sessions.readable import Captured
 from gaff.sessions.reading import Reading
-from gaff.sessions.receipt import Receipt, ReceiptRow, tidy
+from gaff.sessions.receipt import Receipt, rows_of
 from gaff.views.text import counted
 
 PLAIN = "of plain tensors, and is entered once"
@@ -132,7 +132,7 @@ class Capture(Captured):
         self._report_replaced(is_quiet=kind is not None)  # never mask the user's own exception
         is_plain = all(stream.records and not stream.inner for stream in self._by_object.values())  # mostly
         if kind is None and (self._missing or self._by_name or not is_plain):
-            raise_if_silent(self.receipt, self._ran())
+            raise_if_silent(self.receipt)
 
     def clear(self) -> None:
         """Let go of all values kept so far; the receipt goes on counting. For sessions that stay open for long."""
@@ -144,14 +144,11 @@ class Capture(Captured):
     def receipt(self) -> Receipt:
         """What happened so far: for each pattern what matched, fired, was None or skipped, and why."""
         streams = [stream for stream in self._iter_streams() if stream.fired or not stream.inner]
-        rows = tidy([row for stream in streams for row in stream.rows()])
-        rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
-        needed = {str(request) for request in self._plan.requests if not request.optional}
-        optional = frozenset(str(request) for request in self._plan.requests) - needed
-        return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional)
+        rows = rows_of([row for stream in streams for row in stream.rows()], self._missing)
+        return Receipt(rows, self._session.runs, tuple(self._session.notes), self._plan.optional)
 
     def _reading(self) -> Reading:
-        runs = self._ran() if self._session.was_opened else None
+        runs = self._session.runs if self._session.was_opened else None
         meshes = partial(distributed.meshes_of_rows, self._model) if self._model is not None else tuple
         return Reading(self._by_name, list(self._iter_streams()), self._find, self._sites, runs, meshes=meshes)
 
@@ -186,10 +183,6 @@ class Capture(Captured):
                 if one.fired and not is_quiet:
                     warnings.warn(f"gaff: {one.site}: {list(one.reasons)[-1]}", stacklevel=3)
 
-    def _ran(self) -> int:
-        """How many runs there have been; none before the session is opened."""
-        return self._session.clock.latest.index + 1 if self._session.was_opened else 0
-
     def _make_taps(self, model: nn.Module) -> list[Tap]:
         """Look the plan up in the model: a stream for each site, and what the engine must be told of it.
 
@@ -223,8 +216,14 @@ class Capture(Captured):
         return taps
 
     def _make_keeper(self, reduce: Any, site: Site) -> Keeper:
-        """A keeper for the sites of one request, noted so that it hears of the session when that is opened."""
-        keeper = make_keeper(self._plan.options, reduce, site)
+        """How values of one request are kept, noted so that it hears of the session when that is opened.
+
+        Buffers and parameters are copied; parameters only unless ``reference`` was asked for.
+        """
+        options = self._plan.options
+        # batch norm writes into its buffers without torch's version counter: a reference to one could not be checked
+        is_state = site.port == "buffer" or (site.port == "param" and not options.reference)
+        keeper = Keeper(options, reduce or options.reduce, is_state)
         self._keepers.append(keeper)
         return keeper
 
@@ -282,7 +281,7 @@ def _with_inner(stream: KeptSite, seen: set[int]) -> Iterator[KeptSite]:
             yield from _with_inner(inner, seen)
 
 
-def raise_if_silent(receipt: Receipt, runs: int, excused: AbstractSet[str] = frozenset()) -> None:
+def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -> None:
     """Raises NeverFiredError when a pattern stayed silent; it carries the receipt, and names the likeliest reason.
 
     ``excused``: patterns of which the user has heard another error.
@@ -295,13 +294,14 @@ def raise_if_silent(receipt: Receipt, runs: int, excused: AbstractSet[str] = fro
     reasons = [row.reason for row in rows if row.reason not in ("", NOT_CALLED, NO_BACKWARD)]
     if any(name.rpartition(":")[2].partition("[")[0] in ("grad", *GRADIENT_PORTS) for name in silent):
         hint = "a gradient needs backward() inside the session"
-    elif runs == 0:
+    elif not receipt.runs:
         hint = "the model was never called inside the session (or only inside a backward pass, or on another thread)"
     else:
         hint = "the modules were not called in these runs"
         hint += ", or not so often" if any("@" in name for name in silent) else ""
     why = reasons[0] if reasons else hint
     raise NeverFiredError(
-        f"{names} never fired in {counted(runs, 'run')}: {why}; allow it with gaff.maybe(pattern), see error.receipt",
+        f"{names} never fired in {counted(receipt.runs, 'run')}: {why}; "
+        "allow it with gaff.maybe(pattern), see error.receipt",
         receipt,
     )

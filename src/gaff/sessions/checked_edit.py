@@ -43,18 +43,6 @@ class CheckedEdit:
     ``has_failed``: its last event ended in an error; closing must then not complain that the edit never acted.
     """
 
-    __slots__ = (
-        "_any_event",
-        "_constants",
-        "_edit",
-        "_is_pure",
-        "_meshes",
-        "_site",
-        "_sources",
-        "has_failed",
-        "number",
-    )
-
     def __init__(self, edit: Edit, site: Site, meshes: Sequence[Any] = (), number: int = 0) -> None:
         """``meshes``: those over which the model spreads its tensors while every process computes on the same rows.
 

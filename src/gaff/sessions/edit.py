@@ -26,7 +26,7 @@ from gaff.errors import ExactnessError, PlanError, SiteError
 from gaff.sessions.capture import raise_if_silent
 from gaff.sessions.edited_site import EditedSite, Family
 from gaff.sessions.plan import Plan
-from gaff.sessions.receipt import CHANGING, Receipt, ReceiptRow, tidy
+from gaff.sessions.receipt import CHANGING, Receipt, rows_of
 from gaff.sessions.same_run import SameRun
 
 REPLACED = "the module was replaced while the session was open: its successor was not edited"
@@ -117,13 +117,9 @@ class Editing:
     @property
     def receipt(self) -> Receipt:
         """What happened so far, site by site. Reads the numbers from their device."""
-        rows = tidy([stream.row() for stream in self._streams if not stream.spawned])
-        rows += [ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in self._missing]
-        needed = {str(request) for request in self._plan.requests if not request.optional}
-        optional = frozenset(str(request) for request in self._plan.requests) - needed
-        lingering = self._session.lingering
-        armed = len(lingering) if lingering is not None else 0
-        return Receipt(tuple(rows), self._ran(), tuple(self._session.notes), optional, is_edit=True, armed=armed)
+        rows = rows_of([stream.row() for stream in self._streams if not stream.spawned], self._missing)
+        notes, armed = tuple(self._session.notes), len(self._session.lingering or ())
+        return Receipt(rows, self._session.runs, notes, self._plan.optional, is_edit=True, armed=armed)
 
     def on(self, pattern: str | None = None) -> None:
         """Let the edits of ``pattern`` (as given, or a site it matched; None: all) act again.
@@ -196,7 +192,7 @@ class Editing:
             return
         if lost:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
-        raise_if_silent(self.receipt, self._ran(), {one.pattern for one in self._streams if one.checked.has_failed})
+        raise_if_silent(self.receipt, {one.pattern for one in self._streams if one.checked.has_failed})
         for stream in gone:
             if stream.size.hits:
                 warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
@@ -214,7 +210,7 @@ class Editing:
             warnings.warn(f"gaff: {REPLACED}: attach the plan again", stacklevel=4)
         if not self._has_warned and (run.step or not run.index):
             needs_backward = (*GRADIENT_PORTS, "grad")
-            optional = {str(request) for request in self._plan.requests if request.optional}
+            optional = self._plan.optional
             silent = [stream for stream in self._streams if stream.is_overdue and stream.pattern not in optional]
             due = [str(stream.site) for stream in silent if run.step or stream.site.port not in needs_backward]
             if due:
@@ -222,9 +218,6 @@ class Editing:
                 warnings.warn(
                     f"gaff: attached edits at {', '.join(due[:4])} were not hit in the first full step", stacklevel=4
                 )
-
-    def _ran(self) -> int:
-        return self._session.clock.latest.index + 1 if self._session.was_opened else 0
 
     def _named(self, pattern: str | None) -> list[EditedSite]:
         """The streams that ``pattern`` means: by the pattern as given, or by one of the sites that it matched."""

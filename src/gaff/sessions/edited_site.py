@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaff.address.grammar import GRADIENT_PORTS, Key, Site
+from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.address.nested import first_tensor
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.places import Skip, When, holds
+from gaff.engine.streams import Stream
 from gaff.errors import ExactnessError, GaffError, PlanError
 from gaff.sessions.checked_edit import CheckedEdit, need_mixable
 from gaff.sessions.edit_size import EditSize
@@ -77,13 +78,13 @@ class Family:
         return 0 if is_pattern else next(self._counts[place if site.op is None else replace(site, call=None)])
 
 
-class EditedSite:
+class EditedSite(Stream):
     """One edit at one site: the stream that the engine asks what the model goes on with.
 
     ``place`` is equal for edits at the same site, which act one after the other; ``number`` counts them. Made by
     ``Editing`` before anything is installed; in recomputations of living autograd graphs it is called after the
-    session, too. ``size`` counts events
-    at which it acted, ``none`` those where there was no tensor.
+    session, too. ``size`` counts events at which it acted, ``none`` those where there was no tensor. One stream edits
+    each of the tensors in a nested value.
     """
 
     def __init__(self, pattern: str, site: Site, place: object, edit: Edit, family: Family, number: int = 0) -> None:
@@ -166,10 +167,6 @@ class EditedSite:
     def remark(self, text: str) -> None:
         """Something that the reader of the receipt should know; told once."""
         self._reasons.setdefault(text, 1)
-
-    def at(self, key: Key) -> EditedSite:
-        """Itself: one stream edits each of the tensors in a nested value."""
-        return self
 
     def spawn(self, site: Site, known: Any) -> EditedSite:
         """The stream of one op, where this site names several: with its own counts, under the same switch.

@@ -28,7 +28,6 @@ from gaff.keep import in_graph
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper, Moment, Refused, size_of
 from gaff.sessions.receipt import ReceiptRow, merge_reasons
-from gaff.sessions.request import Options
 
 REPLACED = "the module was replaced while the session was open: what is at this address now was not seen"
 ENDLESS = "the tensor is a wrapper that lies inside itself, of which torch can read nothing"
@@ -123,19 +122,19 @@ class KeptSite:
     def absent(self, run: Any, call: int, reason: str) -> None:
         """The site fired, and there was None to see: an event that reads as None."""
         self.none += 1
-        self._note(reason)
+        self.skip(reason)
         self.records.append((run, call, None))
         self._trim()
 
     def refuse(self, run: Any, call: int, reason: str) -> None:
         """The site fired, but its value cannot be told exactly: reading it raises ExactnessError with the reason."""
-        self._note(reason)
+        self.skip(reason)
         self.records.append((run, call, Refused(reason)))
         self._trim()
 
     def skip(self, reason: str) -> None:
-        """An event that this site cannot show, or a reason why none came. Nothing is kept."""
-        self._note(reason)
+        """An event that this site cannot show, or a reason why none came: counted, and nothing is kept."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def remark(self, text: str) -> None:
         """Something that the reader of the receipt should know; told once."""
@@ -175,10 +174,6 @@ class KeptSite:
         """Let the oldest event go where more than ``last`` are held."""
         if self._last is not None and len(self.records) > self._last:
             self.evict()
-
-    def _note(self, reason: str) -> None:
-        """Count one more event with this reason."""
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     @property
     def is_loose(self) -> bool:
@@ -274,13 +269,3 @@ class KeptSite:
         except Exception as error:
             note(error, f"gaff: while keeping {self.site}")
             raise
-
-
-def make_keeper(options: Options, reduce: Any, site: Site) -> Keeper:
-    """How values of ``site`` are kept; ``reduce`` of its request goes before the plan's own.
-
-    Buffers and parameters are copied; parameters only unless ``reference`` was asked for.
-    """
-    # batch norm writes into its buffers without torch's version counter: a reference to one could not be checked
-    is_state = site.port == "buffer" or (site.port == "param" and not options.reference)
-    return Keeper(options, reduce or options.reduce, is_state)

@@ -46,9 +46,7 @@ class Plan:
         address that cannot be read, PlanError for options that are not known.
         """
         if len(patterns) == 1 and isinstance(patterns[0], Plan):
-            if not options:
-                return patterns[0]
-            return replace(patterns[0], options=replace(patterns[0].options, **_of_captures(options)))
+            return patterns[0]._with(_of_captures(options))
         return cls(tuple(requests_of(patterns)), Options(**_of_captures(options)))
 
     @classmethod
@@ -59,11 +57,7 @@ class Plan:
         for what is no edit.
         """
         if isinstance(changes, Plan):
-            return (
-                replace(changes, options=replace(changes.options, **read_options(dict(options))))
-                if options
-                else changes
-            )
+            return changes._with(read_options(dict(options)))
         if not isinstance(changes, Mapping) or not changes:
             raise PlanError(f"edits {changes!r:.60} are no dict: expected {{'layer3': gaff.edits.scale(0.5)}}")
         unknown = [name for name in options if name not in ("check_finite", "threads")]
@@ -75,10 +69,20 @@ class Plan:
             requests += [replace(request, edit=as_edit(edit)) for request in asked]
         return cls(tuple(requests), Options(**read_options(dict(options))))
 
+    def _with(self, options: dict[str, Any]) -> Plan:
+        """The same plan with other ``options`` where some are given."""
+        return replace(self, options=replace(self.options, **options)) if options else self
+
     @property
     def is_edit(self) -> bool:
         """Whether the plan changes what passes, at one site at least."""
         return any(request.edit is not None for request in self.requests)
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """The patterns that may stay silent, and are nowhere asked for without ``gaff.maybe``."""
+        needed = {str(request) for request in self.requests if not request.optional}
+        return frozenset(str(request) for request in self.requests) - needed
 
     def need_captures(self) -> None:
         """Raise PlanError for a plan that edits: it changes nothing where values are only looked at."""

@@ -15,7 +15,7 @@ from gaff.address.nested import describe
 from gaff.compat import distributed
 from gaff.compat.placements import UNKNOWN_PART, is_equal_everywhere, placement_of, whole_of
 from gaff.errors import PlanError, SiteError
-from gaff.sessions.exact import Refused
+from gaff.sessions.exact import Kept, Refused
 from gaff.sessions.reading import Reading, Wanted
 from gaff.sessions.receipt import Receipt
 from gaff.sessions.thumbnails import thumbnail
@@ -187,9 +187,7 @@ class Captured(Readable):
     def _newest(self) -> dict[str, Any]:
         """The newest value that is held of each site, by its address."""
         found = {str(one.site): one.records[-1][2] for one in self._reading().streams if one.records}
-        return {
-            site: kept if isinstance(kept, Refused) else getattr(kept, "value", kept) for site, kept in found.items()
-        }
+        return {site: kept.value if isinstance(kept, Kept) else kept for site, kept in found.items()}
 
     def _rows(self) -> list[tuple[str, ...]]:
         """The rows of the receipt, each with the newest value that is held, in words."""

@@ -105,10 +105,11 @@ def merge_reasons(reasons: Sequence[tuple[str, int]]) -> str:
     return "; ".join(text if count == 1 else f"{text} ({count}x)" for text, count in ordered)
 
 
-def tidy(rows: list[ReceiptRow]) -> list[ReceiptRow]:
-    """The rows without modules that ran no op of a pattern such as ``**/softmax``, which names all modules.
+def rows_of(rows: list[ReceiptRow], missing: Sequence[str]) -> tuple[ReceiptRow, ...]:
+    """The rows of a receipt: tidy, and one for each pattern that matched nothing.
 
-    Where others ran such an op these rows are left out; where nobody did, one row stands for all of the pattern.
+    A pattern such as ``**/softmax`` names all modules. Those that ran no such op are left out where others did; where
+    nobody did, one row stands for all of the pattern.
     """
     acted = {row.pattern for row in rows if row.fired}
     silent: dict[str, list[ReceiptRow]] = {}
@@ -125,7 +126,7 @@ def tidy(rows: list[ReceiptRow]) -> list[ReceiptRow]:
             if row.pattern.endswith(":weights"):
                 why += "; attention that is written out has its weights as /softmax"
             kept.append(replace(row, site="", skipped=0, reason=why))
-    return kept
+    return (*kept, *(ReceiptRow(pattern, "", reason="nothing in the model matches") for pattern in missing))
 
 
 def _some(count: int) -> str:

@@ -156,17 +156,7 @@ def parse_bytes(size: int | str) -> int:
         if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
             raise PlanError(f"budget={size!r} leaves no room: expected a positive number of bytes, or '4GB'")
         return size
-    units = {
-        "KB": 1e3,
-        "MB": 1e6,
-        "GB": 1e9,
-        "TB": 1e12,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-        "TIB": 2**40,
-        "B": 1,
-    }
+    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 1024, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "B": 1}
     text = size.strip().upper()
     for unit, factor in units.items():
         number = text.removesuffix(unit).strip()

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import VALUE_PORTS, Key, Site, parse_site
+from gaff.address.grammar import VALUE_PORTS, Site, parse_site
 from gaff.address.nested import describe, iter_tensors
 from gaff.address.resolve import find_site
 from gaff.edits.event import Edit, Event
-from gaff.edits.places import with_patches
+from gaff.edits.places import iter_innermost, with_patches
 from gaff.edits.sources import Patch
 from gaff.engine.session import Session
+from gaff.engine.streams import Stream
 from gaff.engine.taps import Tap
 from gaff.errors import PlanError, SiteError
 from gaff.sessions.exact import Keeper, Kept, Refused, read
@@ -32,11 +33,12 @@ from gaff.sessions.request import Options
 Held = tuple[Any, bool]
 
 
-class PatchSource:
+class PatchSource(Stream):
     """The values that passed the source of a patch in the run in progress, by thread and call; a stream of the engine.
 
     Called with an event it is the value that goes in there. Kept exactly, as a capture keeps values, and with their
-    autograd graph unless ``detach``; let go of when the run ends.
+    autograd graph unless ``detach``; let go of when the run ends. Of skipped events and remarks it tells nothing: a
+    patch that misses its source raises.
     """
 
     def __init__(self, site: Site, *, detach: bool) -> None:
@@ -60,20 +62,6 @@ class PatchSource:
     def refuse(self, run: Any, call: int, reason: str) -> None:
         """The source passed, and its value cannot be told exactly."""
         self._keep(call, Refused(reason))
-
-    def skip(self, reason: str) -> None:
-        """Nothing to be told: a patch that misses its source raises."""
-
-    def remark(self, text: str) -> None:
-        """Nothing to be told: it changes no value."""
-
-    def at(self, key: Key) -> PatchSource:
-        """Itself: the source is one tensor."""
-        return self
-
-    def spawn(self, site: Site, known: Any) -> PatchSource:
-        """Itself: a source names one op."""
-        return self
 
     def __call__(self, event: Event) -> Tensor:
         """The value of the source that goes in at an event: its call of that number, or the one that it names.
@@ -200,12 +188,5 @@ class SameRun:
 
 def sources_of(edit: Edit) -> tuple[PatchSource, ...]:
     """The sources that patches inside an edit are tied to."""
-    found: list[PatchSource] = []
-
-    def look(patch: Patch) -> Edit:
-        if isinstance(patch.values, PatchSource):
-            found.append(patch.values)
-        return patch
-
-    with_patches(edit, look)
-    return tuple(dict.fromkeys(found))
+    values = (one.values for one in iter_innermost(edit) if isinstance(one, Patch))
+    return tuple(dict.fromkeys(one for one in values if isinstance(one, PatchSource)))

@@ -33,7 +33,7 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     range: ("range", lambda value: [value.start, value.stop, value.step], lambda told: range(*told)),
     torch.Size: ("size", list, torch.Size),
     torch.device: ("device", str, torch.device),
-    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), lambda told: _dtype(told)),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), elements.dtype_named),
     Opaque: ("opaque", lambda value: value.type_name, lambda told: Opaque(str(told))),
 }
 _MAKERS = {name: make for name, _, make in _LEAVES.values()}
@@ -183,7 +183,7 @@ def _whole(told: Any, tensors: Mapping[str, Tensor]) -> Tensor:
             )
     tensor = tensors[told["name"]]
     if "bytes" in told:
-        tensor = tensor.view(_dtype(told["bytes"][0])).view(told["bytes"][1])
+        tensor = tensor.view(elements.dtype_named(told["bytes"][0])).view(told["bytes"][1])
     if told.get("is_complex"):
         tensor = torch.view_as_complex(tensor)
     if "order" in told:
@@ -202,14 +202,6 @@ def _fields(value: Any) -> tuple[str, ...]:
 def _named(name: str, fields: tuple[str, ...]) -> Any:
     """The named tuple of that name. Raises ValueError where a field cannot be one, such as ``_hidden``."""
     return namedtuple(name, fields)
-
-
-def _dtype(name: Any) -> torch.dtype:
-    """The dtype of that name. Raises ValueError where there is none."""
-    found = getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"no dtype {name!r}")
-    return found
 
 
 def _names(name: str) -> Any:

@@ -27,7 +27,7 @@ from gaff.sessions.capture import raise_if_silent
 from gaff.sessions.exact import Keeper, read
 from gaff.sessions.plan import Plan
 from gaff.sessions.receipt import Receipt, ReceiptRow, merge_reasons
-from gaff.sessions.request import Options, Request, Resolved
+from gaff.sessions.request import Options, Request
 
 _OPTIONS = ("to", "dtype", "reduce", "clone")
 
@@ -156,7 +156,7 @@ class Take(nn.Module):
         session = Session(self.model, taps)
         is_stopped = self._run(session, features, args, kwargs)
         self._receipt = _receipt(features, session, self._plan, waiting, is_stopped)
-        raise_if_silent(self._receipt, 1)
+        raise_if_silent(self._receipt)
         return self._collect(features)
 
     def over(
@@ -239,8 +239,8 @@ def take(model: nn.Module, patterns: tuple[Any, ...], options: dict[str, Any]) -
     return Take(model, plan)
 
 
-def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
-    """Everything that can be known before the first call; returns the sites. Raises SiteError or PlanError.
+def _check(model: nn.Module, plan: Plan) -> None:
+    """Everything that can be known before the first call. Raises SiteError or PlanError.
 
     Gradients are refused, since the run ends before any backward; so is a module under several names without a call.
     """
@@ -249,11 +249,10 @@ def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
     if plan.options != Options(to=plan.options.to, dtype=plan.options.dtype, reduce=plan.options.reduce,
                                clone=plan.options.clone):  # fmt: skip
         raise PlanError(f"take knows only the options {', '.join(_OPTIONS)}; the plan has others: {plan.options}")
-    resolved = plan.check(model)
     counts: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         counts.setdefault(id(module), []).append(path)
-    for row in resolved:
+    for row in plan.check(model):
         site = row.found.site
         if site.port in (*GRADIENT_PORTS, "grad"):
             raise PlanError(f"{site}: take gives forward values only: expected gaff.capture for gradients")
@@ -263,7 +262,6 @@ def _check(model: nn.Module, plan: Plan) -> list[Resolved]:
                 f"{site}: is one module under {len(names)} names ({', '.join(names[:4])}), called more than once: "
                 f"say which call, such as {str(replace(site, call=0))!r}"
             )
-    return resolved
 
 
 def _arrived(at: int, waiting: set[int]) -> None:
@@ -288,8 +286,7 @@ def _receipt(features: list[Feature], session: Session, plan: Plan, waiting: set
     notes = list(session.notes)
     if not waiting and not is_stopped:
         notes.append("the model swallowed the early stop and ran on; the values are complete")
-    optional = frozenset(str(request) for request in plan.requests if request.optional)
-    return Receipt(rows, 1, tuple(notes), optional)
+    return Receipt(rows, 1, tuple(notes), plan.optional)
 
 
 def arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

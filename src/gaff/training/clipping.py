@@ -62,8 +62,7 @@ class Clipping:
         if flat and (limits.adaptive is not None or limits.when == "backward"):
             what = "adaptive=" if limits.adaptive is not None else "when='backward'"
             raise PlanError(f"{what} of parts of flat parameters: {flat_shards.FLAT}, or norm=, value=")
-        if distributed.has_localized(every):
-            raise PlanError(distributed.LOCALIZED)
+        distributed.refuse_localized(every)
         spread_over = [one for one in every if distributed.is_spread(one)]
         if spread_over and limits.when == "backward" and model is None:
             raise PlanError("when='backward' on parameters of several processes needs model=: expected the model")

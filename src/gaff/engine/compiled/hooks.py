@@ -417,11 +417,6 @@ class LookHooks:
         ]
         self._handles: list[Any] = []
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the hooks are on the modules."""
-        return bool(self._handles)
-
     def switch_on(self) -> None:
         """Put the hooks on all modules that still exist; does nothing if they are on."""
         for reference, look in () if self._handles else self._looks:

@@ -186,11 +186,11 @@ class ArmedShare(ArmedView):
     (``follow``).
     """
 
-    __slots__ = ("_total",)
+    __slots__ = ("total",)
 
     def __init__(self, stream: Stream, run: Run, call: int, tensor: Tensor) -> None:
         super().__init__(stream, run, call, tensor)
-        self._total: Any = None
+        self.total: Any = None  # the handle of a hook that looks whether all of the share passes that node
 
     def follow(self, handle: Any) -> None:
         """Hear of the share at a node, whose hook ``handle`` is of: the module wrote into its input."""
@@ -198,20 +198,11 @@ class ArmedShare(ArmedView):
             self._base_handle.remove()
         self._base_handle = handle
 
-    def follow_total(self, handle: Any) -> None:
-        """Keep the handle of a hook that looks whether all of the share passes that node."""
-        self._total = handle
-
     def remove(self) -> None:
         """Take the hooks away, that on the total of the input, too."""
         super().remove()
-        if self._total is not None:
-            self._total.remove()
-
-    def receive_share(self, gradients: Passes, gradient: Tensor) -> Any:
-        """Deliver a share that arrived at the node; returns what the edit puts in its place, else None."""
-        gradients.seen(self.run)
-        return self.deliver(gradient)
+        if self.total is not None:
+            self.total.remove()
 
 
 class ArmedLeaf(Armed):

@@ -106,16 +106,10 @@ def made_since(count: int) -> list[range]:
 
 def _begins(outputs: Any) -> None:
     """A differentiable pass begins from ``outputs``: hook the nodes behind them of every call that is followed."""
-    waiting = autograd.nodes_of(outputs)
-    seen: set[GraphNode] = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            for one in [one for one in autograd.metadata_of(node) if isinstance(one, Derivatives)]:
-                if one.share.is_open:
-                    one.follow(node)
-            waiting += [onward for onward, _ in node.next_functions if onward is not None]
+    for node in autograd.nodes_behind(autograd.nodes_of(outputs)):
+        for one in [one for one in autograd.metadata_of(node) if isinstance(one, Derivatives)]:
+            if one.share.is_open:
+                one.follow(node)
 
 
 def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,9 +18,10 @@ from gaff.compat import autograd, memory
 from gaff.compat.compiler import uncompiled
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import ArmedShare
+from gaff.engine.gradients.later import ShareOfLate
 from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.gradients.reach import find_feeding
-from gaff.engine.gradients.share import UNSEEN, WRITTEN, ShareOfLate, mark, roots_of, shows_elsewhere, watch_unseen
+from gaff.engine.gradients.share import UNSEEN, WRITTEN, mark, roots_of, shows_elsewhere, watch_unseen
 from gaff.engine.gradients.tensor_hooks import alias_of
 from gaff.engine.value_edits import find
 
@@ -81,7 +82,7 @@ class ShareChange(GradientArm):
             share.follow(node.register_hook(uncompiled(partial(self._gradients.share_arrived, share, position))))
             if unseen is not None:
                 graph, told = self._gradients.pass_graph, partial(self._unseen, share)
-                share.follow_total(watch_unseen(graph, tensor, edge, unseen, mark(feeding), told))
+                share.total = watch_unseen(graph, tensor, edge, unseen, mark(feeding), told)
 
     def _unseen(self, share: ArmedShare, total: Tensor, is_fed_unseen: Callable[[], bool]) -> None:
         """In a pass: raises ExactnessError, by its stream, where a part of the share does not pass the hooked node."""

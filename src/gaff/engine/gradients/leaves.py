@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Clock, Run
-from gaff.engine.gradients.pending import BATCHED, NEEDS_NONE, NOT_REACHED, Gradients
+from gaff.engine.gradients.later import NEEDS_NONE
+from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient
 from gaff.engine.streams import Stream
@@ -163,7 +164,7 @@ class LeafGradient:
         Reentrant checkpoints run backward apart: a parameter used in two gets its gradient in parts. A second arrival
         in the same pass from another checkpoint tells that.
         """
-        region = checkpoints.recomputing_function()
+        region = next(checkpoints.recomputing_functions(), None)
         last, self._last = self._last, (self._gradients.passes, region)
         is_part = region is not None and last[0] == self._gradients.passes and last[1] not in (None, region)
         if is_part:

@@ -15,7 +15,7 @@ from gaff.address.nested import Arguments, children, dig, iter_tensors, map_tens
 from gaff.compat import autograd, distributed
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients import tensor_hooks
-from gaff.engine.gradients.ports import GradientArm, ambiguous, report_missing, tell_none
+from gaff.engine.gradients.ports import GradientArm
 from gaff.engine.replacements import Replacements
 from gaff.errors import PlanError
 
@@ -39,17 +39,7 @@ class OuterGradient(GradientArm):
         site, run, call = self._site, crossing.run, crossing.call
         if not self._wants(call):
             return None
-        try:
-            value = dig(output, site.key)
-        except KeyError as error:
-            report_missing(site, self._stream, self._is_exact, error)
-            return None
-        found = list(iter_tensors(value))
-        if not found:
-            tell_none(self._stream, run, call, value, is_exact=self._is_exact)
-        if len(found) > 1 and self._is_exact:
-            raise ambiguous(site, site.key, found)
-        for key, tensor in found:
+        for key, tensor in self._found_in(output, crossing):
             stream = self._stream.at(key) if key else self._stream
             if not autograd.takes_gradient(tensor):
                 self._arm_late(tensor, stream, crossing)

@@ -20,14 +20,11 @@ from gaff.compat.autograd import is_wrapper
 from gaff.compat.compiler import uncompiled
 from gaff.engine.clock import Run
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView, MetLeaves
+from gaff.engine.gradients.later import Later
 from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import EDGE, ORIGINALS, is_at_edge, on_gradient, original
 from gaff.engine.streams import Stream
 
-NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"
-NEEDS_NONE = "the tensor does not require grad"
-GETS_NONE = "the tensor is a view made without grad mode: torch brings it no gradient"
-WRITTEN_LATER = "the tensor did not require grad; what was written into it later does"
 NOT_REACHED = "backward ran, but no gradient reached this tensor"
 BEHIND_VIEW = f"{NOT_REACHED}; a pass that ends at the view which :outer_grad gives a module's caller does not"
 _MOST_PASSES = 4096  # that may be inside one another: each reentrant checkpoint has one of its own
@@ -57,7 +54,7 @@ class Gradients:
         self.met = MetLeaves()
         self._prune_at = 256
         self._tasks: dict[int, list[Run]] = {}
-        self._later: list[tuple[weakref.ref[Tensor], int, str, Stream, Run, int]] = []
+        self.later = Later()
 
     def meet_compiled(self) -> None:
         """Be ready for gradients from compiled code: hooks stay out of it, and at its edges they ask for more."""
@@ -97,9 +94,7 @@ class Gradients:
         armed = Armed(stream, run, call)
         armed.lie_as(tensor)
         armed.handle = tensor.register_hook(partial(_arrived, self, armed))  # no view: ``on_gradient`` asks for nothing
-        self._armed.append(armed)
-        if len(self._armed) > self._prune_at:
-            self._prune()
+        self.add(armed)
 
     def arm_share(self, alias: Tensor, share: ArmedShare) -> None:
         """Edit what arrives at ``alias``, the view that a module was given as its input.
@@ -126,7 +121,8 @@ class Gradients:
             return None
         if is_wrapper(gradient):
             share.refuse(BATCHED)
-        changed = share.receive_share(self, gradient)
+        self.seen(share.run)
+        changed = share.deliver(gradient)
         return None if changed is None else (*handed[:position], changed, *handed[position + 1 :])
 
     def _hook(self, tensor: Tensor, armed: Armed, *, has_edits: bool) -> None:
@@ -161,16 +157,6 @@ class Gradients:
             self._chains = {at: row for at, row in self._chains.items() if row[0]() is not None}
         self._chains[key] = weakref.ref(tensor), chain
         armed.handle = on_gradient(tensor, partial(_arrived_chain, self, chain))
-
-    def arm_later(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
-        """Arm a tensor that does not require grad now: somebody may still make it, until the run ends.
-
-        It is held weakly. At the end of the run its hook is set, or the stream is told that there is no gradient. A
-        tensor that was written to since has another value, and what comes to it is no gradient of the one that passed.
-        """
-        reason = GETS_NONE if autograd.is_view_without_grad(tensor) else NEEDS_NONE
-        reason = reason if torch.is_grad_enabled() else NO_GRAD_MODE
-        self._later.append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, run, call))
 
     def mark(self, tensor: Tensor, run: Run) -> None:
         """Take a backward pass for one of ``run`` when it comes by ``tensor``, which a call of the run has made."""
@@ -220,8 +206,8 @@ class Gradients:
                 if autograd.takes_gradient(tensor) and not tensor.is_leaf:
                     self._hook(tensor, Armed(_Mark(self), run, 0), has_edits=False)
 
-    def began(self, run: Run) -> None:
-        """Count a backward pass that comes by what ``run`` returned."""
+    def began(self) -> None:
+        """Count a backward pass that comes by what a run returned."""
         task = autograd.backward_task()
         if task != self._task:
             self._task, self.passes = task, self.passes + 1
@@ -242,23 +228,8 @@ class Gradients:
         self.pass_graph.let_go()
 
     def settle_later(self, *, is_final: bool = True) -> None:
-        """Set the hooks of tensors that have come to require grad; tell the streams of the others, if ``is_final``.
-
-        Ahead of a backward pass inside a forward it is not: what does not require grad then may still come to.
-        """
-        later, self._later = self._later, []
-        for one in later:
-            reference, version, reason, stream, run, call = one
-            tensor = reference()
-            if tensor is None or not autograd.takes_gradient(tensor):
-                if is_final:
-                    stream.absent(run, call, reason)
-                else:
-                    self._later.append(one)
-            elif memory.version_of(tensor) != version:
-                stream.absent(run, call, WRITTEN_LATER)
-            else:
-                self.arm(tensor, stream, run, call)
+        """Set the hooks of tensors that have come to require grad; tell the streams of the others, if ``is_final``."""
+        self.later.settle(self.arm, is_final=is_final)
 
     def _prune(self) -> None:
         """Forget hooks whose autograd graph is gone, and tell their streams what never came.
@@ -321,13 +292,11 @@ _UNHEARD = _Unheard()
 class _Mark(_Unheard):
     """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
 
-    place = ""
-
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
 
     def add(self, value: Any, run: Run, call: int) -> None:
-        self._gradients.began(run)
+        self._gradients.began()
 
 
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:

@@ -18,7 +18,8 @@ from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Frame, Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedView
-from gaff.engine.gradients.pending import NO_GRAD_MODE, Gradients
+from gaff.engine.gradients.later import NO_GRAD_MODE
+from gaff.engine.gradients.pending import Gradients
 from gaff.engine.node import Node
 from gaff.engine.streams import Act, Stream
 from gaff.errors import SiteError
@@ -54,6 +55,23 @@ class GradientArm(Act):
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
 
+    def _found_in(self, output: Any, crossing: Crossing) -> list[tuple[Key, Tensor]]:
+        """The tensors that the address means in an output, by key; none, and the stream is told why, if there is none.
+
+        Raises SiteError for an exact address that leads nowhere, or to several tensors.
+        """
+        try:
+            value = dig(output, self._site.key)
+        except KeyError as error:
+            report_missing(self._site, self._stream, self._is_exact, error)
+            return []
+        found = list(iter_tensors(value))
+        if not found:
+            tell_none(self._stream, crossing.run, crossing.call, value, is_exact=self._is_exact)
+        if len(found) > 1 and self._is_exact:
+            raise ambiguous(self._site, self._site.key, found)
+        return found
+
     def _arm_late(self, tensor: Tensor, stream: Stream, crossing: Crossing) -> None:
         """Hook a tensor that does not require grad at the end of the run, should it by then.
 
@@ -62,7 +80,7 @@ class GradientArm(Act):
         if crossing.waits and crossing.memo is not None:
             crossing.memo[self] = None
         else:
-            self._gradients.arm_later(tensor, stream, crossing.run, crossing.call)
+            self._gradients.later.add(tensor, stream, crossing.run, crossing.call)
 
     def _frame(self, run: Run) -> Frame:
         """The innermost call of the module that is in progress, in the run or in its recomputation."""
@@ -88,18 +106,8 @@ class OutputGradient(GradientArm):
             return
         if not self._wants(call):
             return
-        try:
-            value = dig(output, self._site.key)
-        except KeyError as error:
-            report_missing(self._site, self._stream, self._is_exact, error)
-            return
-        found = list(iter_tensors(value))
-        if not found:
-            tell_none(self._stream, run, call, value, is_exact=self._is_exact)
-            return
-        if len(found) > 1 and self._is_exact:
-            raise ambiguous(self._site, self._site.key, found)
-        twins = [tensor for _, tensor in iter_tensors(output)] if self._site.key else []
+        found = self._found_in(output, crossing)
+        twins = [tensor for _, tensor in iter_tensors(output)] if self._site.key and found else []
         if sum(tensor is found[0][1] for tensor in twins) > 1:
             self._stream.remark("the output holds this tensor several times: this is the gradient of all of them")
         for key, tensor in found:

@@ -21,23 +21,15 @@ def used_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
     None where the autograd graph does not tell: nothing requires grad, or a reentrant checkpoint hides what it will
     recompute. Walks all of the graph; nothing is held afterwards.
     """
-    waiting: list[Node] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    if not waiting:
-        return None
-    seen: set[Node] = set()
+    roots = autograd.nodes_of(outputs)
     found: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in autograd.nodes_behind(roots):
         if node.name() == "CheckpointFunctionBackward":
             return None
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             found.add(id(variable))
-        waiting.extend(onward for onward, _ in node.next_functions if onward is not None)
-    return found
+    return found if roots else None
 
 
 def find_feeding(
@@ -109,13 +101,8 @@ class PassGraph:
 def _by_edge(roots: list[Node]) -> dict[tuple[Node | None, int], list[Node]]:
     """All nodes behind ``roots``, by what they hand a gradient to."""
     found: dict[tuple[Node | None, int], list[Node]] = {}
-    seen: set[Node] = set()
-    while roots:
-        node = roots.pop()
-        if node not in seen:
-            seen.add(node)
-            for edge in node.next_functions:
-                if edge[0] is not None:
-                    found.setdefault(edge, []).append(node)
-                    roots.append(edge[0])
+    for node in autograd.nodes_behind(roots):
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                found.setdefault(edge, []).append(node)
     return found

@@ -24,7 +24,8 @@ from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
 from gaff.engine.gradients.derivatives import follow_derivatives, made_since, passes_made
-from gaff.engine.gradients.pending import BATCHED, NO_GRAD_MODE, Gradients
+from gaff.engine.gradients.later import NO_GRAD_MODE, ShareOfLate
+from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
 from gaff.engine.gradients.reach import NEVER, Edge, Feeding, PassGraph, find_feeding
 from gaff.engine.gradients.tensor_hooks import on_gradient
@@ -126,22 +127,6 @@ class InputShare(GradientArm):
                     share.watch_total(tensor, edge, feeding, unseen)
                 follow_derivatives(share, made, edge)
                 self._gradients.add(share)
-
-
-class ShareOfLate(Stream):
-    """Stands for a stream whose input came to require grad after the module was entered: its share is refused."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def add(self, value: Any, run: Run, call: int) -> None:
-        self.refuse(run, call, "the input came to require grad inside the module: ask for :input_grad, the total")
-
-    def absent(self, run: Run, call: int, reason: str) -> None:
-        self._stream.absent(run, call, reason)
-
-    def refuse(self, run: Run, call: int, reason: str) -> None:
-        self._stream.refuse(run, call, reason)
 
 
 class _Share(Armed):

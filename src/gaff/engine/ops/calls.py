@@ -118,7 +118,7 @@ class OpEvent:
         self.part.counts[self.row] = self.index + 1
         return self._act(value, given, needs_graph=False)
 
-    def is_rewritten(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def is_rewritten(self, value: Any) -> Tensor | None:
         """A copy for the edit of an op that wrote into the argument that it returned; None for any other op.
 
         Neither its name nor ``inplace=True`` may tell; the version counter of the argument does. The edited copy is
@@ -269,7 +269,7 @@ def leave_op(events: list[OpEvent], output: Any, written: Written | None, args: 
     try:
         value = args[0] if output is None else output
         for event in events:
-            fresh = event.is_rewritten(value, args, kwargs) if written is None and output is not None else None
+            fresh = event.is_rewritten(value) if written is None and output is not None else None
             is_plain = written is None and fresh is None  # else what it returned is no mere input
             new = event.change(value if fresh is None else fresh, Arguments(args if is_plain else (), kwargs))
             if fresh is None:

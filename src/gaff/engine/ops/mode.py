@@ -140,9 +140,7 @@ class ScopedCall:
 
     def note_slow_path(self, frame: FrameType) -> None:
         """Note the attention of a module that nobody asked about: a mode alone keeps torch from its fused fast path."""
-        here: FrameType | None = frame
-        while here is not None and here.f_code not in call_frames().codes:
-            here = here.f_back
+        here = modes.nearest_call(frame)
         block = None if here is None else here.f_locals.get("self")
         if block is not None and takes_fast_path([block]):
             for part in self.parts:

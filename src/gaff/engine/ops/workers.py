@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from gaff.compat.modes import call_frames
+from gaff.compat.modes import nearest_call
 from gaff.engine.ops.mode import scopes_of
 from gaff.engine.ops.names import NAMES, name_of
 from gaff.engine.ops.scope import Scope
@@ -40,7 +40,7 @@ class _OnWorker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises PlanError where somebody asked for this op."""
         name = NAMES.get(func) or name_of(func)
-        if name and not _is_in_module(sys._getframe(1)):
+        if name and nearest_call(sys._getframe(1)) is None:  # else it is an op of a module called there
             for scope in self._scopes:
                 _meet(scope, name)
         return func(*args, **(kwargs or {}))
@@ -59,14 +59,6 @@ def _meet(scope: Scope, name: str) -> None:
         )
     if UNSEEN not in scope.notes:
         scope.notes.append(UNSEEN)
-
-
-def _is_in_module(frame: FrameType | None) -> bool:
-    """Whether what runs in ``frame`` was called by a module on this thread."""
-    codes = call_frames().codes
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _watched(function: Callable[..., Any], frame: FrameType) -> Callable[..., Any]:

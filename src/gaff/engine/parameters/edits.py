@@ -46,7 +46,7 @@ class Swap:
         self._owners = owners
         self._standing: Standing | None = None  # while another stands in
         self._again: list[Crossing] = []  # of recomputations in progress
-        self._crossings: dict[Run, Crossing] = {}
+        self.crossings: dict[Run, Crossing] = {}  # what was decided when a run in progress began
 
     def begin(self, run: Run) -> None:
         """A run begins: compute the value with its autograd graph, and let it stand in everywhere.
@@ -54,7 +54,7 @@ class Swap:
         Raises PlanError for a parameter that lies on the meta device, and what the edit raises.
         """
         self.restore()
-        crossing = self._crossings[run] = Crossing(run, 0, memo={})  # the decision is kept, checkpoint or not
+        crossing = self.crossings[run] = Crossing(run, 0, memo={})  # the decision is kept, checkpoint or not
         if not self._is_sharded:
             self._stand_in(crossing)
 
@@ -65,14 +65,11 @@ class Swap:
         parameter when the backward pass leaves a call, and what comes to it later, through an older graph, is lost.
         """
         self.restore()
-        tensor, crossing = self._found.tensor, self._crossings[run]
+        crossing = self.crossings[run]
         if run in self._called:
             crossing = Crossing(run, crossing.call, True, crossing.memo, True)
         self._called.add(run)
-        new = self._change(tensor, crossing)
-        if new is not tensor:
-            self._standing = Standing.of(tensor, self._owners)
-            self._standing.add(self, new)
+        self._stand_in(crossing)
 
     def end_unit(self) -> None:
         """Put the parameter back: the run is over, or FSDP2 is about to free it.
@@ -85,19 +82,11 @@ class Swap:
                 "stood in for it: expected a parameter that the forward only reads"
             )
 
-    def end(self, run: Run, output: Any) -> None:
+    def end(self, run: Run) -> None:
         """Put the parameter back: the run is over. Raises ExactnessError where the model wrote into what stood in."""
-        self._crossings.pop(run, None)
+        self.crossings.pop(run, None)
         self._called.discard(run)
         self.end_unit()
-
-    def scope(self, node: Node) -> SwapScope:
-        """What repeats the edit when a checkpoint recomputes ``node``."""
-        return SwapScope(self, node)
-
-    def crossing(self, run: Run) -> Crossing | None:
-        """What was decided when ``run`` began; None once it is over, or where it was not seen."""
-        return self._crossings.get(run)
 
     def again(self, crossing: Crossing, frame: Frame) -> None:
         """A recomputation enters a module: until it leaves it, the value of that run stands in again.
@@ -177,7 +166,7 @@ class ParameterEdits(list[Swap]):
             )
         for swap in self:
             try:
-                swap.end(run, output)
+                swap.end(run)
             except ExactnessError as error:
                 problems.append(error)
         if problems:
@@ -201,7 +190,7 @@ class SwapScope(Act):
 
     def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
         if not crossing.is_again:
-            first = self._swap.crossing(crossing.run)
+            first = self._swap.crossings.get(crossing.run)
             if first is not None and crossing.memo is not None:
                 crossing.memo[self] = first
         elif crossing.memo is not None and self in crossing.memo:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaff.compat.modes import call_frames
+from gaff.compat.modes import nearest_call
 from gaff.engine.process.stack_room import passed_over
 
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
@@ -112,8 +112,6 @@ def drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def calling_module() -> nn.Module | None:
     """The innermost module whose call is in progress on this thread, by torch's own function that calls modules."""
-    codes, frame = call_frames().codes, sys._getframe(1)
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = nearest_call(sys._getframe(1))
     found = frame.f_locals.get("self") if frame is not None else None
     return found if isinstance(found, nn.Module) else None

@@ -2,8 +2,8 @@
 
 torch calls hooks before and after ``step``, of one optimizer or of all in the process; they cannot say that the step
 shall not happen. ``StepGuard`` therefore lets the optimizer's own code run on nothing. The other classes only look:
-``StepWatch`` before steps, ``StepCount`` after them, ``BackwardGuard`` and ``AccumulationWatch`` at the gradients while
-they come.
+``StepWatch`` before steps, ``count_steps`` after them, ``BackwardGuard`` and ``AccumulationWatch`` at the gradients
+while they come.
 
 A step that calls ``super().step()`` runs the hooks once more inside: all of this passes over the inner ones.
 """
@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gaff.compat import distributed, foreach
 from gaff.compat.compiler import uncompiled
+from gaff.compat.modes import frames_from
 from gaff.engine.gradients.sharded import ShardedGradient
 from gaff.engine.gradients.tensor_hooks import on_gradient
 
@@ -71,14 +72,10 @@ def _iter_outer_steps(frame: FrameType | None) -> Iterator[Any]:
     Read from the Python stack: torch wraps each ``step`` in a function named ``wrapper``, so its code appears once more
     for each, with the optimizer as ``self``.
     """
-    while frame is not None and frame.f_code.co_name != "wrapper":
-        frame = frame.f_back
-    code = None if frame is None else frame.f_code
-    outer = None if frame is None else frame.f_back
-    while outer is not None:
-        if outer.f_code is code:
+    wrappers = [one for one in frames_from(frame) if one.f_code.co_name == "wrapper"]
+    for outer in wrappers[1:]:
+        if outer.f_code is wrappers[0].f_code:
             yield outer.f_locals.get("self")
-        outer = outer.f_back
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -169,12 +166,9 @@ class StepGuard:
         self._restore()
         self.has_skipped = False
         self._began()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
-            wrapped = self._wrap(closure)
-            if len(args) > 1:
-                return (args[0], wrapped, *args[2:]), kwargs
-            return args, {**kwargs, "closure": wrapped}
+        wrapped = _after_closure(args, kwargs, self._ask)
+        if wrapped is not None:
+            return wrapped
         self._unscale()
         skip = self._before()
         if isinstance(skip, Tensor):
@@ -205,16 +199,10 @@ class StepGuard:
                 parameter.grad = gradient
         self._dropped.clear()
 
-    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure with ``before`` after each evaluation; a step that is to be skipped finds no gradients."""
-
-        def evaluate() -> Any:
-            loss = closure()
-            if self._before():
-                self._drop()
-            return loss
-
-        return evaluate
+    def _ask(self) -> None:
+        """Ask ``before`` after an evaluation of the closure; a step that is to be skipped finds no gradients."""
+        if self._before():
+            self._drop()
 
     def _drop(self) -> None:
         """Take all gradients away, so that the step does nothing.
@@ -365,27 +353,19 @@ class Ownership:
         return known
 
 
-class StepCount:
-    """Calls ``completed()`` after each step that changed something, of optimizers that own some of ``parameters()``.
+def count_steps(parameters: Callable[[], Iterable[Tensor]], completed: Callable[[], None]) -> Any:
+    """Call ``completed()`` after each step that changed something, of optimizers that own some of ``parameters()``.
 
-    A global hook of torch's, on the thread that steps. Steps that a guard skipped through the host, and inner ones, do
-    not count.
+    By a global hook of torch's, on the thread that steps; the handle removes it. Steps that a guard skipped through the
+    host, and inner ones, do not count.
     """
+    owned = Ownership(parameters)
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]], completed: Callable[[], None]) -> None:
-        self._owned = Ownership(parameters)
-        self._completed = completed
-        self._handle: Any = None
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_skipped(optimizer) and not is_inner_step(optimizer) and owned.has(optimizer):
+            completed()
 
-    def __enter__(self) -> None:
-        self._handle = register_optimizer_step_post_hook(self._stepped)
-
-    def __exit__(self, *exc: object) -> None:
-        self._handle.remove()
-
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_skipped(optimizer) and not is_inner_step(optimizer) and self._owned.has(optimizer):
-            self._completed()
+    return register_optimizer_step_post_hook(stepped)
 
 
 class StepWatch:
@@ -431,14 +411,21 @@ class StepWatch:
             self._skipped()
         if is_inner_step(optimizer) or is_overflow or (self._owned is not None and not self._owned.has(optimizer)):
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        wrapped = _after_closure(args, kwargs, partial(self._before, optimizer))  # gradients come from it
+        if wrapped is None:
             self._before(optimizer)
-            return None
+        return wrapped
 
-        def evaluate() -> Any:  # gradients come from it
-            loss = closure()
-            self._before(optimizer)
-            return loss
 
-        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
+def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> Any:
+    """What a step is called with so that ``then()`` follows each evaluation of its closure; None where it has none."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def evaluate() -> Any:
+        loss = closure()
+        then()
+        return loss
+
+    return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})

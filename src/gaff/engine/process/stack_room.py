@@ -13,6 +13,8 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import TypeVar
 
+from gaff.compat.modes import frames_from
+
 _Function = TypeVar("_Function")
 
 
@@ -61,10 +63,7 @@ class RunningFunction:
 
 def _depth_of(frame: FrameType | None) -> int:
     """How many frames there are from this one outwards."""
-    count = 0
-    while frame is not None:
-        count, frame = count + 1, frame.f_back
-    return count
+    return sum(1 for _ in frames_from(frame))
 
 
 def widen(frames: int) -> int:

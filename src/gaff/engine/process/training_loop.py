@@ -65,12 +65,12 @@ class Outer:
             _UNDO.append(register_optimizer_step_post_hook(_step_ended).remove)
             _UNDO.append(_unwrap_all)
             _replace("backward", _backward, torch.autograd)
-            _replace("scale", _scale, torch.amp.GradScaler)
+            _replace("scale", _after(_tell_scaled), torch.amp.GradScaler)
             _replace("step", _scaler_step, torch.amp.GradScaler)
-            _replace("compile", _compile, torch)
-            _replace("clip_grad_norm_", _clip, torch.nn.utils, torch.nn.utils.clip_grad)
+            _replace("compile", _after(_tell_compiled), torch)
+            _replace("clip_grad_norm_", _after(_tell_norm), torch.nn.utils, torch.nn.utils.clip_grad)
             _replace("__iter__", _iterate, DataLoader)
-            _replace("save", _save, torch, torch.serialization)
+            _replace("save", _after(_tell_saved), torch, torch.serialization)
         _OPEN.append(self._told)
 
     def close(self) -> None:
@@ -129,17 +129,26 @@ def _backward(original: Any, live: list[bool]) -> Any:
     return backward
 
 
-def _scale(original: Any, live: list[bool]) -> Any:
-    """``GradScaler.scale``, which tells the loss and what has become of it, unless scaling is off."""
+def _after(tell: Callable[..., None]) -> Callable[[Any, list[bool]], Any]:
+    """What makes of a function of torch's one that tells, once it has run: ``tell(told, result, *args, **kwargs)``."""
 
-    def scale(scaler: Any, outputs: Any) -> Any:
-        scaled = original(scaler, outputs)
-        if isinstance(outputs, torch.Tensor) and scaled is not outputs:
+    def make(original: Any, live: list[bool]) -> Any:
+        @passed_over
+        def after(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
             for told in _told(live):
-                told.loss_scaled(outputs, scaled, scaler)
-        return scaled
+                tell(told, result, *args, **kwargs)
+            return result
 
-    return scale
+        return after
+
+    return make
+
+
+def _tell_scaled(told: Told, scaled: Any, scaler: Any, outputs: Any) -> None:
+    """``GradScaler.scale`` has run, which tells the loss and what has become of it, unless scaling is off."""
+    if isinstance(outputs, torch.Tensor) and scaled is not outputs:
+        told.loss_scaled(outputs, scaled, scaler)
 
 
 def _scaler_step(original: Any, live: list[bool]) -> Any:
@@ -156,34 +165,19 @@ def _scaler_step(original: Any, live: list[bool]) -> Any:
     return step
 
 
-def _compile(original: Any, live: list[bool]) -> Any:
-    """``torch.compile``, which tells what has been compiled.
+def _tell_compiled(told: Told, compiled: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+    """``torch.compile`` has run, which tells what has been compiled.
 
     That is the module which it made of a module, or the function that it was given; used as a decorator with options it
     tells nothing.
     """
-
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        compiled = original(model, *args, **kwargs)
-        if model is not None:
-            for told in _told(live):
-                told.compiled(compiled if isinstance(model, nn.Module) else model)
-        return compiled
-
-    return compile
+    if model is not None:
+        told.compiled(compiled if isinstance(model, nn.Module) else model)
 
 
-def _clip(original: Any, live: list[bool]) -> Any:
-    """``torch.nn.utils.clip_grad_norm_``, which tells the norm that it has found, and the limit."""
-
-    @passed_over
-    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        norm = original(parameters, max_norm, *args, **kwargs)
-        for told in _told(live):
-            told.clipped(norm, max_norm)
-        return norm
-
-    return clip_grad_norm_
+def _tell_norm(told: Told, norm: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
+    """``torch.nn.utils.clip_grad_norm_`` has run, which tells the norm that it has found, and the limit."""
+    told.clipped(norm, max_norm)
 
 
 def _iterate(original: Any, live: list[bool]) -> Any:
@@ -198,17 +192,9 @@ def _iterate(original: Any, live: list[bool]) -> Any:
     return iterate
 
 
-def _save(original: Any, live: list[bool]) -> Any:
-    """``torch.save``, which tells what it was given as file, once that is written."""
-
-    @passed_over
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(obj, f, *args, **kwargs)
-        for told in _told(live):
-            told.saved(f)
-        return result
-
-    return save
+def _tell_saved(told: Told, result: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """``torch.save`` has run, which tells what it was given as file, once that is written."""
+    told.saved(f)
 
 
 def tell_clipped(norm: Any, most: Any) -> None:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gaff.address.grammar import Site
+from gaff.address.nested import iter_deep
 from gaff.compat import distributed
 from gaff.compat.autograd import backward_task
 from gaff.engine.gradients.nodes import Gradients, NodeWatch, Seen
+from gaff.engine.ops.calls import OpCall
 from gaff.inspection.nonfinite.backward_causes import backward_cause
 from gaff.inspection.nonfinite.provenance import STEP, Made, own_path, shown
 from gaff.inspection.nonfinite.ranges import has_nonfinite, range_of
@@ -98,6 +100,16 @@ class Trail:
             return False
         handed = handed if isinstance(handed, tuple) else (handed,)
         return not any(isinstance(one, Tensor) and has_nonfinite(one) for one in handed)
+
+    def note_scale(self, call: OpCall) -> None:
+        """Note the factor by which a GradScaler multiplies the loss: backward asks what it would be without."""
+        factors = [one for one in iter_deep(call.args) if one.numel() == 1]
+        if call.site.op == "mul" and len(factors) >= 2:
+            self.scale = float(factors[1])
+
+    def overflow(self) -> str:
+        """What to note of gradients that overflow by the scaler's doing."""
+        return f"gradients overflowed under the GradScaler's factor {self.scale:g}: it skips such a step itself"
 
     def origin(self) -> Passed | None:
         """The node at which gradients that reached a leaf began to be bad; None where no leaf got a bad one.

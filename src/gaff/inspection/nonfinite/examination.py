@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site
-from gaff.address.nested import Arguments, iter_deep, iter_tensors
+from gaff.address.nested import Arguments, iter_tensors, shape_text
 from gaff.address.resolve import called_modules, need_module, resolve
 from gaff.compat import distributed
 from gaff.engine.ops.calls import OpCall
@@ -26,7 +26,6 @@ from gaff.engine.raised import tell_where
 from gaff.engine.session import Session
 from gaff.engine.taps import CallTap, OpTap
 from gaff.errors import NonFiniteError, PlanError
-from gaff.inspection.call_log import shape_text
 from gaff.inspection.nonfinite.attribution import (
     Begun,
     Now,
@@ -376,7 +375,7 @@ class Examination:
         writes = (call.site.op or "").endswith("_") or call.site.op == "setitem" or "out" in call.kwargs
         ranges = ranges_of(given, self._producers) if writes or is_steep(call.site.op or "", call.args) else None
         if is_scaling(call):
-            self._note_scale(call)
+            self._trail.note_scale(call)
         self._trail.nodes.follow(given, Ran(Site(call.site.path), users_place(call.place), ()))
         self._open.append(Begun(call, came, ranges))
 
@@ -419,12 +418,6 @@ class Examination:
         is_own = not known and made.site == begun.call.site
         self._marks.put(tensor, replace(made, cause=RUNNING) if is_own else made)
 
-    def _note_scale(self, call: OpCall) -> None:
-        """Note the factor by which a GradScaler multiplies the loss: backward asks what it would be without."""
-        factors = [one for one in iter_deep(call.args) if one.numel() == 1]
-        if call.site.op == "mul" and len(factors) >= 2:
-            self._trail.scale = float(factors[1])
-
     def _sink(self, output: Any) -> None:
         """Note what is bad in what the step or the model returned: here it matters, if it was not meant.
 
@@ -451,11 +444,8 @@ class Examination:
             is_known = came is not None and origin.cause is not None
             tell = came.tell if is_known else partial(self._trail.tell, origin, self._producers)
             return tell(self.notes, ops)
-        if origin is not None:
-            told = (
-                f"gradients overflowed under the GradScaler's factor {self._trail.scale:g}: it skips such a step itself"
-            )
-            self.notes += [] if told in self.notes else [told]
+        if origin is not None and (told := self._trail.overflow()) not in self.notes:
+            self.notes.append(told)
         return Report(False, notes=tuple(self.notes), ops=ops)
 
 

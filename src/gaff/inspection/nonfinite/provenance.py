@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gaff.address.grammar import STATE_PORTS, Site
 from gaff.compat.memory import address_of, storage_life, version_of
+from gaff.compat.modes import frames_from
 from gaff.inspection.nonfinite.report import Range, Report
 from gaff.inspection.op_log import code_at, place_of, place_text
 from gaff.version import FOLDER
@@ -178,10 +179,8 @@ def users_place(frame: FrameType) -> tuple[str, int]:
     is the line of the op itself.
     """
     first = place_of(frame)
-    here: FrameType | None = frame
-    while here is not None:
+    for here in frames_from(frame):
         name = here.f_code.co_filename
         if not name.startswith((_TORCH, FOLDER)) and not name.endswith(_WRAPPING):
             return place_of(here)
-        here = here.f_back
     return first

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from gaff.address.nested import shape_text
 from gaff.compat import distributed, elements, modes
-from gaff.inspection.call_log import shape_text
 from gaff.inspection.nonfinite.report import Range
 
 _USUAL = (Tensor, torch.nn.Parameter)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
+
+from gaff.compat.autograd import nodes_behind, nodes_of
 
 _MOST_NODES = 1000
 _DEPTH = 10
@@ -70,14 +73,10 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
 
 def leaf_behind(loss: Tensor) -> Tensor | None:
     """A parameter that a loss depends on, the first that is met; None where the first 1,000 nodes lead to none."""
-    open_, met = [loss.grad_fn], 0
-    while open_ and met < _MOST_NODES:
-        node, met = open_.pop(), met + 1
-        if node is not None:
-            variable: Tensor | None = getattr(node, "variable", None)
-            if variable is not None:
-                return variable
-            open_ += [one for one, _ in node.next_functions]
+    for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
+        variable: Tensor | None = getattr(node, "variable", None)
+        if variable is not None:
+            return variable
     return None
 
 

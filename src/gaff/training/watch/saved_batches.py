@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gaff.compat import elements, extras
@@ -133,7 +132,7 @@ def read_kept(path: Path) -> SavedBatch:
         tensors.update({str(alias): tensors[str(key)] for alias, key in told["aliases"].items()})
         args, kwargs = _unpacked(told["structure"], tensors)
         random = [tensors[f"random.{at}"] for at in range(len(tensors)) if f"random.{at}" in tensors]
-        autocast = [(str(kind), _dtype(name)) for kind, name in told["autocast"]]
+        autocast = [(str(kind), elements.dtype_named(name)) for kind, name in told["autocast"]]
         batch = Batch(tuple(args), dict(kwargs), random, autocast, bool(told["has_grad"]), [])
         weights, buffers = (_under(start, tensors) for start in ("weights.", "buffers."))
         modes = {str(path): bool(is_training) for path, is_training in told["modes"].items()}
@@ -219,11 +218,3 @@ def _has_changed(batch: Batch) -> bool:
     from gaff.compat import memory
 
     return any(memory.version_of(tensor) != version for tensor, version in batch.versions)
-
-
-def _dtype(name: str) -> torch.dtype:
-    """The torch type of this name, such as ``torch.float16``. Raises ValueError for any other attribute of torch."""
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no type of torch's")
-    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from gaff.address.nested import flat_tensors, iter_tensors
 from gaff.address.resolve import iter_modules, join, unwrap
 from gaff.compat import distributed, elements, flat_shards, libraries
+from gaff.compat.modes import frames_from
 from gaff.record.sample import Key, Parameter, address_of
 from gaff.training.watch.models import Models
 from gaff.training.watch.ownership import owned_by
@@ -112,13 +112,8 @@ def precision(module: nn.Module) -> str:
 
 def renews_statistics() -> bool:
     """Whether torch's ``update_bn`` makes the call in progress: a forward in training mode that is no evaluation."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "update_bn" and code.co_filename.endswith("swa_utils.py"):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
+    return any(code.co_name == "update_bn" and code.co_filename.endswith("swa_utils.py") for code in codes)
 
 
 def has_modes(module: nn.Module, *, training: bool = True) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gaff.address.resolve import unwrap
+from gaff.compat.modes import frames_from
 
 _PASSED_ON = ("self", "cls", "args", "kwargs", "_")
 _LIBRARIES = ("torch", "gaff", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "ignite", "fastai")
@@ -77,15 +78,13 @@ def caller() -> tuple[Any, int]:
 
     Frames of torch, gaff and training frameworks are passed over; (None, 0) where there are no others.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(1)):
         name = frame.f_globals.get("__name__", "")
         is_library = _IS_LIBRARY.get(name)
         if is_library is None:
             is_library = _IS_LIBRARY[name] = name.partition(".")[0] in _LIBRARIES
         if not is_library:
             return frame.f_code, frame.f_lasti
-        frame = frame.f_back
     return None, 0
 
 
@@ -94,12 +93,10 @@ def _frames() -> Iterator[FrameType]:
 
     What runs a script (``runpy``, a debugger, a thread) holds its variables, too, under names that are not the user's.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(1)):
         library = frame.f_globals.get("__name__", "").partition(".")[0]
         if library != "gaff" and library not in sys.stdlib_module_names:
             yield frame
-        frame = frame.f_back
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

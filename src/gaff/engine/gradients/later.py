@@ -1,0 +1,73 @@
+"""Tensors that do not require grad when they pass, and may come to: hooked then, or told of as None."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gaff.compat import autograd, memory
+from gaff.engine.clock import Run
+from gaff.engine.streams import Stream
+
+NO_GRAD_MODE = "grad mode was off in this call, and nothing recomputed it"
+NEEDS_NONE = "the tensor does not require grad"
+GETS_NONE = "the tensor is a view made without grad mode: torch brings it no gradient"
+WRITTEN_LATER = "the tensor did not require grad; what was written into it later does"
+
+
+class Later:
+    """The tensors of the run in progress that somebody may still make require grad. Each is held weakly."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[weakref.ref[Tensor], int, str, Stream, Run, int]] = []
+
+    def add(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
+        """Wait for a tensor, which does not require grad now.
+
+        One that was written to since has another value, and what comes to it is no gradient of the one that passed.
+        """
+        reason = GETS_NONE if autograd.is_view_without_grad(tensor) else NEEDS_NONE
+        reason = reason if torch.is_grad_enabled() else NO_GRAD_MODE
+        self._waiting.append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, run, call))
+
+    def settle(self, arm: Callable[[Tensor, Stream, Run, int], object], *, is_final: bool) -> None:
+        """Let ``arm`` hook what has come to require grad; tell the streams of the others why, if ``is_final``.
+
+        That is at the end of a run. Ahead of a backward pass inside it the others go on waiting.
+        """
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            reference, version, reason, stream, run, call = one
+            tensor = reference()
+            if tensor is not None and autograd.takes_gradient(tensor):
+                if memory.version_of(tensor) == version:
+                    arm(tensor, stream, run, call)
+                else:
+                    stream.absent(run, call, WRITTEN_LATER)
+            elif is_final:
+                stream.absent(run, call, reason)
+            else:
+                self._waiting.append(one)
+
+
+class ShareOfLate(Stream):
+    """Stands for a stream whose input came to require grad after the module was entered: its share is refused."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def add(self, value: Any, run: Run, call: int) -> None:
+        """A gradient has come to the input, of which nothing tells what the module's own part is."""
+        self.refuse(run, call, "the input came to require grad inside the module: ask for :input_grad, the total")
+
+    def absent(self, run: Run, call: int, reason: str) -> None:
+        """Hand on that there is none."""
+        self._stream.absent(run, call, reason)
+
+    def refuse(self, run: Run, call: int, reason: str) -> None:
+        """Hand on that it cannot be told."""
+        self._stream.refuse(run, call, reason)
