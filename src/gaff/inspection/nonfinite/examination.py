@@ -440,9 +440,8 @@ class Examination:
         if self._sinks:
             return min(self._sinks, key=lambda made: made.number).tell(self.notes, ops)
         if origin is not None and not origin.is_overflow_of_scale:
-            came = origin.seen.owner.came  # tanh makes 1 of an infinity, which its derivative remembers
-            is_known = came is not None and origin.cause is not None
-            tell = came.tell if is_known else partial(self._trail.tell, origin, self._producers)
+            came = None if origin.cause is None else origin.seen.owner.came  # an infinity that tanh has made 1
+            tell = came.tell if came is not None else partial(self._trail.tell, origin, self._producers)
             return tell(self.notes, ops)
         if origin is not None and (told := self._trail.overflow()) not in self.notes:
             self.notes.append(told)
