@@ -122,3 +122,40 @@ def test_a_place_that_names_an_index_twice_is_refused(place):
     with pytest.raises(gaff.PlanError, match="names an index twice"):
         with gaff.edit(model, {":output": gaff.edits.at(place, gaff.edits.add(1.0))}):
             model(torch.ones(3, 2))
+
+
+class Keeps(nn.Module):
+    """Keeps a view of its weight, made before anybody edits that."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4, 4), 0.5))
+        self.kept = view(self.w)
+
+    def forward(self, x):
+        return x @ self.w @ self.kept
+
+
+@pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w.data, lambda w: w.detach()[:, :2]])
+def test_a_parameter_of_which_a_view_is_kept_is_not_edited(view):
+    model = Keeps(view)
+    with pytest.raises(gaff.PlanError, match="w:param: kept is a view of it that is kept"):
+        gaff.edit(model, {"w:param": gaff.edits.scale(2.0)}).__enter__()
+    assert torch.equal(model.w, torch.full((4, 4), 0.5))
+
+
+def test_what_stands_in_for_a_parameter_goes_for_one():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x):
+            assert isinstance(self.w, nn.Parameter)
+            return x @ self.get_parameter("w")
+
+    model, new = Asks(), torch.full((2, 2), 3.0)
+    with gaff.edit(model, {"w:param": gaff.edits.replace(new)}):
+        assert torch.equal(model(torch.eye(2)), new)
+    assert not isinstance(new, nn.Parameter)
+    assert vars(new) == {}

@@ -36,7 +36,7 @@ from gaff.engine.ops.mode import Scopes, drop
 from gaff.engine.ops.scope import OpListener, Scope, Want
 from gaff.engine.parameters.edits import ParameterEdits, Swap, SwapScope
 from gaff.engine.parameters.substitutes import original_of
-from gaff.engine.parameters.values import StateValue, called_above, owners_of
+from gaff.engine.parameters.values import StateValue, called_above, need_no_view, owners_of
 from gaff.engine.side import Side
 from gaff.engine.skips import SkipChange
 from gaff.engine.streams import Act, EditStream, Look, SecondHalf, Stream
@@ -211,7 +211,7 @@ class Wiring:
 
         It does so in the modules around the parameter and in all its owners, any of which a checkpoint may begin with.
         Of a sharded parameter the value stands in for each call of its FSDP2 unit, before other changes at its entry.
-        Raises PlanError for a parameter that is kept on the meta device between calls.
+        Raises PlanError for a parameter that is kept on the meta device between calls, or of which a view is kept.
         """
         owners = owners_of(model, tap.found)
         if tap.found.tensor.is_meta:
@@ -219,6 +219,7 @@ class Wiring:
                 f"{tap.found.site}: the parameter lies on the meta device (without memory, or offloaded by "
                 "accelerate), so that nothing can stand in for it: expected an edit of an output, or another model"
             )
+        need_no_view(model, tap.found)
         sharded = self._shards.of(tap.found)
         swap = Swap(tap.found, tap.stream, owners, is_sharded=sharded is not None)
         if sharded is not None:

@@ -42,6 +42,7 @@ class Standing:
         self.original = original
         self._owners = list(owners)
         self._rows: list[_Row] = []
+        self._called: list[Tensor] = []  # what goes for a Parameter while it stands in
 
     @classmethod
     def of(cls, tensor: Tensor, owners: Sequence[nn.Module]) -> Standing:
@@ -53,6 +54,9 @@ class Standing:
         self._put(self.now, new)
         if not self._rows:
             _step_aside(self.original)
+        if isinstance(self.original, nn.Parameter) and not isinstance(new, nn.Parameter):
+            new._is_param = True  # what torch asks for where code asks for the class
+            self._called.append(new)
         self._rows.append(_Row(key, new, memory.version_of(new), task))
         _BY_TENSOR[id(self.original)] = _BY_TENSOR[id(new)] = self
 
@@ -71,6 +75,9 @@ class Standing:
         self._rows.remove(row)
         if row.tensor is not self.original and not any(other.tensor is row.tensor for other in self._rows):
             _BY_TENSOR.pop(id(row.tensor), None)
+            if any(one is row.tensor for one in self._called):
+                del row.tensor._is_param
+                self._called = [one for one in self._called if one is not row.tensor]
         if not self._rows:
             _BY_TENSOR.pop(id(self.original), None)
             _step_back(self.original)

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.resolve import Found, is_container
-from gaff.compat import libraries
+from gaff.address.resolve import Found, is_container, iter_modules, join
+from gaff.compat import elements, libraries, memory
 from gaff.engine.clock import Run
 from gaff.engine.node import Node
 from gaff.engine.streams import Stream
+from gaff.errors import PlanError
 
 OFFLOADED = "it lies on the meta device between calls (offloaded), and nothing tells its value"
 NOT_CALLED = "its module was not called itself; read at the end of the run"
@@ -78,3 +79,17 @@ def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:
 def called_above(found: Found) -> nn.Module | None:
     """The nearest module around the owner that is called: containers such as ModuleList are not."""
     return next((module for module in reversed(found.chain) if not is_container(module)), None)
+
+
+def need_no_view(model: nn.Module, found: Found) -> None:
+    """Raises PlanError where a module keeps a view of a parameter, made before: nothing can stand in for that."""
+    parameter = found.tensor
+    if not elements.is_plain(parameter) or parameter.untyped_storage().nbytes() != parameter.nbytes:
+        return  # its memory is not its own
+    for path, module, _ in iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value is not parameter and memory.shares(value, parameter):
+                raise PlanError(
+                    f"{found.site}: {join(path, name)} is a view of it that is kept, which an edit would not reach: "
+                    "expected a model that makes the view when it is called"
+                )
