@@ -159,3 +159,20 @@ def test_what_stands_in_for_a_parameter_goes_for_one():
         assert torch.equal(model(torch.eye(2)), new)
     assert not isinstance(new, nn.Parameter)
     assert vars(new) == {}
+
+
+def strip_while_open(session, model):
+    with session:
+        model(torch.ones(1, 2))
+        model[0]._forward_hooks.clear()
+        model(torch.ones(1, 2))
+    return session.receipt.rows
+
+
+def test_hooks_that_somebody_takes_away_are_told_when_the_session_closes():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    for session in (gaff.edit(model, {"0": gaff.edits.zero()}), gaff.capture(model, "0", "1")):
+        with pytest.warns(UserWarning, match="0: hooks were taken from its module while the session was open"):
+            rows = strip_while_open(session, model)
+        assert "calls after that were not seen" in rows[0].reason
+        assert not any(row.reason for row in rows[1:])

@@ -11,7 +11,8 @@ import weakref
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gaff.compat import checkpoints
 from gaff.engine.force_eager import forced_eager
@@ -23,11 +24,13 @@ from gaff.errors import ExactnessError
 class Release:
     """Whether the edits of some autograd graphs were given up: their backward passes then raise, not go on unedited.
 
-    One belongs to each session. ``is_done`` is set by whoever releases.
+    One belongs to each session. ``is_done`` is set by whoever releases. ``stripped``: modules whose hooks somebody
+    else took away while the session was open.
     """
 
     def __init__(self) -> None:
         self.is_done = False
+        self.stripped: list[nn.Module] = []
 
     def guard(self, tensor: Tensor) -> None:
         """Hook what a run with edits under a checkpoint returned. The hook lives and dies with its autograd graph.
@@ -93,7 +96,16 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def remove_all(handles: list[Any]) -> None:
-    """Remove hooks by their handles, the last first: what was put on top of something goes before it."""
+STRIPPED = "hooks were taken from its module while the session was open: calls after that were not seen"
+
+
+def remove_all(handles: list[Any]) -> bool:
+    """Remove hooks by their handles, the last first: what was put on top of something goes before it.
+
+    Returns whether all were there still: somebody may have cleared torch's tables of a module.
+    """
+    tables = [(one.hooks_dict_ref(), one.id) for one in handles if isinstance(one, RemovableHandle)]
+    is_whole = all(table is None or number in table for table, number in tables)
     for handle in reversed(handles):
         handle.remove()
+    return is_whole

@@ -251,7 +251,7 @@ class Session:
             if self._wiring.has_edits and node.repeats():
                 kept.append((node, handles))
             else:
-                remove_all(handles)
+                self.released.stripped += [] if remove_all(handles) else [node.module]
         if kept:
             self.lingering = Lingering(kept, is_forced=self._is_forced)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import GRADIENT_PORTS, Pattern, Site, every_call
 from gaff.address.resolve import Found, first_name, identity, is_there, need_module, place_of, resolve, unwrap
 from gaff.compat import distributed
+from gaff.engine.leftovers import STRIPPED
 from gaff.engine.session import Session
 from gaff.engine.taps import Tap, TensorTap
 from gaff.errors import NeverFiredError, PlanError, SiteError
@@ -35,6 +36,9 @@ from gaff.sessions.receipt import Receipt, rows_of
 from gaff.views.text import counted
 
 PLAIN = "of plain tensors, and is entered once"
+
+
+SUCCEEDED = "the module was replaced while the session was open: what its successor did was not seen"
 
 
 class Capture(Captured):
@@ -174,12 +178,14 @@ class Capture(Captured):
                     one.is_replaced = True
 
     def _report_replaced(self, *, is_quiet: bool) -> None:
-        """Say which modules were replaced while the session was open: what their successors did was not seen."""
-        if self._is_all_there():
+        """Say which modules were replaced, or lost their hooks, while the session was open: what came was not seen."""
+        stripped = self._session.released.stripped
+        if self._is_all_there() and not stripped:
             return
         for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
-            for one in stream.told if not is_there(tap.found) else ():
-                one.skip("the module was replaced while the session was open: what its successor did was not seen")
+            is_gone = not is_there(tap.found)
+            for one in stream.told if is_gone or tap.found.module in stripped else ():
+                one.skip(SUCCEEDED if is_gone else STRIPPED)
                 if one.fired and not is_quiet:
                     warnings.warn(f"gaff: {one.site}: {list(one.reasons)[-1]}", stacklevel=3)
 

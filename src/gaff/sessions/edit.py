@@ -20,6 +20,7 @@ from gaff.address.resolve import identity, is_there, need_module
 from gaff.compat import distributed
 from gaff.edits.files import digest_of
 from gaff.edits.places import Skip, When
+from gaff.engine.leftovers import STRIPPED
 from gaff.engine.session import Session
 from gaff.engine.taps import EditTap, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
@@ -178,24 +179,29 @@ class Editing:
         """
         is_quiet = error is not None
         self._family.is_open = False
-        gone = []
+        gone: list[tuple[EditedSite, str]] = []
+        pairs = list(zip(self._taps, self._streams, strict=False))
+        replaced: set[int] = set()
         try:
-            pairs = zip(self._taps, self._streams, strict=False)
-            gone = [one for tap, stream in pairs if not is_there(tap.found) for one in stream.spawned or [stream]]
+            replaced = {id(tap) for tap in self._taps if not is_there(tap.found)}
             self._sources.close()
         finally:
             self._session.__exit__(None, error, None)
-        for stream in gone:
-            stream.skip(REPLACED)
+        for tap, stream in pairs:
+            if id(tap) in replaced or tap.found.module in self._session.released.stripped:
+                why = REPLACED if id(tap) in replaced else STRIPPED
+                gone += [(one, why) for one in stream.spawned or [stream]]
+        for stream, why in gone:
+            stream.skip(why)
         lost = [f"{stream.site}: {stream.lost[0]}" for stream in self._streams if stream.lost]
         if is_quiet:
             return
         if lost:
             raise ExactnessError(f"{lost[0]}; backward went on without the edit")
         raise_if_silent(self.receipt, {one.pattern for one in self._streams if one.checked.has_failed})
-        for stream in gone:
+        for stream, why in gone:
             if stream.size.hits:
-                warnings.warn(f"gaff: {stream.site}: {REPLACED}", stacklevel=4)
+                warnings.warn(f"gaff: {stream.site}: {why}", stacklevel=4)
 
     def _warn(self, run: Any, output: Any) -> None:
         """At the end of each run of attached edits: warn once where one has not acted, or its module was replaced.
