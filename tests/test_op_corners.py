@@ -355,3 +355,35 @@ def test_what_a_reentrant_checkpoint_is_given_and_does_not_use_gets_none(x, site
     assert got[f"{site}:grad_output"] is None
     with gaff.edit(model, {gaff.maybe(f"{site}:grad_output"): lambda gradient: gradient * 2}):
         model(x).sum().backward()
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin().sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x.cos() * x.sin().cos()
+
+
+@pytest.mark.parametrize(("address", "is_inside"), [("/sin#0", True), ("/sin#1", True), ("/sin#2", False)])
+def test_an_op_inside_a_custom_function_is_not_edited_and_others_of_its_name_are(x, address, is_inside):
+    model = Runs(lambda _, x: (Sine.apply(x) * 2).sin())
+    if is_inside:
+        with pytest.raises(PlanError, match="the edited op sin of Runs runs inside SineBackward"):
+            with gaff.edit(model, {address: gaff.edits.scale(0.5)}):
+                model(x)
+    else:
+        with gaff.edit(model, {address: gaff.edits.scale(0.5)}):
+            assert torch.equal(model(x), 0.5 * (x.sin().sin() * 2).sin())
+
+
+def test_what_stands_in_for_a_forward_has_its_name():
+    model = Runs(lambda _, x: x)
+    with gaff.edit(model, {":output": gaff.edits.skip()}):
+        assert model.forward.__name__ == "forward"
+        assert model.forward.__func__ is Runs.forward
+        model(torch.ones(1))

@@ -45,10 +45,11 @@ class StandIn:
             return self._original(*args, **kwargs)
         return self._around(self._original, args, kwargs)
 
-    @property
-    def __code__(self) -> Any:
-        """The code of the original, for whoever inspects a forward as a function."""
-        return self._original.__code__
+    def __getattr__(self, name: str) -> Any:
+        """What the original has (``__code__``, ``__name__``), for whoever inspects a forward as a function."""
+        if name == "_original":  # of a copy that was not made by ``__init__``
+            raise AttributeError(name)
+        return getattr(self._original, name)
 
     def remove(self) -> None:
         """Take it away, in any order with others; one that others stand before stays and passes every call on.

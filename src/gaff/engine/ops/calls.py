@@ -49,7 +49,7 @@ class CallShare:
     which call the module again, and those inside it that have been told how to go on.
     """
 
-    __slots__ = ("call", "counts", "known", "run", "scope")
+    __slots__ = ("call", "counts", "hidden", "known", "run", "scope")
 
     def __init__(self, scope: Any, run: Run | None, call: int, counts: dict[Any, int]) -> None:
         self.scope = scope
@@ -57,6 +57,7 @@ class CallShare:
         self.call = call
         self.counts = counts
         self.known = _regions() if scope.repeats else []  # checkpoints that repeat the whole call, or know of it
+        self.hidden: list[Any] = []  # custom Functions that began inside it, of which nothing tells what they repeat
 
 
 class OpEvent:
@@ -179,12 +180,21 @@ class OpEvent:
         """Let checkpoints that began inside the module's forward be seen again when they recompute.
 
         Such a checkpoint calls no module again, only the function that it was given, so no hook of the module fires.
+        Raises PlanError for an edited op inside a custom Function, in which nothing tells what it will compute again.
         """
         part = self.part
         for region in _regions():
             if not any(region is known for known in part.known):
                 part.known.append(region)
-                _follow(region, part)
+                follow: Callable[..., Any] = part.scope.follow(dict(part.counts))
+                if not checkpoints.wrap_recomputation(region, follow):
+                    part.hidden.append(region)
+            if self.node is not None and part.scope.is_edit and any(region is one for one in part.hidden):
+                raise PlanError(
+                    f"the edited op {self.name} of {type(part.scope.owner.module).__name__} runs inside "
+                    f"{type(region).__name__}, a custom autograd Function: its backward may compute it again without "
+                    "the edit; edit what the Function returns"
+                )
 
 
 # Ops that change what a tensor is, not what is in it.
@@ -338,17 +348,3 @@ def _regions() -> list[Any]:
     """What may recompute the code that runs now: checkpoints of both kinds, other custom Functions."""
     functions = checkpoints.enclosing_functions() if may_repeat() else []
     return [*(found.frame for found in checkpoints.enclosing() if not found.is_again), *functions]
-
-
-def _follow(region: Any, part: CallShare) -> None:
-    """Let the recomputation of ``region`` go by the ops of this module, from the counts that it began with.
-
-    Raises PlanError for an edited op inside a custom Function, in which nothing tells what it will compute again.
-    """
-    scope, counts = part.scope, dict(part.counts)
-    follow: Callable[..., Any] = scope.follow(counts)
-    if not checkpoints.wrap_recomputation(region, follow) and scope.is_edit:
-        raise PlanError(
-            f"an edited op of {type(scope.owner.module).__name__} runs inside {type(region).__name__}, a custom "
-            "autograd Function: its backward may compute it again without the edit; edit what the Function returns"
-        )
