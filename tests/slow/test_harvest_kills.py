@@ -86,8 +86,8 @@ def test_a_disk_that_is_full(tmp_path, whole, monkeypatch):
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096 + 600, 4096 + 600))
             data = loader(batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
             gaff.harvest(net(), data, "0", "1", "2", out=out, labels={"target": 1}, shard=8)
-        except OSError as error:
-            code = 7 if error.errno == errno.EFBIG else 8
+        except gaff.errors.RecordError as error:
+            code = 7 if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EFBIG else 8
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
