@@ -762,3 +762,63 @@ def test_a_model_that_returns_zeros_returns_the_same_for_all(tmp_path):
     )
     assert run.verdict.name == "input_not_used", run.verdict
     assert not [one for one in run.findings if one.rule == "dead_units"]
+
+
+@pytest.mark.parametrize("is_unscaled", [False, True])
+def test_gradients_that_are_clipped_while_they_are_scaled(tmp_path, is_unscaled):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(40):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(X), Y)).backward()
+            if is_unscaled:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    record = watched(tmp_path, program)
+    assert (record.verdict.name == "clipped_while_scaled") is not is_unscaled
+    assert ("clipped_while_scaled" in {one.rule for one in record.findings}) is not is_unscaled
+    if not is_unscaled:
+        assert "call scaler.unscale_(optimizer) ahead of clip_grad_norm_" in record.verdict.remedy
+
+
+def test_a_backward_pass_that_is_forgotten_is_told_as_that(tmp_path):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.cross_entropy(model(X), Y)
+            optimizer.step()
+
+    told = watched(tmp_path, program).verdict
+    assert told.name == "never_trained"
+    assert "no backward pass is run" in told.cause
+    assert "call loss.backward() ahead of the step" in told.remedy
+
+
+def test_a_batch_given_by_keywords_to_a_model_that_nobody_knew_is_run_again(tmp_path):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 4)
+
+        def forward(self, x=None):
+            if x is None:
+                raise ValueError("x is missing")
+            return self.a(x).log()
+
+    def program():
+        model = Named()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x=X).mean().backward()
+            optimizer.step()
+
+    finding = next(one for one in watched(tmp_path, program).findings if one.rule == "nonfinite")
+    assert "/log#0" in finding.message

@@ -182,12 +182,13 @@ def _symptom(finding: Finding) -> Claim:
 # What the process has done or left out: the finding is the cause itself.
 READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
          "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "cleared_before_step",
-         "never_trained", "never_updated")  # fmt: skip
+         "never_trained", "never_updated", "clipped_while_scaled")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
 
-_STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained")
+_STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained",
+          "clipped_while_scaled")  # fmt: skip
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {
@@ -389,7 +390,8 @@ def steps_too_small(case: RunCase) -> Claim | None:
         return None
     if (case.loss is not None and case.loss[1].fell()) or _has_vanished(case):
         return None
-    rate, _ = _rate(case)
+    rate, warmed = _rate(case)
+    rate = max(case.lr.values) if warmed and case.lr is not None else rate
     text = "the learning rate is too low" if rate is None else f"a learning rate of {rate:.3g} is too low"
     return Claim("learning_rate_too_low", "likely", text, (evidence_of(finding),), finding.since,
                  "raise the learning rate until an update is about a thousandth of its weight", ("nothing_learned",

@@ -315,6 +315,27 @@ def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "clipped_while_scaled",
+    severity="error",
+    means="gradients are clipped while a GradScaler's factor is on them: what is left is that much smaller",
+    cause="clip_grad_norm_ is called before scaler.unscale_(optimizer)",
+    remedy="call scaler.unscale_(optimizer) ahead of clip_grad_norm_",
+    least=3,
+    share=0.5,
+    hides=("exploding", "clipped_to_nothing", "update_small", "never_updated"),
+)
+def clipped_while_scaled(sample: Sample, past: Past) -> Iterator[Hit]:
+    """clip_grad_norm_ makes gradients smaller that are multiplied by a GradScaler's factor, above 1, and that it has
+    not divided by it. Certain."""
+    found = sample.facts.get("clipped")
+    if found and found.get("factor", 1.0) > 1.0 and found["most"] < found["norm"]:
+        factor = found["factor"]
+        yield Hit(("", ""), f"gradients are clipped to {found['most']:.4g} while they are {factor:.4g} times as large, "
+                  f"by a GradScaler: {found['most'] / factor:.2g} is left",
+                  norm=found["norm"], limit=found["most"], factor=factor)  # fmt: skip
+
+
+@rule(
     "dropout_high",
     severity="warning",
     means="a dropout leaves next to nothing of what it is given, and the loss hardly falls",

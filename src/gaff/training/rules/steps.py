@@ -175,8 +175,9 @@ def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
     "never_trained",
     severity="error",
     means="no parameter of a model that an optimizer steps gets a gradient: it never changes",
-    cause="the loss does not depend on it: its output is detached, made under no_grad, made numbers of, or not used",
-    remedy="gaff.trace(model, x, backward=...) tells where the graph ends",
+    cause="backward is not called, or the loss does not depend on it: its output is detached, made under no_grad, made "
+    "numbers of, or not used",
+    remedy="call loss.backward() ahead of the step; gaff.trace(model, x, backward=...) tells where the graph ends",
     least=3,
     share=0.1,
     hides=("no_gradient", "never_updated", "update_small"),
@@ -189,7 +190,8 @@ def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
             and all(not one.has_grad for _, one in held)
             and any(one.requires_grad for _, one in held)
         ):
-            yield Hit((model, ""), f"no parameter of {model!r} gets a gradient", parameters=len(held))
+            none = "" if sample.facts.get("backwards") else ": no backward pass is run"
+            yield Hit((model, ""), f"no parameter of {model!r} gets a gradient{none}", parameters=len(held))
 
 
 @rule(

@@ -75,6 +75,7 @@ class Losses:
         self.names: dict[Any, str] = {}  # by place in the code and model
         self.lr = math.nan
         self.unclipped: Any = None  # the norm that this step's gradients had before they were clipped
+        self._scaler: Any = None  # the GradScaler of this step's last loss
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
         self.count = 0  # backward passes from losses, in the whole run
@@ -94,7 +95,12 @@ class Losses:
     def clipped(self, norm: Any, most: Any) -> None:
         """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits."""
         self.unclipped = norm.detach() if isinstance(norm, Tensor) else float(norm)
-        self.facts["clipped"] = {"norm": self.unclipped, "most": float(most)}
+        is_scaled = self._scaler is not None and not _has_unscaled(self._scaler)
+        self.facts["clipped"] = {
+            "norm": self.unclipped,
+            "most": float(most),
+            "factor": self.scale if is_scaled else 1.0,
+        }
 
     def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.
@@ -108,7 +114,7 @@ class Losses:
         named = tensor if known is None else known[1]()
         name = self._name(named, at, whose)
         if known is not None:
-            self.scale = _scale_of(known[3])
+            self._scaler, self.scale = known[3], _scale_of(known[3])
         scale = 1.0 if known is None else self.scale
         if is_sampled:
             self.facts.update(facts_of_graph(tensor if named is None else named, name))
@@ -138,7 +144,7 @@ class Losses:
     def forget(self) -> None:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now = {}
-        self.unclipped = None
+        self.unclipped = self._scaler = None
         self.facts.pop("clipped", None)
 
     def _name(self, loss: Tensor | None, at: int, whose: str) -> str:
@@ -235,6 +241,12 @@ def _scale_of(scaler: Any) -> Any:
     if isinstance(scale, Tensor) and scale.device.type != "cpu":
         return scale.detach().clone()
     return float(scaler.get_scale())
+
+
+def _has_unscaled(scaler: Any) -> bool:
+    """Whether a GradScaler has divided the gradients of an optimizer by its factor since its last step."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    return states is None or any(one.get("found_inf_per_device") for one in states.values())
 
 
 def read(value: Any) -> float:

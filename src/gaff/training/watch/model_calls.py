@@ -8,6 +8,7 @@ which modules inside are seen, and models that nobody has told of.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.resolve import unwrap
-from gaff.compat import autograd
+from gaff.compat import autograd, modes
 from gaff.engine.exported import try_run_as
 from gaff.engine.process import stack_room
 from gaff.engine.process.calls import ClassCalls, ModuleHooks, Passing
@@ -217,7 +218,9 @@ class ModelCalls:
         self.know(model, module)
         if args is None:
             return
-        self._told.begins(model, module, args, {}, True)
+        call = modes.nearest_call(sys._getframe(1))  # torch's, which has not told the hook of keywords
+        kwargs = call.f_locals.get("kwargs") if call is not None and call.f_locals.get("self") is module else None
+        self._told.begins(model, module, args, dict(kwargs or {}), True)
         if model.is_compiled:
             self._hooks.switch_off()
             self._inside = None
