@@ -822,3 +822,46 @@ def test_a_batch_given_by_keywords_to_a_model_that_nobody_knew_is_run_again(tmp_
 
     finding = next(one for one in watched(tmp_path, program).findings if one.rule == "nonfinite")
     assert "/log#0" in finding.message
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_targets_that_are_no_probabilities(tmp_path, shift):
+    def program():
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(40):
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(model(X)[:, 0], Y * (1 + shift) - shift).backward()
+            optimizer.step()
+
+    record = watched(tmp_path, program)
+    assert (record.verdict.name == "targets_no_probabilities") is bool(shift)
+    assert ("its targets go from -1 to 1" in record.verdict.cause) is bool(shift)
+
+
+def test_shuffled_labels_of_sequences_are_told_as_those_of_rows_are(tmp_path):
+    def program():
+        model = nn.Conv1d(8, 5, 1)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(150):
+            x = torch.randn(16, 8, 20)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), x[:, :5].argmax(1)[torch.randperm(16)]).backward()
+            optimizer.step()
+
+    assert watched(tmp_path, program).verdict.name == "labels_do_not_belong"
+
+
+def test_a_loss_that_begins_near_zero_and_falls_below_it_is_healthy(tmp_path):
+    def program():
+        model = nn.Linear(8, 2)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.Adam(model.parameters(), 2e-2)
+        for _ in range(80):
+            optimizer.zero_grad()
+            gained = model(X).log_softmax(1).gather(1, Y[:, None]).mean() + torch.log(torch.tensor(2.0))
+            (-2 * gained).backward()
+            optimizer.step()
+
+    assert "diverging" not in {one.rule for one in watched(tmp_path, program).findings}

@@ -359,6 +359,25 @@ def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "targets_no_probabilities",
+    severity="error",
+    means="binary cross entropy is given targets outside of 0 to 1: the loss has no lower limit",
+    cause="labels of -1 and 1, or values that were not scaled to 0 to 1",
+    remedy="give it targets of 0 and 1, or between them: (y + 1) / 2 of -1 and 1, x / 255 of bytes",
+    least=2,
+    share=0.2,
+    hides=("diverging",),
+)
+def targets_no_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The targets of binary_cross_entropy, with logits or without, below 0 or above 1, where they lie on the CPU.
+    Certain."""
+    found = sample.facts.get("outside")
+    if found:
+        yield Hit(("", ""), f"the loss {found['loss']!r} is a binary cross entropy, and its targets go from "
+                  f"{found['low']:.4g} to {found['high']:.4g}", low=found["low"], high=found["high"])  # fmt: skip
+
+
+@rule(
     "diverging",
     severity="error",
     means="the loss grows instead of falling",
@@ -371,8 +390,9 @@ def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
 def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
     """The median of the last ten looks' losses above twice the first five's, in runs with one optimizer.
 
-    A negative loss that keeps falling beyond a hundred times its first magnitude diverges as well. Not where most steps
-    run the model eight times or more for each loss, with sixteen examples at most: an agent's loss follows its returns.
+    A negative loss that keeps falling beyond a hundred times its first magnitude, and beyond -10, diverges as well. Not
+    where most steps run the model eight times or more for each loss, with sixteen examples at most: an agent's loss
+    follows its returns.
     """
     if sample.facts.get("optimizers", 1) != 1 or 2 * past.acting > past.looks:
         return
@@ -382,7 +402,7 @@ def diverging(sample: Sample, past: Past) -> Iterator[Hit]:
             continue
         start, now = statistics.median(first), statistics.median(recent)
         grew = start > 0 and now > 2 * start and now > start + 0.05
-        fell = now < 0 and now < -100 * max(abs(start), 1e-3)
+        fell = now < 0 and now < -100 * max(abs(start), 0.1)
         if grew or fell:
             yield Hit(("", ""), f"the loss {name!r} went from {start:.4g} to {now:.4g}", first=start, now=now)
 

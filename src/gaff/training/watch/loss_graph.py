@@ -38,6 +38,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     batch; ``doubled``: that a softmax or a sigmoid was applied twice; ``negated``: that the loss is minus one that is
     never negative; ``bounded``: that a loss of torch's is given what an activation has cut off; ``spread``: that a loss
     by hand compares every output with every target;
+    ``outside``: that a binary cross entropy is given targets outside of 0 to 1;
     ``factor``: by what it was multiplied at last, as where gradients are accumulated. Reads no value
     that is on a device, so it waits for none.
     """
@@ -62,8 +63,11 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if first is not None and names[first] == "MseLossBackward" and getattr(chain[first], "_saved_reduction", 0) == 1:
         found["squared"] = name
     for at, one in enumerate(names):
-        if one == "LogSoftmaxBackward" and at and names[at - 1].startswith("NllLoss"):
-            _note_classes(chain, names, at, name, found)
+        before = next((place for place in range(at - 1, -1, -1) if not _is_view(names[place])), 0)
+        if one == "LogSoftmaxBackward" and at and names[before].startswith("NllLoss"):
+            _note_classes(chain, names, at, before, name, found)
+        if one.startswith("BinaryCrossEntropy"):
+            _note_targets(chain[at], name, found)
         _note_behind(one, names[at + 1 :], name, found)
     spread = _spread(chain, names)
     if spread is not None:
@@ -121,14 +125,26 @@ def _factor_of(node: Any) -> float | None:
     return value or None
 
 
-def _note_classes(chain: list[Any], names: list[str], at: int, name: str, found: dict[str, Any]) -> None:
-    """Note over how many classes the log_softmax at a place of the chain runs, and whether it is over the batch."""
+def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name: str, found: dict[str, Any]) -> None:
+    """Note over how many classes the log_softmax at a place of the chain runs, and whether it is over the batch.
+
+    ``before``: the place of the loss that takes the mean of it.
+    """
     shape = getattr(chain[at]._saved_result, "shape", ())
-    is_mean = getattr(chain[at - 1], "_saved_reduction", 1) == 1
+    is_mean = getattr(chain[before], "_saved_reduction", 1) == 1
     if len(shape) == 2 and chain[at]._saved_dim == 0:
         found["axis"] = name
-    elif len(shape) and is_mean and all(map(_is_view, names[: at - 1])):
+    elif len(shape) and is_mean and all(map(_is_view, names[:before])):
         found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
+
+
+def _note_targets(node: Any, name: str, found: dict[str, Any]) -> None:
+    """Note targets of a binary cross entropy that are no probabilities; those on a device are not read."""
+    targets = getattr(node, "_saved_target", None)
+    if isinstance(targets, Tensor) and targets.device.type == "cpu" and targets.numel():
+        low, high = (float(one) for one in targets.detach().aminmax())
+        if low < 0 or high > 1:
+            found["outside"] = {"loss": name, "low": low, "high": high}
 
 
 def _note_behind(one: str, others: list[str], name: str, found: dict[str, Any]) -> None:
