@@ -865,3 +865,21 @@ def test_a_loss_that_begins_near_zero_and_falls_below_it_is_healthy(tmp_path):
             optimizer.step()
 
     assert "diverging" not in {one.rule for one in watched(tmp_path, program).findings}
+
+
+@pytest.mark.parametrize("is_contrast", [False, True])
+def test_the_right_answer_may_always_be_the_first_of_pairs(tmp_path, is_contrast):
+    def program():
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        others = torch.randn(32, 4)
+        for _ in range(60):
+            made = model(X)
+            right = (made * model(X + 0.1).detach()).sum(1, keepdim=True)
+            scores = torch.cat([right, made @ others.T], 1) if is_contrast else made
+            optimizer.zero_grad()
+            F.cross_entropy(scores, torch.zeros(64, dtype=torch.long)).backward()
+            optimizer.step()
+
+    found = {one.rule for one in watched(tmp_path, program).findings}
+    assert ("labels_constant" in found) is not is_contrast

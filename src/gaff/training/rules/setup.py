@@ -123,12 +123,14 @@ def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
     """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
 
     In each look so far, or another number in another look, as where data is sorted by label. In runs with one optimizer
-    and one loss; targets of zero of a regression are left out, and losses against probabilities.
+    and one loss; targets of zero of a regression are left out, and losses against probabilities, and a cross entropy
+    over scores of pairs that were put together, of which the right one may always be the first.
     """
     told = [one for one in sample.facts.get("targets", ()) if one["function"] in _WITH_TARGETS]
     if (
         not told
         or not _is_alone(sample)
+        or sample.facts.get("scores")
         or any(one["low"] != one["high"] or one["count"] < LEAST_TARGETS for one in told)
     ):
         return

@@ -38,6 +38,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     batch; ``doubled``: that a softmax or a sigmoid was applied twice; ``negated``: that the loss is minus one that is
     never negative; ``bounded``: that a loss of torch's is given what an activation has cut off; ``spread``: that a loss
     by hand compares every output with every target;
+    ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes;
     ``outside``: that a binary cross entropy is given targets outside of 0 to 1;
     ``factor``: by what it was multiplied at last, as where gradients are accumulated. Reads no value
     that is on a device, so it waits for none.
@@ -62,17 +63,25 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
     if first is not None and names[first] == "MseLossBackward" and getattr(chain[first], "_saved_reduction", 0) == 1:
         found["squared"] = name
-    for at, one in enumerate(names):
-        before = next((place for place in range(at - 1, -1, -1) if not _is_view(names[place])), 0)
-        if one == "LogSoftmaxBackward" and at and names[before].startswith("NllLoss"):
-            _note_classes(chain, names, at, before, name, found)
-        if one.startswith("BinaryCrossEntropy"):
-            _note_targets(chain[at], name, found)
-        _note_behind(one, names[at + 1 :], name, found)
+    for at in range(len(names)):
+        _note_node(chain, names, at, name, found)
     spread = _spread(chain, names)
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     return found
+
+
+def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: dict[str, Any]) -> None:
+    """Note what the node at a place of the chain tells."""
+    one = names[at]
+    before = next((place for place in range(at - 1, -1, -1) if not _is_view(names[place])), 0)
+    if one == "LogSoftmaxBackward" and at and names[before].startswith("NllLoss"):
+        _note_classes(chain, names, at, before, name, found)
+        if _is_of_pairs(chain, names, at):
+            found["scores"] = name
+    if one.startswith("BinaryCrossEntropy"):
+        _note_targets(chain[at], name, found)
+    _note_behind(one, names[at + 1 :], name, found)
 
 
 def leaf_behind(loss: Tensor) -> Tensor | None:
@@ -136,6 +145,17 @@ def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name
         found["axis"] = name
     elif len(shape) and is_mean and all(map(_is_view, names[:before])):
         found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
+
+
+def _is_of_pairs(chain: list[Any], names: list[str], at: int) -> bool:
+    """Whether the log_softmax at a place runs over scores that were made one by one, or put together: of a right answer
+    among wrong ones, which may always be the first."""
+    inner = next((place for place in range(at + 1, len(names)) if not _is_passed(names[place])), None)
+    if inner is None:
+        return False
+    made = chain[inner]._input_metadata
+    shape = made[0].shape if made else ()
+    return names[inner] in ("CatBackward", "StackBackward", "SumBackward", "BmmBackward") or tuple(shape[-1:]) == (1,)
 
 
 def _note_targets(node: Any, name: str, found: dict[str, Any]) -> None:
