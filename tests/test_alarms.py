@@ -883,3 +883,23 @@ def test_the_right_answer_may_always_be_the_first_of_pairs(tmp_path, is_contrast
 
     found = {one.rule for one in watched(tmp_path, program).findings}
     assert ("labels_constant" in found) is not is_contrast
+
+
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, F.l1_loss, F.mse_loss])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_targets_that_do_not_belong_are_told_of_losses_that_are_no_classes(tmp_path, loss, is_shuffled):
+    is_binary = loss is F.binary_cross_entropy_with_logits
+
+    def program():
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+        for _ in range(250):
+            x = torch.randn(64, 8)
+            y = (x[:, 0] > 0).float() if is_binary else x[:, 0] + x[:, 1]
+            optimizer.zero_grad()
+            loss(model(x)[:, 0], y[torch.randperm(64)] if is_shuffled else y).backward()
+            optimizer.step()
+
+    told = watched(tmp_path, program).verdict
+    assert (told.name == "labels_do_not_belong") is is_shuffled
+    assert (told.state == "healthy") is not is_shuffled

@@ -62,8 +62,8 @@ class RunCase:
 
     ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
     many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
-    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of a mean squared
-    error the mean of the targets;
+    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of other
+    losses the mean (or median) of the targets;
     ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
     was done; ``backwards``: backward passes of a run in which no optimizer made a step, ``others``: steps made there by
     optimizers that were not to be watched; ``has_modules``: whether the filters left a module to look at;

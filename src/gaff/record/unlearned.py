@@ -36,7 +36,8 @@ def nothing_learned(case: RunCase) -> Claim | None:
 def does_not_fall(case: RunCase) -> Claim | None:
     """A loss that a hundred steps or more have not lowered by a fiftieth, at half of what guessing gives or above.
 
-    Asked where nothing else was found. What guessing gives is known of cross entropies and mean squared errors.
+    Asked where nothing else was found. What guessing gives is known of mean cross entropies, over
+    classes or binary, and of mean squared and absolute errors.
     """
     if not _may_be_unlearned(case) or case.is_acting or case.optimizers != 1:
         return None

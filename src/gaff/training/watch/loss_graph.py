@@ -32,16 +32,20 @@ _VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "Squeeze
 def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     """What the autograd nodes just behind a loss tell the rules about how it was computed.
 
-    Follows the first input of each node, ten nodes deep, past views. ``classes``: how many classes a mean of the
-    negative log-likelihood has that is the loss itself, and no part of a sum; ``squared``: that a mean squared error is
-    it; ``nll``: that it, or a CTC loss, was not given log-probabilities; ``axis``: that its log_softmax ran over the
-    batch; ``doubled``: that a softmax or a sigmoid was applied twice; ``negated``: that the loss is minus one that is
-    never negative; ``bounded``: that a loss of torch's is given what an activation has cut off; ``spread``: that a loss
-    by hand compares every output with every target;
-    ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes;
-    ``outside``: that a binary cross entropy is given targets outside of 0 to 1;
-    ``factor``: by what it was multiplied at last, as where gradients are accumulated. Reads no value
-    that is on a device, so it waits for none.
+    Follows the first input of each node, ten nodes deep, past views. Reads no value that is on a device, so it waits
+    for none.
+
+    - ``classes``: how many classes a mean of the negative log-likelihood has that is the loss itself, no part of a sum
+    - ``mean_of``: that a mean squared or absolute error, or a mean binary cross entropy, is it
+    - ``nll``: that it, or a CTC loss, was not given log-probabilities
+    - ``axis``: that its log_softmax ran over the batch
+    - ``doubled``: that a softmax or a sigmoid was applied twice
+    - ``negated``: that the loss is minus one that is never negative
+    - ``bounded``: that a loss of torch's is given what an activation has cut off
+    - ``spread``: that a loss by hand compares every output with every target
+    - ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes
+    - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
+    - ``factor``: by what it was multiplied at last, as where gradients are accumulated
     """
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
@@ -61,14 +65,22 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if is_turned and _is_error_by_hand(chain[at:], names[at:]):
         found["negated"] = {"loss": name, "of": "a mean or sum of squared or absolute differences"}
     first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
-    if first is not None and names[first] == "MseLossBackward" and getattr(chain[first], "_saved_reduction", 0) == 1:
-        found["squared"] = name
+    if first is not None and _is_mean(chain[first], names[first : first + 2]):
+        found["mean_of"] = name
     for at in range(len(names)):
         _note_node(chain, names, at, name, found)
     spread = _spread(chain, names)
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     return found
+
+
+def _is_mean(node: Any, names: list[str]) -> bool:
+    """Whether a loss's own node takes the mean of an error, or of binary cross entropies, without weights."""
+    if names[0] == "MseLossBackward" or names[0].startswith("BinaryCrossEntropy"):
+        is_plain = getattr(node, "_saved_weight", None) is None and getattr(node, "_saved_pos_weight", None) is None
+        return is_plain and getattr(node, "_saved_reduction", 0) == 1
+    return names == ["MeanBackward", "AbsBackward"]
 
 
 def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: dict[str, Any]) -> None:

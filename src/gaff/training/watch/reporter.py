@@ -287,7 +287,7 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
     """What of a step's facts goes into the record as JSON; tensors and dicts are left out.
 
     ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
-    logarithm of the number of classes; of a mean squared error the variance of the targets over a batch.
+    logarithm of the number of classes; of others what the spread of the targets over a batch makes of the loss.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
     factor = told.get("factor", {"loss": "", "by": 1.0})
@@ -306,5 +306,5 @@ def _guess(told: Mapping[str, Any]) -> tuple[str, float]:
     if "classes" in told:
         entropy = next((one["entropy"] for one in targets if "entropy" in one), math.inf)
         return told["classes"]["loss"], min(entropy, math.log(told["classes"]["count"]))
-    variances = [one["variance"] for one in targets if "variance" in one]
-    return (told["squared"], variances[0]) if "squared" in told and len(variances) == 1 else ("", 0.0)
+    spreads = [one["spread"] for one in targets if "spread" in one]
+    return (told["mean_of"], spreads[0]) if "mean_of" in told and len(spreads) == 1 else ("", 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,9 +65,24 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in _OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         told["entropy"] = _entropy(plain.flatten(), classes[0])
-    if name == "mse_loss" and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
-        told["variance"] = plain.float().var(0).mean()
+    if name in _GUESSES and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
+        told["spread"] = _GUESSES[name](plain.float())
     return told
+
+
+def _of_probabilities(targets: Tensor) -> Tensor:
+    """The binary cross entropy of a model that knows the mean of each column of its targets, and nothing else."""
+    mean = targets.mean(0).clamp(0, 1)
+    return -(torch.xlogy(mean, mean) + torch.xlogy(1 - mean, 1 - mean)).mean()
+
+
+# What the mean of a loss is for a model that knows how its targets are spread over a batch, and nothing else.
+_GUESSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mse_loss": lambda targets: targets.var(0).mean(),
+    "l1_loss": lambda targets: (targets - targets.median(0).values).abs().mean(),
+    "binary_cross_entropy": _of_probabilities,
+    "binary_cross_entropy_with_logits": _of_probabilities,
+}
 
 
 def _entropy(labels: Tensor, classes: int) -> Tensor:
