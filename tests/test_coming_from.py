@@ -211,6 +211,23 @@ def test_options_that_the_model_would_swallow_are_refused(run, option, words):
         run(llama(), tokens(), **option)
 
 
+def test_transformer_lens_hooks_have_positions_where_the_model_has_them_as_rows():
+    config = transformers.OPTConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                    ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)  # fmt: skip
+    model = transformers.OPTForCausalLM(config).eval()
+    ids = torch.randint(3, 90, (2, 7))
+
+    def without_last(value, hook):
+        assert value.shape == (2, 7, 32)
+        value[:, -1] = 0
+        return value
+
+    with torch.no_grad():
+        changed = run_with_hooks(model, ids, fwd_hooks=[("blocks.1.hook_mlp_out", without_last)]).logits
+        differs = (changed - model(ids).logits).abs().amax((0, 2)) > 1e-6
+    assert differs.tolist() == [False] * 6 + [True]
+
+
 def test_transformer_lens_more_ways_to_name():
     model, ids = llama(), tokens()
     cache = run_with_cache(model, ids, use_cache=False)[1]
@@ -266,3 +283,23 @@ def test_a_spot_for_captum_is_the_model_with_a_module_at_an_address():
     for wrong in ("*", "fc.weight:param", "fc:grad_output"):
         with pytest.raises(PlanError, match="is no single value: expected one exact address"):
             at(model, wrong)
+
+
+def test_names_of_torchvision_that_may_mean_another_node_are_refused():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu, self.tanh = nn.ReLU(), nn.Tanh()
+
+        def forward(self, x):
+            y = x.clone().add_(1.0)
+            return self.tanh(self.relu(torch.relu(y + x) - 0.5))
+
+    model, x = Mixed(), torch.randn(2, 3)
+    for node, told in (("add", "they? ran|it ran /add_#0, /add#0"), ("relu", "is a module, and 'the model' calls a"),
+                       ("relu_1", "is a module")):  # fmt: skip
+        with pytest.raises(gaff.errors.SiteError, match=told):
+            create_feature_extractor(model, [node])(x)
+    kept = create_feature_extractor(model, ["/add#0", "relu:output", "tanh"])(x)
+    assert torch.equal(kept["/add#0"], x + 1 + x)
+    assert torch.equal(kept["tanh"], kept["relu:output"].tanh())

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import Site, nearest
@@ -40,7 +41,8 @@ class FeatureExtractor(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model no further than it has to; features keep their autograd graph.
 
-        The first call in each mode runs the model once more where functional calls are asked for.
+        The first call in each mode runs the model once more where functional calls are asked for, or a module has the
+        name of a function. Raises SiteError for a name by which torchvision may mean another one.
         """
         addresses = self._told(args, kwargs)
         found = take(self.model, tuple(dict.fromkeys(addresses.values())), {})(*args, **kwargs)
@@ -51,8 +53,11 @@ class FeatureExtractor(nn.Module):
         modules = {node: one for node, one in self._addresses.items() if isinstance(one, str)}
         calls = {node: one for node, one in self._addresses.items() if not isinstance(one, str)}
         known = self._ops.get(self.model.training)
-        if calls and known is None:
+        doubtful = [node for node in modules if _may_be_function(node)]
+        if (calls or doubtful) and known is None:
             rows = [row for row in list_sites(self.model, args, kwargs, ops=True).rows if isinstance(row, OpRow)]
+            for node in doubtful:
+                _need_no_function(node, rows)
             known = self._ops[self.model.training] = {
                 node: _op_address(node, call, rows) for node, call in calls.items()
             }
@@ -114,12 +119,33 @@ def _op_address(node: str, call: FunctionalCall, rows: Sequence[OpRow]) -> str:
     start = f"{call.path}/"
     inside = [row.site for row in rows if row.site.startswith(start)]
     fitting = [site for site in inside if site[len(start) :].partition("#")[0] in (call.op, f"{call.op}_")]
+    if len({site[len(start) :].partition("#")[0] for site in fitting}) > 1:
+        raise SiteError(f"no node {node!r} can be told: torchvision tells x.{call.op}_(y) from +=, which are both "
+                        f"{call.op}_ here; it ran {', '.join(fitting)}: expected one of these")  # fmt: skip
     if call.number >= len(fitting):
         told = ", ".join(inside) or "none"
         raise SiteError(
             f"no node {node!r}: {call.path or 'the model'!r} made {len(fitting)} calls of {call.op}; it ran {told}"
         )
     return fitting[call.number]
+
+
+def _may_be_function(node: str) -> bool:
+    """Whether the last name of a node is that of a function or method of torch's, too."""
+    name = _numbered(node)[0].rpartition(".")[2]
+    return any(hasattr(one, name) for one in (torch, nn.functional, Tensor))
+
+
+def _need_no_function(node: str, rows: Sequence[OpRow]) -> None:
+    """Raises SiteError where the module around the one that is meant calls a function of its name, too.
+
+    torchvision numbers both in the order in which they run.
+    """
+    path, _, op = _numbered(node)[0].rpartition(".")
+    inside = [row.site for row in rows if row.site.startswith(f"{path}/{op}#")]
+    if inside:
+        raise SiteError(f"no node {node!r} can be told: it is a module, and {path or 'the model'!r} calls a function "
+                        f"of this name, too: expected {node}:output, or {inside[0]}")  # fmt: skip
 
 
 def _last_inside(modules: Mapping[str, nn.Module], path: str) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gaff.address.grammar import nearest
 from gaff.address.names import refused_names, standard_names
+from gaff.address.nested import iter_tensors
 from gaff.address.resolve import by_path, unwrap
 from gaff.errors import PlanError, SiteError
 from gaff.inspection.names import list_names
@@ -215,10 +216,11 @@ def run_with_hooks(
     """
     _need_known(model, kwargs)
     known = hook_names(model, args, kwargs)
+    batch = next((tuple(one.shape[:2]) for _, one in iter_tensors((args, kwargs)) if one.dim() > 1), None)
     changes: dict[str, list[Any]] = {}
     for which, function in fwd_hooks:
         for hook in _chosen(known, which):
-            changes.setdefault(f"names:{known[hook]}", []).append(_changed(model, known[hook], hook, function))
+            changes.setdefault(f"names:{known[hook]}", []).append(_changed(model, known[hook], hook, function, batch))
     if not changes:
         return model(*args, **kwargs)
     with edit(model, changes, {}):
@@ -258,11 +260,19 @@ def _chosen(known: Mapping[str, str], which: str | Sequence[str] | Callable[[str
 
 
 def _changed(
-    model: nn.Module, name: str, hook: str, function: Callable[[Tensor, HookPoint], Tensor | None]
+    model: nn.Module,
+    name: str,
+    hook: str,
+    function: Callable[[Tensor, HookPoint], Tensor | None],
+    batch: tuple[int, ...] | None,
 ) -> Callable[[Tensor], Tensor]:
+    """What calls a function with a value as TransformerLens has it; ``batch``: examples and positions of the input."""
+
     def change(value: Tensor) -> Tensor:
         copied = value.clone()
         given = _by_head(model, name, copied)
+        if batch is not None and given.dim() == 2 and len(given) == batch[0] * batch[1]:
+            given = given.unflatten(0, batch)  # some modules are given all positions as rows
         new = function(given, HookPoint(hook))
         if new is not None and not isinstance(new, Tensor):
             raise PlanError(f"{hook}: the function returned {new!r:.40}: expected a tensor, or None for the same")
