@@ -362,6 +362,19 @@ def test_a_saved_transformer_and_a_text(capsys, tmp_path):
     code, out, err = run(capsys, "trace", f"transformers:{tmp_path}", "a fish", "--json")
     assert (code, err) == (0, ""), err
     assert json.loads(out)["rows"][0]["output"] == "1x4x8, 1x8"
+    model = f"transformers:{tmp_path}"
+    code, _, err = run(capsys, "trace", model, "a fish", "a")
+    assert code == 1
+    assert "input 'a' gives attention_mask once more: expected one" in err
+    (tmp_path / "texts.txt").write_text("a fish")
+    code, _, err = run(capsys, "trace", model, str(tmp_path / "texts.txt"))
+    assert code == 1
+    assert "is a file, of a kind that is not known here: expected the text itself" in err
+    assert run(capsys, "trace", model, "a fish " * 100)[0] == 0
+    (tmp_path / "empty.npy").write_bytes(b"")
+    assert (
+        "empty.npy' cannot be read: No data left in file" in run(capsys, "trace", model, str(tmp_path / "empty.npy"))[2]
+    )
 
 
 def test_texts_are_lines_of_their_file_and_padded_behind(capsys, tmp_path):

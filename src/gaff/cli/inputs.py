@@ -6,6 +6,7 @@ Nothing is unpickled, and nothing is downloaded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,27 @@ def load_inputs(specs: Sequence[str], loaded: Loaded) -> Call:
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for spec in specs:
-        more_args, more_kwargs = _load(spec, loaded)
+        more_args, more_kwargs = _read(spec, loaded)
         args += more_args
+        if twice := sorted(kwargs.keys() & more_kwargs.keys()):
+            raise PlanError(f"input {spec!r} gives {twice[0]} once more: expected one, since the model is called once; "
+                            "gaff harvest takes many texts from a file")  # fmt: skip
         kwargs.update(more_kwargs)
     device = libraries.device_of(loaded.model)
     moved: Call = map_tensors((tuple(args), kwargs), lambda tensor: tensor.to(device))
     return moved
+
+
+def _read(spec: str, loaded: Loaded) -> Call:
+    """One input; what a library says of a file that it cannot read becomes a PlanError with the file's name."""
+    try:
+        return _load(spec, loaded)
+    except PlanError:
+        raise
+    except Exception as error:
+        if not os.path.isfile(spec):  # of a long text Path would raise
+            raise
+        raise PlanError(f"input {spec!r} cannot be read: {error or type(error).__name__}") from error
 
 
 def _load(spec: str, loaded: Loaded) -> Call:
@@ -60,8 +76,11 @@ def _load(spec: str, loaded: Loaded) -> Call:
         return _safetensors(spec)
     if ".py:" in spec:
         return _named(load_name(spec)[1])
-    if loaded.folder is not None:
+    if loaded.folder is not None and not os.path.isfile(spec):
         return _text(spec, loaded.folder)
+    if loaded.folder is not None:
+        raise PlanError(f"input {spec!r} is a file, of a kind that is not known here: expected the text itself, as in "
+                        "--input 'some words', or gaff harvest for a file of texts")  # fmt: skip
     raise PlanError(
         f"input {spec!r} is not understood: expected randn:1x3x8x8, an image, .npy, .safetensors or file.py:name; "
         "a text needs a transformers:FOLDER model, whose tokenizer reads it"
