@@ -380,6 +380,18 @@ def test_the_table_says_what_each_outcome_says():
     assert "the model can learn" in text
     failed = compare(100, "loss", falling(0.5), [("fp32", [], {"why_not": "autocast was never on"})])
     assert "cannot be told: autocast was never on" in trials_table(failed)
+    broken = [math.nan] * 100
+    assert "not finite with another seed, too" in trials_table(compare(100, "loss", broken, [("seed=1", broken, {})]))
+
+
+def test_a_healthy_run_says_which_change_lowers_the_loss():
+    from test_verdict import curve
+
+    losses = falling(0.6)
+    known = curve(losses)
+    for other, told in ((0.2, "with lr=10x it is lower"), (0.6, "nothing that was changed helps")):
+        case = RunCase((), 100, 40, {"loss": known}, experiments=made(losses, lr_10x=falling(other)))
+        assert told in judge(case).cause
 
 
 def test_a_damaged_list_of_experiments_is_told(tmp_path):

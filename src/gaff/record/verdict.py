@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gaff.record import confirmed, jumps, unlearned  # noqa: F401  # their causes are registered by this
-from gaff.record.causes import Claim, RunCase, claims
+from gaff.record.causes import LEAST_GAIN, Claim, RunCase, claims
+from gaff.record.experiments import KINDS
 
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
 _LEAST_STEPS = 20
@@ -129,4 +130,9 @@ def _judged(case: RunCase) -> str:
         return told
     scrambled = known.get("scramble")
     uses = "it uses its inputs, and " if scrambled is not None and known.effect(scrambled) == "higher" else ""
-    return f"{told}; {uses}nothing that was changed helps"
+    helping = [one for one in known.changed if one.kind in KINDS and KINDS[one.kind].is_remedy
+               and known.gain(one) >= LEAST_GAIN]  # fmt: skip
+    best = max(helping, key=known.gain, default=None)
+    if best is None:
+        return f"{told}; {uses}nothing that was changed helps"
+    return f"{told}; {uses}with {best.name} it is lower ({best.loss:.4g}), so that may be worth a try"

@@ -259,7 +259,7 @@ def _check(model: nn.Module, plan: Plan) -> None:
         names = counts.get(id(row.found.module), [])
         if row.is_exact and site.call is None and len(names) > 1 and not row.found.name:
             raise PlanError(
-                f"{site}: is one module under {len(names)} names ({', '.join(names[:4])}), called more than once: "
+                f"{site}: is one module under {len(names)} names ({', '.join(names[:4])}), and may be called by each: "
                 f"say which call, such as {str(replace(site, call=0))!r}"
             )
 

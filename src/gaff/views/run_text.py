@@ -184,8 +184,9 @@ def next_commands(record: Record) -> list[tuple[str, str]]:
     is_traced = any("op" in one.evidence for one in record.findings if one.rule == "nonfinite")
     if verdict.name == "nonfinite" and not is_traced and script is not None and len(record.ranks) == 1:
         found.append(("to find the op", f"gaff nan --again {shlex.join(command[script:])}"))
-    if verdict.experiments:
-        found.append(("to be sure", f"gaff try --only {','.join(verdict.experiments)} -- {shlex.join(command)}"))
+    tried = {one.name for one in record.experiments.changed} if record.experiments is not None else set()
+    if more := [name for name in verdict.experiments if name not in tried]:
+        found.append(("to be sure", f"gaff try --only {','.join(more)} -- {shlex.join(command)}"))
     return found
 
 

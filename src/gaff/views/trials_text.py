@@ -29,6 +29,8 @@ def _says(known: Experiments, one: Outcome) -> str:
     """What an outcome says, in a few words; one that the same happens to as with another seed says nothing."""
     if one.loss is None:
         return f"cannot be told: {one.why_not}"
+    if one.kind == "seed" and known.bare.loss is not None and not math.isfinite(known.bare.loss):
+        return "not finite with another seed, too" if not math.isfinite(one.loss) else "finite with another seed"
     if one.kind == "seed":
         return f"two runs that mean the same differ by {_number(known.noise)}"
     effect = known.effect(one)
