@@ -903,3 +903,23 @@ def test_targets_that_do_not_belong_are_told_of_losses_that_are_no_classes(tmp_p
     told = watched(tmp_path, program).verdict
     assert (told.name in ("labels_do_not_belong", "loss_does_not_fall")) is is_shuffled, told
     assert (told.state == "healthy") is not is_shuffled
+
+
+def test_statistics_of_a_norm_that_never_settle_are_not_learning_by_heart(tmp_path):
+    def program():
+        model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32, momentum=1.0), nn.ReLU(), nn.Linear(32, 2))
+        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+        for step in range(160):
+            model.train()
+            optimizer.zero_grad()
+            rows = torch.randint(0, 64, (4,))
+            F.cross_entropy(model(X[rows] * 10), Y[rows]).backward()
+            optimizer.step()
+            if step % 20 == 19:
+                model.eval()
+                with torch.no_grad():
+                    F.cross_entropy(model(X * 100), Y)
+
+    record = watched(tmp_path, program)
+    assert "eval_drift" in {one.rule for one in record.findings}
+    assert "overfits" not in record.verdict.cause

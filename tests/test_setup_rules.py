@@ -216,7 +216,10 @@ SOFT = torch.rand(8, 3).softmax(-1)
         (lambda model, x, y: F.cross_entropy(_softmax(model, x).double(), y), {"classes", "doubled"}),
         (lambda model, x, y: F.cross_entropy(_softmax(model, x), SOFT), {"doubled"}),
         (lambda model, x, y: F.cross_entropy(model(x), SOFT), set()),
-        (lambda model, x, y: F.binary_cross_entropy_with_logits(model(x).sigmoid().clamp(0, 1), SOFT), {"doubled"}),
+        (
+            lambda model, x, y: F.binary_cross_entropy_with_logits(model(x).sigmoid().clamp(0, 1), SOFT),
+            {"doubled", "mean_of"},
+        ),
         (lambda model, x, y: F.cross_entropy(model(x), y) + model.weight.square().sum(), set()),
         (lambda model, x, y: -F.cross_entropy(model(x), y), {"negated"}),
     ],

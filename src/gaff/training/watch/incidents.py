@@ -116,7 +116,8 @@ def _of_unknown(what: str, step: int, failed: str, seen: Key | None) -> Finding:
     """
     known = RULES["nonfinite"]
     model, site = seen or ("", "")
-    again = failed or "run again, all ops of the model are finite"
+    why = failed.removeprefix("the batch could not be run again: ")
+    again = f"the batch could not be run again ({why})" if failed else "run again, all ops of the model are finite"
     place = f"; the first NaN of the step is at {site}" if seen is not None else ""
     return Finding(
         rule="nonfinite",

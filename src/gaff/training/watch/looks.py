@@ -19,7 +19,7 @@ from gaff.training.watch.shield import Shield
 
 _LOOKED_AT = (1, 10, 100, 1000, 10_000)  # runs of one evaluation
 _EVER = 1 << 62
-_ODD = 4
+_FEW = 4
 _OFTEN = 5  # steps: what runs without gradients more often than that is a rollout or a teacher, and no evaluation
 _MOST_RUNS = 256  # without any step
 _EACH = 8  # runs of a step of which each is looked at
@@ -52,7 +52,7 @@ class Looks:
         self._latest_eval = 0  # step of the latest of them
         self._looked_at_eval: int | None = None  # step of the latest one that was looked at
         self._in_training_mode: dict[str, int] = {}  # how many of them, by model
-        self._odd = 0  # evaluations in training mode
+        self._asked = 0  # evaluations that began
         self.eval_mode: set[str] = set()  # models that ran with gradients though in eval mode, since the look before
         self._heard = EvaluationCalls(models, shield, heard)
 
@@ -150,9 +150,7 @@ class Looks:
         self._target = None
         if since >= _OFTEN:
             self._heard.listen(step)
-        if self._evals in _LOOKED_AT and (
-            self._evals > 1 or self._may_evaluate(step, distance, is_odd=module.training)
-        ):
+        if self._evals in _LOOKED_AT and (self._evals > 1 or self._may_evaluate(step, distance)):
             sampled = self._target = SampledStep(step, "eval", self._models, self._shield)
             sampled.facts["training"] = module.training
             often = self._in_training_mode.get(model.name, 0)  # a rollout or teacher in each step is no evaluation
@@ -217,12 +215,12 @@ class Looks:
             self.sampled.runs.all += self._calls.passing.passed
             self._calls.passing.passed = 0
 
-    def _may_evaluate(self, step: int, distance: int, *, is_odd: bool) -> bool:
+    def _may_evaluate(self, step: int, distance: int) -> bool:
         """Whether the last evaluation looked at is long enough ago, ten steps at least.
 
-        A teacher that runs in every step is an evaluation, too, and must not be looked at each time. The first few that
-        are odd, in training mode, are looked at when ten steps have passed.
+        A teacher that runs in every step is an evaluation, too, and must not be looked at each time. The first few are
+        looked at when ten steps have passed.
         """
-        self._odd += is_odd
-        distance = 10 if is_odd and self._odd <= _ODD else distance
+        self._asked += 1
+        distance = 10 if self._asked <= _FEW else distance
         return self._looked_at_eval is None or step - self._looked_at_eval >= max(10, distance)
