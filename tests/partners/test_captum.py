@@ -43,3 +43,12 @@ def test_a_functional_call_has_an_attribution_of_its_own():
     found = attr.LayerGradientXActivation(spot, spot.layer).attribute(x, target=2)
     hidden = torch.relu(model.conv(x)).detach()
     torch.testing.assert_close(found, hidden * model.fc.weight[2].view(1, 4, 6, 6))
+
+
+@pytest.mark.parametrize("method", ["LayerGradCam", "LayerIntegratedGradients", "LayerGradientXActivation"])
+def test_an_op_in_place_may_come_next(method):
+    model, x = net()
+    twin = nn.Sequential(model.conv, nn.ReLU(inplace=True), nn.Flatten(), model.fc).eval()
+    true = getattr(attr, method)(model, model.conv).attribute(x, target=1)
+    spot = at(twin, "0")
+    torch.testing.assert_close(getattr(attr, method)(spot, spot.layer).attribute(x, target=1), true)

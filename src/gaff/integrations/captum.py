@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gaff.address.grammar import VALUE_PORTS
 from gaff.errors import PlanError
@@ -40,8 +40,13 @@ class Spot(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        with edit(self.model, {self.address: self.layer}, {}):
+        with edit(self.model, {self.address: self._through}, {}):
             return self.model(*args, **kwargs)
+
+    def _through(self, value: Tensor) -> Tensor:
+        """What the model goes on with: a copy, for captum may put a leaf there, and an in-place op may come next."""
+        found: Tensor = self.layer(value)
+        return found.clone()
 
 
 def at(model: nn.Module, address: str) -> Spot:
