@@ -799,3 +799,20 @@ def test_complex_gradients_whose_squares_overflow_are_clipped(parts):
         optimizer.step()
     assert clip.audit.rows[0].norm == pytest.approx(true)
     assert parameter.grad.to(torch.complex128).norm().item() == pytest.approx(1.0)
+
+
+def test_complex_gradients_are_clipped_as_they_come_though_their_squares_overflow():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    with gaff.clip_gradients(optimizer, norm=1.0, per="tensor", when="backward"):
+        torch.view_as_real(parameter).mul(torch.tensor([[0, 1e30], [0, 3e30]])).sum().backward()
+    assert parameter.grad.to(torch.complex128).norm().item() == pytest.approx(1.0)
+
+
+def test_a_limit_of_each_element_needs_no_norm():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    parameter.grad = torch.tensor([1e200, -0.5], dtype=torch.float64)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    with gaff.clip_gradients(optimizer, value=1.0):
+        optimizer.step()
+    assert parameter.tolist() == [-1.0, 0.5]

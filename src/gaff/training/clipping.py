@@ -166,7 +166,7 @@ class Clipping:
             if not bool(total.isfinite()):  # of finite numbers whose squares are too large
                 exact = [one.to(torch.complex128 if one.is_complex() else torch.float64) for one in gradients]
                 norms, total = foreach.norms_of(exact, self._limits.norm_type)
-                if not bool(total.isfinite()):
+                if not bool(total.isfinite()) and self._limits.value is None:
                     raise NonFiniteError("the norm of finite gradients overflows float64; nothing was stepped")
         skip = self._clip(gradients, numbers, norms, total, bad, is_told)
         self._views.note("clipped")

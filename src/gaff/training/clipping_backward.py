@@ -54,7 +54,8 @@ class BackwardClipping:
         if not bool(norm.isfinite()):
             if self._parameters.nonfinite([gradient], [number]):
                 local = torch.where(local.isfinite(), local, 0)
-            norm = self._norm(_with(gradient, local), torch.float64)
+            wide = torch.complex128 if gradient.is_complex() else torch.float64
+            norm = self._norm(_with(gradient, local), wide)
         if limits.value is not None:
             self._audit.add_each([number], any_each([local.abs() > limits.value], [gradient]))
             local = local.clamp(-limits.value, limits.value)

@@ -161,13 +161,12 @@ class LeafGradient:
     def _refuse_parts(self, run: Run) -> None:
         """Refuse to edit a gradient that comes in parts; an edit of each part is no edit of their sum.
 
-        Reentrant checkpoints run backward apart: a parameter used in two gets its gradient in parts. A second arrival
-        in the same pass from another checkpoint tells that.
+        Reentrant checkpoints run backward apart: a parameter used in two, or in one and outside, gets its gradient in
+        parts. A second arrival in the same pass from another place tells that.
         """
         region = next(checkpoints.recomputing_functions(), None)
         last, self._last = self._last, (self._gradients.passes, region)
-        is_part = region is not None and last[0] == self._gradients.passes and last[1] not in (None, region)
-        if is_part:
+        if last[0] == self._gradients.passes and last[1] is not region:
             self._stream.refuse(
-                run, 0, "the gradient comes in parts, one for each reentrant checkpoint: expected use_reentrant=False"
+                run, 0, "the gradient comes in parts, for reentrant checkpoints are apart: expected use_reentrant=False"
             )
