@@ -303,3 +303,25 @@ def test_names_of_torchvision_that_may_mean_another_node_are_refused():
     kept = create_feature_extractor(model, ["/add#0", "relu:output", "tanh"])(x)
     assert torch.equal(kept["/add#0"], x + 1 + x)
     assert torch.equal(kept["tanh"], kept["relu:output"].tanh())
+
+
+def test_what_baukit_does_otherwise_is_told():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    with pytest.raises(gaff.PlanError, match="nothing is kept outside of the block: expected with Trace"):
+        Trace(model, "0").output
+    with pytest.raises(gaff.PlanError, match="detach=.* is no truth value"):
+        TraceDict(model, ["0", "1"], detach={"0": True})
+    with pytest.raises(gaff.PlanError, match="edit_output=.* is no function"):
+        TraceDict(model, ["0", "1"], edit_output={"0": torch.neg})
+    with pytest.raises(gaff.PlanError, match="asks for inputs=, which is not told here"):
+        Trace(model, "0", edit_output=lambda output, inputs: output).__enter__()
+
+    def in_place(layer, output):
+        assert layer == "0"
+        output[:, 0] = 0
+        return output
+
+    with Trace(model, "0", edit_output=in_place) as ret:
+        changed = model(x)
+    assert not changed[:, 0].any()
+    assert torch.equal(ret.output[:, 1:], model[0](x)[:, 1:])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import Site, parse_site
 from gaff.address.nested import map_tensors
 from gaff.compat import autograd
-from gaff.errors import PlanError
+from gaff.errors import PlanError, need_truth
 from gaff.sessions.capture import Capture
 from gaff.sessions.edit import edit
 from gaff.sessions.plan import Plan
@@ -70,7 +70,11 @@ class LayerValues:
         if what not in self.kept:
             raise PlanError(f"{self.layer}: its {what} was not kept: expected retain_{what}=True")
         address = self.kept[what]
-        if self.got is None or address not in self.got:
+        if self.got is None:
+            raise PlanError(
+                f"{self.layer}: nothing is kept outside of the block: expected with Trace(...) as ret: model(x)"
+            )
+        if address not in self.got:
             return None
         value = self.got.all(address)[-1]
         if self._is_cloned and not self._is_detached:
@@ -90,6 +94,13 @@ class TraceOptions:
     edit_output: Callable[..., Any] | None = None
     stop: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises PlanError for an option that is no truth value, such as one for each layer."""
+        for name in ("retain_output", "retain_input", "clone", "detach", "retain_grad", "stop"):
+            need_truth(getattr(self, name), name)
+        if self.edit_output is not None and not callable(self.edit_output):
+            raise PlanError(f"edit_output={self.edit_output!r:.60} is no function: expected one, for all layers")
+
 
 class TraceDict(Mapping[str, LayerValues]):
     """Keeps, and may change, what passes at several layers: ``with TraceDict(model, ["layer1", "layer2"]) as ret``.
@@ -101,9 +112,9 @@ class TraceDict(Mapping[str, LayerValues]):
         clone, detach: copies; values without their autograd graph. Without ``detach`` they keep it.
         retain_grad: the output's ``grad`` is filled by backward passes, also after the block, and adds up as torch's
             does; the model goes on with a copy of the output. It goes before ``clone`` and ``detach``.
-        edit_output: a function of the output, and of the layer's name where it has a second parameter or one that is
-            called ``layer``, that returns what the model goes on with. Of a layer that returns several tensors say
-            which: ``"layer:output[0]"``.
+        edit_output: a function of a copy of the output, and of the layer's name where it has a second parameter or one
+            that is called ``layer``, that returns what the model goes on with. Of a layer that returns several tensors
+            say which: ``"layer:output[0]"``.
         stop: end the forward at the last of the layers; the block is left there.
 
     Raises SiteError for a layer that there is not, and NeverFiredError for one that was not called.
@@ -156,11 +167,12 @@ class TraceDict(Mapping[str, LayerValues]):
 
     def _change(self, layer: str) -> Callable[[Tensor], Tensor]:
         """What happens at a layer: its output is changed, and may be the last that is wanted."""
-        more = _with_layer(self._asked.edit_output, layer) if self._asked.edit_output is not None else ((), {})
+        asked = self._asked.edit_output
+        editing = _editing(asked, layer) if asked is not None else None
 
         def change(output: Tensor) -> Tensor:
-            if self._asked.edit_output is not None:
-                output = self._asked.edit_output(output, *more[0], **more[1])
+            if editing is not None:
+                output = editing(output)
             if self._asked.retain_grad:
                 output = self._layers[layer].retain(output)
             if self._asked.stop and layer == self._last:
@@ -172,16 +184,25 @@ class TraceDict(Mapping[str, LayerValues]):
         return change
 
 
-def _with_layer(function: Callable[..., Any], layer: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """What a function is given beside the output: the name of the layer, by name or in the second place, or nothing."""
+def _editing(function: Callable[..., Any], layer: str) -> Callable[[Tensor], Any]:
+    """The function of a user as one of the output alone, a copy, into which it may write.
+
+    It is also given the name of the layer, where it has a parameter ``layer``, or a second place without a default.
+    Raises PlanError where it asks for what is not told here.
+    """
     try:
         parameters = signature(function).parameters
     except ValueError:  # a builtin of torch's has no signature to be read
-        return (), {}
-    if "layer" in parameters:
-        return (), {"layer": layer}
+        return lambda output: function(output.clone())
+    if "inputs" in parameters:
+        raise PlanError("edit_output asks for inputs=, which is not told here: expected a function of output, or of "
+                        "output and layer; gaff.edits.with_event gives an edit of an op its arguments")  # fmt: skip
     places = [one for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return ((layer,) if len(places) > 1 and places[1].default is Parameter.empty else ()), {}
+    given = {"layer": layer} if "layer" in parameters else {}
+    if "output" in parameters and parameters["output"].kind is not Parameter.POSITIONAL_ONLY:
+        return lambda output: function(output=output.clone(), **given)
+    more = (layer,) if not given and len(places) > 1 and places[1].default is Parameter.empty else ()
+    return lambda output: function(output.clone(), *more, **given)
 
 
 class LayerTrace(TraceDict):
