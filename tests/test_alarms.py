@@ -923,3 +923,14 @@ def test_statistics_of_a_norm_that_never_settle_are_not_learning_by_heart(tmp_pa
     record = watched(tmp_path, program)
     assert "eval_drift" in {one.rule for one in record.findings}
     assert "overfits" not in record.verdict.cause
+
+
+def test_a_run_that_is_stopped_by_hand_says_so(tmp_path):
+    def program():
+        fit(nn.Linear(8, 2), lambda model: F.cross_entropy(model(X), Y), steps=5)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watched(tmp_path, program)
+    told = gaff.load(tmp_path / "run").verdict
+    assert (told.state, told.cause, told.remedy) == ("failed", "the run was stopped by Ctrl-C", "")

@@ -28,7 +28,7 @@ from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
-from gaff.record.verdict import Verdict, judge
+from gaff.record.verdict import STOPPED, Verdict, judge
 
 VERSION = 1
 HEAD = "run.json"
@@ -412,7 +412,8 @@ def _failure(head: dict[str, Any], parts: list[RankPart]) -> str | None:
     told = [one.get("error") for part in parts if (one := part.latest("end"))]
     error = next((one for one in told if isinstance(one, str) and one), None)
     if error is not None:
-        return f"the run ended with {error.splitlines()[0]}"
+        first = error.splitlines()[0].rstrip(": ")
+        return STOPPED if first == "KeyboardInterrupt" else f"the run ended with {first}"
     code = head.get("code")
     if not isinstance(code, int) or not code:
         return None

@@ -57,13 +57,16 @@ class Verdict:
         return f"{self.state}{', probably' if self.certainty == 'likely' else ''}: {self.cause}{since}"
 
 
+STOPPED = "the run was stopped by Ctrl-C"
+
+
 def judge(case: RunCase, failure: str | None = None) -> Verdict:
     """The verdict of a run. ``failure``: how its command ended, where that was not well."""
     found = claims(case)
     if failure is not None:
         before = tuple(f"what was seen before: {one.text}" for one in found[:1])
         return Verdict("failed", failure, "failed", before, alternatives=_others(found),
-                       remedy="read what the command itself has printed")  # fmt: skip
+                       remedy="" if failure == STOPPED else "read what the command itself has printed")  # fmt: skip
     is_short = case.steps < _LEAST_STEPS and case.found("nonfinite") is None
     if found and (found[0].certainty == "certain" or not is_short):
         first = found[0]

@@ -144,7 +144,8 @@ class OriginSearch:
         batches = self._runs.batches
         if any(batch.is_unseen for batch in batches):
             return f"a gradient is not finite, and where that began cannot be told: {_UNSEEN_CALL}"
-        tried = f"the last {len(batches)} batches that the model was given" if batches else "no batch: none was seen"
+        which = "the last batch" if len(batches) == 1 else f"the last {len(batches)} batches"
+        tried = f"{which} that the model was given" if batches else "no batch: none was seen"
         others = f"; {_AVERAGED}" if self._is_averaged else ""
         return f"{_UNSEEN_GRADIENT}{others} (run again: {tried})"
 
