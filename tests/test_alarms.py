@@ -934,3 +934,15 @@ def test_a_run_that_is_stopped_by_hand_says_so(tmp_path):
         watched(tmp_path, program)
     told = gaff.load(tmp_path / "run").verdict
     assert (told.state, told.cause, told.remedy) == ("failed", "the run was stopped by Ctrl-C", "")
+
+
+@pytest.mark.parametrize("rates", [(1e-5, 1e-1), (30.0, 1e-2)])
+def test_no_learning_rate_is_blamed_in_a_search_for_one(tmp_path, rates):
+    def program():
+        for rate in rates:
+            model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+            optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+            fit(model, lambda model: F.cross_entropy(model(X), Y), optimizer=optimizer)
+
+    told = watched(tmp_path, program).verdict
+    assert told.name not in ("learning_rate_too_low", "learning_rate_too_high", "learning_rate_gone"), told

@@ -387,7 +387,14 @@ def _case(record: Record) -> RunCase:
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),
         0 if made.get("steps", 1) else int(made.get("others", 0)), bool(made.get("has_modules", True)),
+        lr is not None and lr.values != () and max(lr.values) > 1.5 * min(lr.values) and _is_series(part),
     )  # fmt: skip
+
+
+def _is_series(part: RankPart) -> bool:
+    """Whether models of one name were made one after the other, which the watch then numbers."""
+    names = [str(one.get("name", "")) for _, one in part.events if one.get("kind") == "model"]
+    return any(name.partition("#")[0] in names for name in names if "#" in name)
 
 
 def _around_jump(record: Record, part: RankPart) -> tuple[tuple[float, ...], tuple[float, ...]]:
