@@ -945,4 +945,4 @@ def test_no_learning_rate_is_blamed_in_a_search_for_one(tmp_path, rates):
             fit(model, lambda model: F.cross_entropy(model(X), Y), optimizer=optimizer)
 
     told = watched(tmp_path, program).verdict
-    assert told.name not in ("learning_rate_too_low", "learning_rate_too_high", "learning_rate_gone"), told
+    assert told.name not in ("learning_rate_too_low", "learning_rate_too_high", "learning_rate_is_gone"), told
