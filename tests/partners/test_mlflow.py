@@ -138,3 +138,9 @@ def test_other_names_are_made_allowed_and_never_the_same():
     for name in made:
         _validate_metric_name(name)
         assert len(name) <= MAX_ENTITY_KEY_LENGTH
+
+
+def test_a_store_that_cannot_be_used_is_told(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    with pytest.raises(PlanError, match=r"the store of MLflow cannot be used: .*: expected MLFLOW_TRACKING_URI"):
+        MLflow()

@@ -18,6 +18,10 @@ from gaff.errors import PlanError
 from gaff.integrations.partners import STATS, Sender, as_text
 from gaff.record.run import Record
 
+_STORES = (
+    "expected MLFLOW_TRACKING_URI with the address of a server; the client alone, which gaff[mlflow] installs, has no "
+    "database (pip install mlflow has), and writes into a folder only with MLFLOW_ALLOW_FILE_STORE=true"
+)
 _AT_ONCE = 1000  # metrics of one request: what MLflow takes at most
 _LONGEST = 250  # characters of a metric's name
 _ALLOWED = re.compile(r"[/\w.\- :]*")
@@ -37,16 +41,21 @@ class MLflow(Sender):
     ) -> None:
         """Find the run to write to, or begin one. Waits for the store.
 
-        Raises PlanError where mlflow is not installed, or ``experiment`` is given and a run is active.
+        Raises PlanError where mlflow is not installed, where its store cannot be used, and for an ``experiment`` though
+        a run is active.
         """
         module = need("mlflow", "mlflow")
         self._metric = need("mlflow.entities", "mlflow").Metric
-        self._client = module.MlflowClient()
         own = module.active_run()
         if own is not None and experiment is not None:
             raise PlanError(f"experiment={experiment!r}: a run of mlflow is active and would be used; end it first")
         self._is_ours = own is None
-        self.run_id: str = own.info.run_id if own is not None else self._make_run(experiment)
+        try:
+            self._client = module.MlflowClient()
+            self.run_id: str = own.info.run_id if own is not None else self._make_run(experiment)
+        except module.exceptions.MlflowException as error:
+            why = str(error).strip().partition("\n")[0].partition(". ")[0]
+            raise PlanError(f"the store of MLflow cannot be used: {why}: {_STORES}") from error
         super().__init__(sites, stats)
         self._waiting: list[Any] = []  # metrics of the next request
 
