@@ -345,7 +345,15 @@ def clipped_while_scaled(sample: Sample, past: Past) -> Iterator[Hit]:
     remedy="a p of 0.1 to 0.5",
     least=5,
     share=0.5,
-    hides=("zero_gradient", "sparse_gradient", "dead_units", "update_small", "vanishing"),
+    hides=(
+        "zero_gradient",
+        "sparse_gradient",
+        "dead_units",
+        "update_small",
+        "vanishing",
+        "output_constant",
+        "no_signal",
+    ),
 )
 def dropout_high(sample: Sample, past: Past) -> Iterator[Hit]:
     """A dropout module with a p of 0.9 or more in training mode, while no loss has fallen to a half."""
@@ -353,7 +361,7 @@ def dropout_high(sample: Sample, past: Past) -> Iterator[Hit]:
         return
     for (model, path), share in sample.facts.get("dropouts", {}).items():
         if share >= 0.9:
-            yield Hit((model, path), f"a dropout sets {share:.4g} of what it is given to zero", p=share)
+            yield Hit((model, path), f"a dropout sets a share of {share:.4g} of what it is given to zero", p=share)
 
 
 @rule(
