@@ -62,16 +62,14 @@ class RunCase:
 
     ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
     many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
-    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of other
-    losses the mean (or median) of the targets;
-    ``optimizers``: how many train; ``experiments``: what came of running it again with one thing changed, where that
-    was done; ``backwards``: backward passes of a run in which no optimizer made a step, ``others``: steps made there by
-    optimizers that were not to be watched; ``has_modules``: whether the filters left a module to look at;
-    ``is_search``: models are made one after the other, and trained with other learning rates;
-    ``single``: what is told of single steps; ``is_acting``: most steps are
-    those of an agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a
-    loss was multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of
-    evaluations, each with its step.
+    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of other losses
+    the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of running it again
+    with one thing changed, where that was done; ``backwards``: backward passes of a run in which no optimizer made a
+    step, ``others``: steps made there by optimizers that were not to be watched; ``has_modules``: whether the filters
+    left a module to look at; ``is_search``: models are made one after the other, and trained with other learning
+    rates; ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose loss
+    follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by before
+    its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations, each with its step.
     """
 
     findings: tuple[Finding, ...]
