@@ -797,7 +797,7 @@ def test_a_backward_pass_that_is_forgotten_is_told_as_that(tmp_path):
 
     told = watched(tmp_path, program).verdict
     assert told.name == "never_trained"
-    assert "no backward pass is run" in told.cause
+    assert "no loss was seen to run backward" in told.cause
     assert "call loss.backward() ahead of the step" in told.remedy
 
 

@@ -1,8 +1,11 @@
 """Tensors that have a gradient though grad mode was off where they passed, or that come to require grad later."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff import edits
@@ -104,3 +107,41 @@ def test_the_share_of_an_input_that_came_to_require_grad_inside_is_refused(x):
     with pytest.raises(gaff.errors.ExactnessError, match="came to require grad inside the module"):
         with gaff.edit(model, {":grad_input": edits.scale(2.0)}):
             model(x.clone())
+
+
+def test_two_passes_of_their_own_are_no_parts_of_one():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(self.fc, x, use_reentrant=True)
+
+    model, x = Net(), torch.randn(2, 4, requires_grad=True)
+    with gaff.edit(model, {"fc.weight:grad": edits.scale(2.0)}):
+        model(x).sum().backward()
+        first = model.fc.weight.grad.clone()
+        (model.fc.weight**2).sum().backward()
+    assert torch.equal(model.fc.weight.grad, first + 4 * model.fc.weight)
+
+
+def test_a_run_that_ends_on_another_thread_settles_nothing_of_this_one(x):
+    class Waits(Backbone):
+        def forward(self, x, other=None):
+            with torch.no_grad():
+                h = self.a(x)
+            if other is not None:
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+            self.h = h.requires_grad_()
+            return self.b(h)
+
+    model = Waits()
+    session = gaff.edit(model, {"a:grad_output": edits.scale(2.0)}).attach()
+    model(x, lambda: model(x).sum().backward()).sum().backward()
+    edited = model.h.grad.clone()
+    session.remove()
+    model(x).sum().backward()
+    assert torch.allclose(edited, 2 * model.h.grad)

@@ -176,3 +176,19 @@ def test_hooks_that_somebody_takes_away_are_told_when_the_session_closes():
             rows = strip_while_open(session, model)
         assert "calls after that were not seen" in rows[0].reason
         assert not any(row.reason for row in rows[1:])
+
+
+def test_hooks_that_were_taken_away_are_told_of_that_opening_alone():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    got = gaff.capture(model, "0")
+    with pytest.warns(UserWarning, match="hooks were taken"):
+        strip_while_open(got, model)
+    with got:
+        model(torch.ones(1, 2))
+    assert not got.receipt.rows[0].reason
+
+
+def test_what_spectral_norm_makes_in_each_call_is_no_view_that_is_kept():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)))
+    with gaff.edit(model, {"0.weight_orig:param": gaff.edits.scale(2.0)}):
+        model(torch.ones(1, 3))

@@ -1,5 +1,7 @@
 """How a training is set up: each fault is named by the verdict, and what merely looks like it is not."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -229,6 +231,30 @@ def test_what_the_graph_behind_a_loss_tells(loss_of, told):
 
     loss = loss_of(nn.Linear(4, 3), torch.randn(8, 4), torch.randint(0, 3, (8,)))
     assert set(facts_of_graph(loss, "loss")) == told
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "is_told"),
+    [
+        (lambda z, y: F.binary_cross_entropy_with_logits(z, y), True),
+        (lambda z, y: (F.binary_cross_entropy_with_logits(z, y, reduction="none") * (y >= 0)).mean(), False),
+        (lambda z, y: F.binary_cross_entropy_with_logits(z, y, weight=(y >= 0).float()), False),
+        (lambda z, y: F.binary_cross_entropy_with_logits(z, (y + 1) / 2 + 1e-6), False),
+    ],
+)
+def test_targets_of_what_is_left_out_may_be_anything(loss_of, is_told):
+    from gaff.training.watch.loss_graph import facts_of_graph
+
+    z, y = torch.randn(8, 3, requires_grad=True), torch.randint(0, 2, (8, 3)).float() * 2 - 1
+    assert ("outside" in facts_of_graph(loss_of(z, y), "loss")) is is_told
+
+
+def test_nothing_is_guessed_of_targets_between_zero_and_one():
+    from gaff.training.watch.step_facts import target_of
+
+    name, soft = "binary_cross_entropy_with_logits", torch.rand(64)
+    assert math.isinf(target_of(name, soft, soft)["spread"])
+    assert 0.6 < target_of(name, soft, (soft > 0.5).float())["spread"] < 0.8
 
 
 @pytest.mark.parametrize("count", [64, 1000])

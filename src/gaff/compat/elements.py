@@ -47,7 +47,7 @@ def _rank(dtype: torch.dtype) -> int:
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of that name, with or without ``torch.``. Raises ValueError where there is none."""
-    found = getattr(torch, name.removeprefix("torch."), None)
+    found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of torch's")
     return found

@@ -11,7 +11,7 @@ import weakref
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gaff.compat import checkpoints
@@ -24,13 +24,13 @@ from gaff.errors import ExactnessError
 class Release:
     """Whether the edits of some autograd graphs were given up: their backward passes then raise, not go on unedited.
 
-    One belongs to each session. ``is_done`` is set by whoever releases. ``stripped``: modules whose hooks somebody
-    else took away while the session was open.
+    One belongs to each session. ``is_done`` is set by whoever releases. ``stripped``: the identities of modules whose
+    hooks somebody else took away while the session was open.
     """
 
     def __init__(self) -> None:
         self.is_done = False
-        self.stripped: list[nn.Module] = []
+        self.stripped: set[int] = set()
 
     def guard(self, tensor: Tensor) -> None:
         """Hook what a run with edits under a checkpoint returned. The hook lives and dies with its autograd graph.
@@ -105,7 +105,7 @@ def remove_all(handles: list[Any]) -> bool:
     Returns whether all were there still: somebody may have cleared torch's tables of a module.
     """
     tables = [(one.hooks_dict_ref(), one.id) for one in handles if isinstance(one, RemovableHandle)]
-    is_whole = all(table is None or number in table for table, number in tables)
+    is_whole = all(table is not None and number in table for table, number in tables)
     for handle in reversed(handles):
         handle.remove()
     return is_whole

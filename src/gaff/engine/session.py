@@ -145,6 +145,7 @@ class Session:
         """
         if self.is_open or (self.was_opened and not self.lasting):
             raise PlanError("this session was opened before: expected a new one for each with block")
+        self.released.stripped.clear()
         with ExitStack() as opening:
             opening.callback(forget)
             wiring = self._prepare()
@@ -167,7 +168,7 @@ class Session:
             if wiring.scopes:
                 opening.enter_context(worker_watch)
             ports = {tap.found.site.port for tap in wiring.taps if isinstance(tap, Tap)}
-            if wiring.has_arms:
+            if wiring.has_marks:
                 AHEAD.append(ahead := partial(wiring.gradients.settle_later, is_final=False))
                 opening.callback(AHEAD.remove, ahead)
                 opening.enter_context(pass_watch)
@@ -251,7 +252,7 @@ class Session:
             if self._wiring.has_edits and node.repeats():
                 kept.append((node, handles))
             else:
-                self.released.stripped += [] if remove_all(handles) else [node.module]
+                self.released.stripped |= set() if remove_all(handles) else {id(node.module)}
         if kept:
             self.lingering = Lingering(kept, is_forced=self._is_forced)
 

@@ -36,7 +36,7 @@ from gaff.engine.ops.mode import Scopes, drop
 from gaff.engine.ops.scope import OpListener, Scope, Want
 from gaff.engine.parameters.edits import ParameterEdits, Swap, SwapScope
 from gaff.engine.parameters.substitutes import original_of
-from gaff.engine.parameters.values import StateValue, called_above, need_no_view, owners_of
+from gaff.engine.parameters.values import StateValue, called_above, kept_tensors, need_no_view, owners_of
 from gaff.engine.side import Side
 from gaff.engine.skips import SkipChange
 from gaff.engine.streams import Act, EditStream, Look, SecondHalf, Stream
@@ -76,6 +76,7 @@ class Wiring:
         self.has_edits = any(isinstance(tap, EditTap) for tap in taps) or bool(tensors and tensors[0].is_edit)
         self.gradients = Gradients(has_edits=self.has_edits)
         self._clock = clock
+        self._kept: list[Any] | None = None  # tensors that modules keep, once a parameter is edited
         self._shards = Shards(model)
         if model is not None:
             for tap in self.taps:
@@ -219,7 +220,8 @@ class Wiring:
                 f"{tap.found.site}: the parameter lies on the meta device (without memory, or offloaded by "
                 "accelerate), so that nothing can stand in for it: expected an edit of an output, or another model"
             )
-        need_no_view(model, tap.found)
+        self._kept = list(kept_tensors(model)) if self._kept is None else self._kept
+        need_no_view(self._kept, tap.found)
         sharded = self._shards.of(tap.found)
         swap = Swap(tap.found, tap.stream, owners, is_sharded=sharded is not None)
         if sharded is not None:

@@ -55,7 +55,8 @@ class MLflow(Sender):
             self.run_id: str = own.info.run_id if own is not None else self._make_run(experiment)
         except module.exceptions.MlflowException as error:
             why = str(error).strip().partition("\n")[0].partition(". ")[0]
-            raise PlanError(f"the store of MLflow cannot be used: {why}: {_STORES}") from error
+            advice = f": {_STORES}" if "URI" in why or "backend" in why else ""
+            raise PlanError(f"the store of MLflow cannot be used: {why}{advice}") from error
         super().__init__(sites, stats)
         self._waiting: list[Any] = []  # metrics of the next request
 

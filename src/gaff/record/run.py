@@ -6,6 +6,7 @@ for each process a log ``*.gaff`` and a ring ``*.ring`` of its last steps. The r
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -387,14 +388,19 @@ def _case(record: Record) -> RunCase:
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),
         0 if made.get("steps", 1) else int(made.get("others", 0)), bool(made.get("has_modules", True)),
-        lr is not None and lr.values != () and max(lr.values) > 1.5 * min(lr.values) and _is_series(part),
+        lr is not None and _is_search(part, list(record.scalar("lr", part.rank))),
     )  # fmt: skip
 
 
-def _is_series(part: RankPart) -> bool:
-    """Whether models of one name were made one after the other, which the watch then numbers."""
-    names = [str(one.get("name", "")) for _, one in part.events if one.get("kind") == "model"]
-    return any(name.partition("#")[0] in names for name in names if "#" in name)
+def _is_search(part: RankPart, rates: list[tuple[int, float]]) -> bool:
+    """Whether models of one name were made one after the other, and the highest learning rates of them differ."""
+    made = [(step, str(one.get("name", ""))) for step, one in part.events if one.get("kind") == "model"]
+    names = {name for _, name in made}
+    begun = sorted(step for step, name in made if name.partition("#")[0] in names)
+    highest = [max((rate for step, rate in rates if first <= step < last), default=0.0)
+               for first, last in itertools.pairwise([*begun, 1 << 62])]  # fmt: skip
+    known = [one for one in highest if one > 0]
+    return len(known) > 1 and max(known) > 1.5 * min(known)
 
 
 def _around_jump(record: Record, part: RankPart) -> tuple[tuple[float, ...], tuple[float, ...]]:

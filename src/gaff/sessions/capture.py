@@ -184,7 +184,7 @@ class Capture(Captured):
             return
         for tap, stream in zip(self._taps, self._by_object.values(), strict=True):
             is_gone = not is_there(tap.found)
-            for one in stream.told if is_gone or tap.found.module in stripped else ():
+            for one in stream.told if is_gone or id(tap.found.module) in stripped else ():
                 one.skip(SUCCEEDED if is_gone else STRIPPED)
                 if one.fired and not is_quiet:
                     warnings.warn(f"gaff: {one.site}: {list(one.reasons)[-1]}", stacklevel=3)

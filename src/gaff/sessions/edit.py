@@ -188,7 +188,7 @@ class Editing:
         finally:
             self._session.__exit__(None, error, None)
         for tap, stream in pairs:
-            if id(tap) in replaced or tap.found.module in self._session.released.stripped:
+            if id(tap) in replaced or id(tap.found.module) in self._session.released.stripped:
                 why = REPLACED if id(tap) in replaced else STRIPPED
                 gone += [(one, why) for one in stream.spawned or [stream]]
         for stream, why in gone:

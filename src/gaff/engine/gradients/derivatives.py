@@ -82,6 +82,7 @@ class Derivatives:
 
 def follow_derivatives(share: Follower, made: set[GraphNode], edge: Edge) -> None:
     """Let the share of a call, which has made the nodes ``made``, hear of derivatives."""
+    _FOLLOWED[0] = True
     derivatives = Derivatives(share, edge)
     for node in made:
         if autograd.sequence_of(node) < NEVER:  # no accumulator of a leaf, which everybody uses
@@ -91,11 +92,18 @@ def follow_derivatives(share: Follower, made: set[GraphNode], edge: Edge) -> Non
 AHEAD: list[Callable[[], None]] = []  # of sessions that look for gradients: called before each pass
 _MADE: deque[range] = deque(maxlen=256)  # the numbers of nodes that each of the last differentiable passes has made
 _COUNT = [0]  # of all such passes
+_OUTERMOST = [0]  # of all passes that began outside of another one
+_FOLLOWED = [False]  # whether the share of any call was ever followed
 
 
 def passes_made() -> int:
     """How many differentiable passes there have been while somebody wanted to know."""
     return _COUNT[0]
+
+
+def outermost_passes() -> int:
+    """How many passes have begun outside of another one, those inside of reentrant checkpoints left out."""
+    return _OUTERMOST[0]
 
 
 def made_since(count: int) -> list[range]:
@@ -117,9 +125,10 @@ def _run_backward(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _OUTERMOST[0] += autograd.backward_task() == -1
         for ahead in tuple(AHEAD):
             ahead()
-        if not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
+        if not _FOLLOWED[0] or not (args[2] if len(args) > 2 else kwargs.get("create_graph")):
             return run(outputs, *args, **kwargs)
         _begins(outputs)
         first = autograd.next_sequence()

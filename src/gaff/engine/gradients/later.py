@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ WRITTEN_LATER = "the tensor did not require grad; what was written into it later
 
 
 class Later:
-    """The tensors of the run in progress that somebody may still make require grad. Each is held weakly."""
+    """The tensors that somebody may still make require grad, by the run in which they passed. Each is held weakly."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[weakref.ref[Tensor], int, str, Stream, Run, int]] = []
+        self._waiting: dict[Run, list[tuple[weakref.ref[Tensor], int, str, Stream, int]]] = {}
 
     def add(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
         """Wait for a tensor, which does not require grad now.
@@ -32,26 +33,41 @@ class Later:
         """
         reason = GETS_NONE if autograd.is_view_without_grad(tensor) else NEEDS_NONE
         reason = reason if torch.is_grad_enabled() else NO_GRAD_MODE
-        self._waiting.append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, run, call))
+        self._waiting.setdefault(run, []).append((weakref.ref(tensor), memory.version_of(tensor), reason, stream, call))
 
     def settle(self, arm: Callable[[Tensor, Stream, Run, int], object], *, is_final: bool) -> None:
         """Let ``arm`` hook what has come to require grad; tell the streams of the others why, if ``is_final``.
 
-        That is at the end of a run. Ahead of a backward pass inside it the others go on waiting.
+        That is of runs that are over. Else, ahead of a backward pass on this thread, it is of the runs in progress on
+        it: the others go on waiting.
         """
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            reference, version, reason, stream, run, call = one
-            tensor = reference()
-            if tensor is not None and autograd.takes_gradient(tensor):
-                if memory.version_of(tensor) == version:
-                    arm(tensor, stream, run, call)
+        for run in list(self._waiting):
+            if is_final if not run.frames else (not is_final and run.thread == get_ident()):
+                self._settle(run, arm, is_final=is_final)
+
+    def close(self, arm: Callable[[Tensor, Stream, Run, int], object]) -> None:
+        """Settle all of them: the session ends."""
+        for run in list(self._waiting):
+            self._settle(run, arm, is_final=True)
+
+    def _settle(self, run: Run, arm: Callable[[Tensor, Stream, Run, int], object], *, is_final: bool) -> None:
+        waiting, kept = self._waiting.pop(run, []), []
+        try:
+            while waiting:
+                reference, version, reason, stream, call = one = waiting.pop(0)
+                tensor = reference()
+                if tensor is not None and autograd.takes_gradient(tensor):
+                    if memory.version_of(tensor) == version:
+                        arm(tensor, stream, run, call)
+                    else:
+                        stream.absent(run, call, WRITTEN_LATER)
+                elif is_final:
+                    stream.absent(run, call, reason)
                 else:
-                    stream.absent(run, call, WRITTEN_LATER)
-            elif is_final:
-                stream.absent(run, call, reason)
-            else:
-                self._waiting.append(one)
+                    kept.append(one)
+        finally:
+            if kept or waiting:
+                self._waiting[run] = [*kept, *waiting, *self._waiting.get(run, ())]
 
 
 class ShareOfLate(Stream):

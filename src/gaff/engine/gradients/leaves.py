@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Clock, Run
+from gaff.engine.gradients.derivatives import outermost_passes
 from gaff.engine.gradients.later import NEEDS_NONE
 from gaff.engine.gradients.pending import BATCHED, NOT_REACHED, Gradients
 from gaff.engine.gradients.sharded import ShardedGradient
@@ -165,8 +166,8 @@ class LeafGradient:
         parts. A second arrival in the same pass from another place tells that.
         """
         region = next(checkpoints.recomputing_functions(), None)
-        last, self._last = self._last, (self._gradients.passes, region)
-        if last[0] == self._gradients.passes and last[1] is not region:
+        last, self._last = self._last, (outermost_passes(), region)
+        if last[0] == self._last[0] and last[1] is not region:
             self._stream.refuse(
                 run, 0, "the gradient comes in parts, for reentrant checkpoints are apart: expected use_reentrant=False"
             )

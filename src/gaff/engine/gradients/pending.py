@@ -217,7 +217,7 @@ class Gradients:
 
         Runs without any backward pass are not told of. No hook that still fires, on another thread, is listened to.
         """
-        self.settle_later()
+        self.later.close(self.arm)
         self.is_open = False
         for armed in self._armed:
             armed.remove()

@@ -189,7 +189,8 @@ class OpEvent:
                 follow: Callable[..., Any] = part.scope.follow(dict(part.counts))
                 if not checkpoints.wrap_recomputation(region, follow):
                     part.hidden.append(region)
-            if self.node is not None and part.scope.is_edit and any(region is one for one in part.hidden):
+            is_edited = self.node is not None and (self.node.entry.is_edited or self.node.exit.is_edited)
+            if is_edited and any(region is one for one in part.hidden):
                 raise PlanError(
                     f"the edited op {self.name} of {type(part.scope.owner.module).__name__} runs inside "
                     f"{type(region).__name__}, a custom autograd Function: its backward may compute it again without "

@@ -5,6 +5,7 @@ Their gradients are in ``gradients.leaves``, their edits in ``edits``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,15 +82,25 @@ def called_above(found: Found) -> nn.Module | None:
     return next((module for module in reversed(found.chain) if not is_container(module)), None)
 
 
-def need_no_view(model: nn.Module, found: Found) -> None:
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the attributes of modules, by their paths, but for parameters and buffers.
+
+    Left out is what is made of a parameter in each call, as ``weight`` of ``weight_orig`` by spectral_norm and pruning.
+    """
+    for path, module, _ in iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and f"{name}_orig" not in module._parameters:
+                yield join(path, name), value
+
+
+def need_no_view(kept: Iterable[tuple[str, Tensor]], found: Found) -> None:
     """Raises PlanError where a module keeps a view of a parameter, made before: nothing can stand in for that."""
     parameter = found.tensor
     if not elements.is_plain(parameter) or parameter.untyped_storage().nbytes() != parameter.nbytes:
         return  # its memory is not its own
-    for path, module, _ in iter_modules(model):
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value is not parameter and memory.shares(value, parameter):
-                raise PlanError(
-                    f"{found.site}: {join(path, name)} is a view of it that is kept, which an edit would not reach: "
-                    "expected a model that makes the view when it is called"
-                )
+    for place, value in kept:
+        if value is not parameter and memory.shares(value, parameter):
+            raise PlanError(
+                f"{found.site}: {place} is a view of it that is kept, which an edit would not reach: "
+                "expected a model that makes the view when it is called"
+            )

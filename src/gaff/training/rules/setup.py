@@ -327,11 +327,11 @@ def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("exploding", "clipped_to_nothing", "update_small", "never_updated"),
 )
 def clipped_while_scaled(sample: Sample, past: Past) -> Iterator[Hit]:
-    """clip_grad_norm_ makes gradients smaller that are multiplied by a GradScaler's factor, above 1, and that it has
-    not divided by it. Certain."""
+    """clip_grad_norm_ makes gradients smaller that are multiplied by a GradScaler's factor, above 1, which has not
+    been taken off, and leaves less than a hundredth without it: a limit that was multiplied, too, is meant. Certain."""
     found = sample.facts.get("clipped")
-    if found and found.get("factor", 1.0) > 1.0 and found["most"] < found["norm"]:
-        factor = found["factor"]
+    factor = found.get("factor", 1.0) if found else 1.0
+    if found and factor > 1.0 and found["most"] < min(found["norm"], 0.01 * factor):
         yield Hit(("", ""), f"gradients are clipped to {found['most']:.4g} while they are {factor:.4g} times as large, "
                   f"by a GradScaler: {found['most'] / factor:.2g} is left",
                   norm=found["norm"], limit=found["most"], factor=factor)  # fmt: skip

@@ -190,7 +190,7 @@ def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
             and all(not one.has_grad for _, one in held)
             and any(one.requires_grad for _, one in held)
         ):
-            none = "" if sample.facts.get("backwards") else ": no backward pass is run"
+            none = "" if sample.facts.get("backwards") else ": no loss was seen to run backward"
             yield Hit((model, ""), f"no parameter of {model!r} gets a gradient{none}", parameters=len(held))
 
 

@@ -173,9 +173,12 @@ def _is_of_pairs(chain: list[Any], names: list[str], at: int) -> bool:
 def _note_targets(node: Any, name: str, found: dict[str, Any]) -> None:
     """Note targets of a binary cross entropy that are no probabilities; those on a device are not read."""
     targets = getattr(node, "_saved_target", None)
+    is_masked = getattr(node, "_saved_reduction", 0) == 0 or getattr(node, "_saved_weight", None) is not None
+    if is_masked:  # of what is left out a target may be anything
+        return
     if isinstance(targets, Tensor) and targets.device.type == "cpu" and targets.numel():
         low, high = (float(one) for one in targets.detach().aminmax())
-        if low < 0 or high > 1:
+        if low < -1e-3 or high > 1 + 1e-3:  # not by rounding
             found["outside"] = {"loss": name, "low": low, "high": high}
 
 

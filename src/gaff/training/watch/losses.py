@@ -145,7 +145,7 @@ class Losses:
         """Begin a new step: the sums of this one are dropped, while names and past values stay."""
         self._now = {}
         self.unclipped = self._scaler = None
-        self.facts.pop("clipped", None)
+        self.facts.clear()
 
     def _name(self, loss: Tensor | None, at: int, whose: str) -> str:
         """What a loss is called that comes from the place in the code that leads here, as it was at the first time.

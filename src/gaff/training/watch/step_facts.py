@@ -6,6 +6,7 @@ All functions but ``read`` are called on the thread that trains, and wait for no
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -71,9 +72,14 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
 
 
 def _of_probabilities(targets: Tensor) -> Tensor:
-    """The binary cross entropy of a model that knows the mean of each column of its targets, and nothing else."""
+    """The binary cross entropy of a model that knows the mean of each column of its targets, and nothing else.
+
+    Corrected for how few they are, as ``_entropy``. Infinite where targets are between 0 and 1: the loss then ends at
+    their own entropy, which may be as much.
+    """
     mean = targets.mean(0).clamp(0, 1)
-    return -(torch.xlogy(mean, mean) + torch.xlogy(1 - mean, 1 - mean)).mean()
+    found = -(torch.xlogy(mean, mean) + torch.xlogy(1 - mean, 1 - mean)).mean() + 0.5 / len(targets)
+    return torch.where(((targets == 0) | (targets == 1)).all(), found, math.inf)
 
 
 # What the mean of a loss is for a model that knows how its targets are spread over a batch, and nothing else.
