@@ -49,11 +49,13 @@ class SingleSteps(NamedTuple):
 
     ``norms``: steps with the L2 norm of all gradients, before they were clipped where that is known. Where a loss jumps
     (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
+    ``is_search``: models are made one after the other, and trained with other learning rates.
     """
 
     norms: tuple[tuple[int, float], ...] = ()
     losses: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
+    is_search: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,10 @@ class RunCase:
     the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of running it again
     with one thing changed, where that was done; ``backwards``: backward passes of a run in which no optimizer made a
     step, ``others``: steps made there by optimizers that were not to be watched; ``has_modules``: whether the filters
-    left a module to look at; ``is_search``: models are made one after the other, and trained with other learning
-    rates; ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose loss
-    follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by before
-    its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations, each with its step.
+    left a module to look at; ``single``: what is told of single steps; ``is_acting``: most steps are those of an
+    agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
+    multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations,
+    each with its step.
     """
 
     findings: tuple[Finding, ...]
@@ -87,7 +89,6 @@ class RunCase:
     evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     others: int = 0
     has_modules: bool = True
-    is_search: bool = False
 
     def found(self, *rules: str) -> Finding | None:
         """The first finding of one of these rules, in the order of the rules; None where there is none."""
@@ -298,7 +299,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
     if rise is None and broken is None and harm is None and not is_lost:
         return None  # large steps alone do no harm
-    if (rise is None and large is None and jump is None) or case.is_search:
+    if (rise is None and large is None and jump is None) or case.single.is_search:
         return None
     began = min([one for one in (rise[1] if rise else None, large.since if large else None, jump and jump[0])
                  if one is not None])  # fmt: skip
@@ -385,7 +386,7 @@ def steps_too_small(case: RunCase) -> Claim | None:
     finding = case.found("update_small", "never_updated")
     if (
         finding is None
-        or case.is_search
+        or case.single.is_search
         or (finding.rule == "never_updated" and not _is_too_slow(finding))
         or case.found("clipped_to_nothing", "vanishing", "zero_gradient") is not None
     ):

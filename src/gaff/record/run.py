@@ -379,16 +379,16 @@ def _case(record: Record) -> RunCase:
     lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
     norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
                  None)  # fmt: skip
+    is_search = lr is not None and _is_search(part, list(record.scalar("lr", part.rank)))
     made = part.latest("made") or {}
     unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guess, max(optimizers, default=1),
-        record.experiments, unstepped, SingleSteps(tuple(norms or ()), *_around_jump(record, part)),
+        record.experiments, unstepped, SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search),
         2 * sum(map(acts, looks)) > len(looks),
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),
         0 if made.get("steps", 1) else int(made.get("others", 0)), bool(made.get("has_modules", True)),
-        lr is not None and _is_search(part, list(record.scalar("lr", part.rank))),
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def learning_rate_is_gone(case: RunCase) -> Claim | None:
 
     Certain below a ten-thousandth: no schedule is meant to spend most of a run there.
     """
-    if case.is_search or case.lr is None or case.steps < 50 or len(case.lr.values) < 8 or case.optimizers != 1:
+    if case.single.is_search or case.lr is None or case.steps < 50 or len(case.lr.values) < 8 or case.optimizers != 1:
         return None
     highest, values = max(case.lr.values), case.lr.values
     gone = [step for step, value in zip(case.lr.steps, values, strict=True) if value < 1e-2 * highest]
