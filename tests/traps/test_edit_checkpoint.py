@@ -296,25 +296,6 @@ def test_gradients_in_parts_are_refused():
         model(x).sum().backward()
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_gradients_of_a_checkpoint_and_of_what_is_outside_are_parts(is_first):
-    class Once(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shared = nn.Linear(4, 4)
-
-        def forward(self, x):
-            apart = lambda x: checkpoint(self.shared, x, use_reentrant=True)  # noqa: E731
-            return self.shared(apart(x).tanh()) if is_first else apart(self.shared(x).tanh())
-
-    model, x = Once(), torch.randn(2, 4, requires_grad=True)
-    with (
-        pytest.raises(gaff.ExactnessError, match="comes in parts"),
-        gaff.edit(model, {"shared.weight:grad": edits.clamp(-0.1, 0.1)}),
-    ):
-        model(x).sum().backward()
-
-
 def test_a_module_called_inside_a_backward_pass_is_refused():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4, requires_grad=True)
     x.register_hook(lambda gradient: model(gradient))
