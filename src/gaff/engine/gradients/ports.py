@@ -49,8 +49,14 @@ class GradientArm(Act):
             self._stream.absent(run, call, NO_GRAD_MODE)
 
     def without_graph(self, value: Any, given: Arguments, crossing: Crossing) -> None:
-        """Wait, as for every tensor that does not require grad: somebody may still make it."""
-        self(value, given, crossing)
+        """Wait, as for every tensor that does not require grad: somebody may still make it.
+
+        Not in compiled code, which shows no tensor that it makes no graph of.
+        """
+        if first_tensor(value) is None:
+            self.give_up(crossing.run, crossing.call)
+        else:
+            self(value, given, crossing)
 
     def _wants(self, call: int) -> bool:
         return self._site.call is None or self._site.call == call
