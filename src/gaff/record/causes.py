@@ -459,7 +459,7 @@ def _factor(finding: Finding) -> float:
 
 
 def _rate(case: RunCase) -> tuple[float | None, bool]:
-    """The learning rate of the beginning, and whether it was warmed up: its highest is well above its first."""
+    """The first learning rate, and whether it was warmed up: the highest is well above it."""
     if case.lr is None or not case.lr.values:
         return None, False
     return case.lr.start, max(case.lr.values) > 1.5 * case.lr.start

@@ -35,18 +35,16 @@ class Gradients:
     """All gradient hooks of one session; what they are waiting for, and their removal.
 
     The session makes it, arms set hooks through it, hooks call it from the threads of backward passes. It holds
-    streams and hooks, no tensors of the user's. ``passes`` counts backward passes that came by an output of a run,
-    ``has_backward`` tells that there was a backward pass: without any, a gradient that is missing is no finding.
+    streams and hooks, no tensors of the user's. ``has_backward`` tells that there was a backward pass: without any, a
+    gradient that is missing is no finding.
     ``has_edges``: compiled code runs beside eager code, at whose edges a part of a gradient may be all that is heard.
     """
 
     def __init__(self, *, has_edits: bool = False) -> None:
         self.is_open = True
         self.has_leaves = has_edits  # somebody asks whose backward pass it is
-        self.passes = 0  # backward passes that came by what a run returned
         self.pass_graph = PassGraph()
         self.has_edges = False
-        self._task = -1  # the last of them
         self._chains: dict[tuple[int, int], tuple[weakref.ref[Tensor], list[tuple[object, list[Armed]]]]] = {}
         self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
@@ -204,13 +202,7 @@ class Gradients:
         if torch.is_grad_enabled():
             for _, tensor in iter_tensors(output):
                 if autograd.takes_gradient(tensor) and not tensor.is_leaf:
-                    self._hook(tensor, Armed(_Mark(self), run, 0), has_edits=False)
-
-    def began(self) -> None:
-        """Count a backward pass that comes by what a run returned."""
-        task = autograd.backward_task()
-        if task != self._task:
-            self._task, self.passes = task, self.passes + 1
+                    self.mark(tensor, run)
 
     def close(self) -> None:
         """Remove every hook; what a backward pass left out is told to the streams as None.
@@ -287,16 +279,6 @@ class _Unheard(Stream):
 
 
 _UNHEARD = _Unheard()
-
-
-class _Mark(_Unheard):
-    """A stream that keeps nothing: its hook is there to note the backward pass on its run."""
-
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
-
-    def add(self, value: Any, run: Run, call: int) -> None:
-        self._gradients.began()
 
 
 def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any:
