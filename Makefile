@@ -4,6 +4,7 @@ VENV := .venv
 PEERS := .venv-peers
 COMPARED := baukit captum nnsight pyvene torchlens torchvision transformer_lens
 RUN := $(VENV)/bin/python
+TWO := -n 2 --dist loadgroup
 SETUP := pyproject.toml constraints.txt
 RANKS := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 2
 # run again by the slow tests: with every model compiled, and with every model spread over two processes
@@ -35,18 +36,18 @@ more: $(VENV)/.ready  ## what else there is
 	@echo "      $(RUN) examples/heads.py silences every attention head of MiniLM, all in one forward."
 
 test: $(VENV)/.ready  ## the tests that every change passes, under two minutes
-	$(RUN) -m pytest -m "not slow" -n 2
+	$(RUN) -m pytest -m "not slow" $(TWO)
 
 slow: $(VENV)/.ready $(if $(shell command -v npm),page/node_modules/.package-lock.json)  ## compile, forty architectures, examples, types as users see them
-	$(RUN) -m pytest -m slow -n 2
-	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside aot_eager -W ignore
-	BACKEND=inductor $(RUN) -m pytest tests/test_settings.py -n 2
-	$(RUN) -m pytest $(SUITES) -m "not slow" -n 2 --inside inductor -W ignore
+	$(RUN) -m pytest -m slow $(TWO)
+	$(RUN) -m pytest $(SUITES) -m "not slow" $(TWO) --inside aot_eager -W ignore
+	BACKEND=inductor $(RUN) -m pytest tests/test_settings.py $(TWO)
+	$(RUN) -m pytest $(SUITES) -m "not slow" $(TWO) --inside inductor -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside ddp -W ignore
 	OMP_NUM_THREADS=1 $(RANKS) -m pytest $(SUITES) -m "not slow" -p no:xdist -p no:cacheprovider --inside fsdp2 -W ignore
 
 survey: $(VENV)/.ready  ## the weights of fused attention, over all architectures of transformers that have both kinds
-	SURVEY=1 $(RUN) -m pytest tests/slow/test_attention_of_transformers.py -n 2
+	SURVEY=1 $(RUN) -m pytest tests/slow/test_attention_of_transformers.py $(TWO)
 
 MINUTES ?= 10
 fuzz: $(VENV)/.ready  ## fresh random programs against the truth for MINUTES=10, SETTING=fsdp2 (or another): a table, and small scripts
@@ -64,14 +65,14 @@ diagnose: $(VENV)/.ready  ## how often the verdict names the fault: scripts with
 	cd tests && OMP_NUM_THREADS=1 ../$(RUN) -m diagnose --half "$(HALF)" --seeds $(SEEDS) $(TRY)
 
 foreign: $(VENV)/.ready  ## programs that would notice that they are watched; TORCH_TESTS=FOLDER: torch's own tests, too
-	$(RUN) -m pytest tests/foreign -n 2
+	$(RUN) -m pytest tests/foreign $(TWO)
 	$(if $(TORCH_TESTS),$(RUN) tests/foreign/torch_tests.py $(TORCH_TESTS),@echo "torch's own tests were left out: make foreign TORCH_TESTS=FOLDER runs them")
 
 vision: $(PEERS)/.ready  ## torchvision and timm models
-	$(PEERS)/bin/python -m pytest tests/vision -n 2
+	$(PEERS)/bin/python -m pytest tests/vision $(TWO)
 
 partners: $(PEERS)/.ready  ## real trackers, tables and event files
-	$(PEERS)/bin/python -m pytest tests/partners -n 2
+	$(PEERS)/bin/python -m pytest tests/partners $(TWO)
 
 compare: $(VENV)/.ready $(COMPARED:%=.venv-compare/%/.ready)  ## every trap sprung on gaff, on hooks by hand and on seven other tools, each in its own environment
 	cd tests && ../$(RUN) -m traps --against gaff raw $(COMPARED) --write traps/against/answers.json

@@ -46,6 +46,20 @@ def pytest_collection_modifyitems(config, items):
     others = [item for item in items if where is not None and inside.why(item.nodeid, where) is not None]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
+    for item in items:
+        if shared := _shared_by_its_file(item):
+            item.add_marker(pytest.mark.xdist_group(shared))
+
+
+def _shared_by_its_file(item):
+    """One name for all tests of a file that use fixtures made once for it, or once for this parameter: they go to one worker."""
+    made_once = [
+        name
+        for name, (*_, made) in item._fixtureinfo.name2fixturedefs.items()
+        if made.scope == "module" and made.baseid == item.parent.nodeid
+    ]
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return f"{item.path.stem} {[parameters[name] for name in made_once if name in parameters]}" if made_once else ""
 
 
 def pytest_sessionfinish(session, exitstatus):

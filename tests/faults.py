@@ -1,5 +1,6 @@
 """Planted faults: steps that make a NaN or inf, with the op, the module and words of the cause that are the truth."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -264,3 +265,19 @@ FAULTS = [
           "forward", "log of 0"),
     Fault("a real fault under a scaler", real_fault_under_a_scaler, "sqrt", "middle", "backward", "sqrt at 0"),
 ]  # fmt: skip
+
+
+class Chain(nn.Module):
+    """Sums over paths through states; transitions that are never to be taken are -inf in a parameter, on purpose."""
+
+    def __init__(self):
+        super().__init__()
+        never = torch.ones(4, 4).tril(-1).bool()
+        self.scores, self.moves = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4).masked_fill(never, -math.inf))
+
+    def forward(self, x):
+        scores = self.scores(x)
+        reached = scores[0]
+        for one in scores[1:]:
+            reached = torch.logsumexp(reached[:, None] + self.moves, 0) + one
+        return reached.logsumexp(0)

@@ -11,7 +11,7 @@ from torch import nn
 import gaff
 from gaff.errors import NonFiniteError, PlanError
 from tests.clean import CLEAN, steady_scaler
-from tests.faults import Apply, Function
+from tests.faults import Apply, Chain, Function
 
 
 def make(function):
@@ -360,3 +360,23 @@ def test_a_warning_guard_says_that_a_spoiled_parameter_followed_from_what_it_tol
     assert first.direction == "backward"
     assert then.direction == "update"
     assert "before what was told first" in then.cause
+
+
+def test_transitions_that_are_never_taken_are_no_alarm():
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(x=None):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4) if x is None else x).square().backward()
+        optimizer.step()
+
+    assert not gaff.find_nonfinite(step, model=model)
+    with gaff.guard(model) as guard:
+        for _ in range(3):
+            step()
+    assert not guard.reports
+    with torch.no_grad():
+        model.moves[0, 0] = math.nan
+    assert gaff.find_nonfinite(step, model=model).site == "moves:param"

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaff
+from tests.faults import Chain
 
 
 def rules(record):
@@ -209,3 +210,22 @@ def test_functions_are_put_back_in_whatever_order_who_listens_leaves():
     other.switch(is_on=False)
     assert F.mse_loss is before
     assert told == [1, 2, 2]
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_transitions_that_are_never_taken_are_no_alarm_and_one_that_gets_lost_is(tmp_path, is_spoilt):
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with gaff.watch(model, out=tmp_path / "run", every=1):
+        for step in range(12):
+            loss = model(torch.randn(3, 4)) ** 2
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if is_spoilt and step == 6:
+                with torch.no_grad():
+                    model.moves[0, 3] = -torch.inf
+    found = rules(gaff.load(tmp_path / "run")).get("nonfinite")
+    assert (found is not None) == is_spoilt
+    assert found is None or (found.site, found.evidence["negative_inf"]) == ("moves:param", 7)

@@ -188,7 +188,9 @@ class Guard:
         bad = (
             Report(True, str(site), direction="update", cause=SINCE, output=range_of(one, "value"))
             for one, site in iter_state(self._model)
-            if site.port == "param" and has_nonfinite(one)
+            if site.port == "param"
+            and has_nonfinite(one)
+            and not (str(site) in self._bad_before and _is_forbidden(one))
         )
         report = self._search.agreed(next(bad, Report(False)))
         if report.site in self._bad_before:
@@ -242,6 +244,12 @@ class Guard:
 def _is_inner(run: Any) -> bool:
     """Whether a call is no run of its own: the model calls itself in ``run``, or a guard runs a batch again."""
     return KeptRuns.is_examining or (run is not None and len(run.frames) > 1)
+
+
+def _is_forbidden(parameter: Tensor) -> bool:
+    """Whether -inf is all in a parameter that is not finite: transitions that are never to be taken. Waits."""
+    found = range_of(parameter, "value")
+    return not (found.nan or found.positive_inf)
 
 
 def _norm(tensors: Iterable[Tensor]) -> list[Tensor]:

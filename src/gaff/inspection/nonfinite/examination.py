@@ -164,8 +164,7 @@ class BadState:
                     return _unseen(grad, replace(site, port="grad"))
             if id(tensor) in self.kept and not has_nonfinite(tensor):
                 return replace(self.kept[id(tensor)], site=site)
-            is_old = site.port == "buffer" and id(tensor) in self.before
-            if not has_nonfinite(tensor) or (is_old and (is_again or not site.path.endswith(_RUNNING))):
+            if not has_nonfinite(tensor) or self._is_as_before(tensor, site, is_again=is_again):
                 continue
             is_stepped = id(tensor) in self.made
             known = self.before.get(id(tensor)) or (None if is_stepped else marks.of_memory(tensor))
@@ -174,6 +173,19 @@ class BadState:
             if site.port == "param":
                 return self._of_parameter(tensor)
         return None
+
+    def _is_as_before(self, tensor: Tensor, site: Site, *, is_again: bool) -> bool:
+        """Whether what is not finite in a parameter or buffer was there before the step, and may be meant.
+
+        Of buffers all but running statistics; of parameters as many -inf as there are: transitions that are never to
+        be taken. Waits for the device.
+        """
+        known = self.before.get(id(tensor))
+        if known is None or site.port == "buffer":
+            return known is not None and (is_again or not site.path.endswith(_RUNNING))
+        was, now = known.output, range_of(tensor, "value")
+        is_same = known.direction == "before" and was.negative_inf == now.negative_inf
+        return is_same and not (now.nan or now.positive_inf)
 
     def _of_parameter(self, parameter: Tensor) -> Made:
         """What made a parameter bad that no op was seen to write."""

@@ -208,7 +208,9 @@ class Judge:
         """
         past = self.past
         for key in (*sample.rows, *sample.parameters):
-            self._order.setdefault(key, len(self._order))
+            if key not in self._order:
+                self._order[key] = len(self._order)
+                self._remember_forbidden(key, sample)
         if sample.phase == "eval":
             return
         past.looks += 1
@@ -226,6 +228,12 @@ class Judge:
             if len(first) < _FIRST:
                 first.append(value)
             past.recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
+
+    def _remember_forbidden(self, key: Key, sample: Sample) -> None:
+        """Take in how many elements of a parameter are -inf at its first look, where nothing else is not finite."""
+        row = sample.rows.get(key)
+        if row is not None and key[1].endswith(":param") and row.nonfinite == row.negative_inf > 0:
+            self.past.forbidden[key] = row.negative_inf
 
     def _remember_setup(self, sample: Sample) -> None:
         """Take in which models got gradients at a step, and which targets stood alone in a batch."""

@@ -97,6 +97,7 @@ class Past:
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones
     targets: set[float] = field(default_factory=set)  # of batches whose targets were all alike; inf: of one that mixed
     trained: set[str] = field(default_factory=set)  # models of which a parameter had a gradient at its step
+    forbidden: dict[Key, int] = field(default_factory=dict)  # how many -inf a parameter held when it was first seen
 
 
 LEAST_TARGETS = 8  # of a batch, before it says anything that they are all alike

@@ -38,11 +38,17 @@ _SQUARES_OVERFLOW = 1e18  # gradients whose squares are near the end of float32
 def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
     """A NaN in what a module returned, or a NaN or inf in a gradient, a parameter or a loss; the first of them.
 
-    Infinite activations alone are no hit: masks are made of them. Certain; no threshold.
+    Infinite activations alone are no hit: masks are made of them; nor is a parameter that has held as many -inf since
+    it was first seen (transitions that are forbidden), whose update there is -inf less -inf. Certain; no threshold.
     """
     for key, row in sample.rows.items():
-        is_state = key[1].endswith((":param", ":grad"))
-        if row.nan or (is_state and row.nonfinite):
+        site, _, port = key[1].rpartition(":")
+        kept = past.forbidden.get((key[0], f"{site}:param"), 0)
+        if kept and (
+            (port == "param" and row.nonfinite == row.negative_inf == kept) or (port == "update" and row.nan == kept)
+        ):
+            continue
+        if row.nan or (port in ("param", "grad") and row.nonfinite):
             yield Hit(key, nan=row.nan, positive_inf=row.positive_inf, negative_inf=row.negative_inf,
                       of=row.count + row.nonfinite)  # fmt: skip
             return
