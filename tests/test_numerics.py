@@ -164,6 +164,8 @@ def edited(value, edit):
 def test_scaled_rounding_passes_over_what_is_not_finite_and_keeps_the_range_of_float64():
     x = torch.tensor([1.0, 0.5, math.nan, -2.0])
     assert torch.equal(edited(x, edits.quantize("float8_e5m2", scaled=True)).isnan(), x.isnan())
+    infinite = torch.tensor([1.0, torch.inf, -torch.inf])  # a type without inf must not make them finite
+    assert torch.equal(edited(infinite, edits.quantize("float8_e4m3fn", scaled=True))[1:], infinite[1:])
     wide = torch.tensor([1e39, -5e38, 1e-50], dtype=torch.float64)
     assert torch.allclose(edited(wide, edits.quantize("float16", scaled=True))[:2], wide[:2], rtol=1e-3)
     tiny = torch.tensor([1e-50, 5e-51], dtype=torch.float64)

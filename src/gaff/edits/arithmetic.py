@@ -299,9 +299,11 @@ class _Round(torch.autograd.Function):
         if not scaled or not tensor.numel() or torch.finfo(dtype).max >= torch.finfo(wide).max:
             return tensor.to(dtype).to(tensor.dtype, copy=True)
         exact = tensor.to(wide)
-        largest = torch.where(exact.isfinite(), exact, 0.0).abs().amax()
+        is_finite = exact.isfinite()
+        largest = torch.where(is_finite, exact, 0.0).abs().amax()
         scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(wide).tiny)
-        return ((exact / scale).to(dtype).to(wide) * scale).to(tensor.dtype)
+        rounded = (exact / scale).to(dtype).to(wide) * scale
+        return torch.where(is_finite, rounded, exact).to(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
