@@ -51,7 +51,8 @@ class Part:
             raise PlanError(f"index {self.index!r} is outside dimension {self.dim} of shape {tuple(tensor.shape)}")
         if isinstance(self.index, int):
             return tensor.narrow(self.dim, self.index % size, 1)
-        return tensor.index_select(self.dim, _places([number % size for number in chosen], tensor.device))
+        places = _places([number % size for number in chosen], tensor.device)
+        return tensor.index_select(self.dim, beside(tensor, places))
 
 
 def _need_dim(tensor: Tensor, dim: int) -> None:

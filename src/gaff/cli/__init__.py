@@ -9,10 +9,12 @@ words, ``options`` declares what commands share, ``models``, ``inputs`` and ``te
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from gaff.cli import (
     anatomy,
@@ -125,6 +127,8 @@ def _top() -> Parser:
 
 def _run(command: Command, options: argparse.Namespace) -> int:
     """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that its encoding does not have
     try:
         with fitting(terminal_width(), columns_of(options)) as tables:
             code = command.run(options)
@@ -134,7 +138,10 @@ def _run(command: Command, options: argparse.Namespace) -> int:
         if sys.stdout is not None:  # a shell may start a program without any
             sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError as error:
+        if not _is_unread(sys.stdout):  # of somebody's code, in another pipe
+            to_stderr(_one_line(error))
+            return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -144,6 +151,13 @@ def _run(command: Command, options: argparse.Namespace) -> int:
             raise
         to_stderr(_one_line(error))
         return 1
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether the reader of a pipe, such as head, has seen enough and gone."""
+    asked = select.poll()
+    asked.register(stream.fileno(), 0)
+    return bool(asked.poll(0))
 
 
 def _one_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gaff.cli.options import add_debug
+from gaff.errors import RecordError
 
 SUMMARY = "compare every file of a harvest with its checksums"
 
@@ -18,10 +19,17 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read everything; 0 where all of it is as it was written and complete, 3 where it is not."""
+    from gaff.harvesting import manifest
+    from gaff.harvesting.folder import location_of
     from gaff.harvesting.store import Store
     from gaff.views.text import bytes_text, counted
 
-    store = Store(options.store)
+    manifest.read(location_of(options.store))
+    try:
+        store = Store(options.store)
+    except RecordError as error:  # a harvest, whose shards are not what they were
+        print(error)
+        return 3
     wrong = store.check()
     for text in wrong:
         print(text)

@@ -123,6 +123,13 @@ def most_variants() -> int:
     return int(getattr(config, "recompile_limit", 8))
 
 
+def variants() -> dict[Any, int]:
+    """How often each frame of Python has been compiled in this process, by Dynamo's own number of it."""
+    from torch._dynamo import convert_frame
+
+    return dict(getattr(convert_frame, "FRAME_COMPILE_COUNTER", {}))
+
+
 def was_reset() -> bool:
     """Whether ``torch._dynamo.reset()`` was called since this was last asked; true at the first question.
 

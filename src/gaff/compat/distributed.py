@@ -63,6 +63,14 @@ def part_of(whole: Tensor, tensor: Any) -> Tensor:
     return with_local(tensor, whole.contiguous())
 
 
+def whole_beside(constant: Tensor, tensor: Any) -> Tensor:
+    """``constant``, which all processes have, as a DTensor on the mesh of ``tensor``, whole in each."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = tensor.device_mesh
+    return DTensor.from_local(constant, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def fsdp_state(module: Any) -> Any:
     """What FSDP2 keeps about a module given to ``fully_shard``, else None."""
     get = getattr(module, "_get_fsdp_state", None)
@@ -144,6 +152,12 @@ def _put_first(hooks: Any, origin: str | tuple[str, ...]) -> None:
 def can_stop(model: Any) -> bool:
     """Whether a forward of ``model`` may be left by an exception: FSDP2 must be able to forget what it was doing."""
     return all(hasattr(one, "reset_iter_state") for one in model.modules() if fsdp_state(one) is not None)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP2 shards parameters of ``model`` that require grad."""
+    units = any(fsdp_state(one) is not None for one in model.modules())
+    return units and any(one.requires_grad for one in model.parameters())
 
 
 def reset_sharded(model: Any) -> None:

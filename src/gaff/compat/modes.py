@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from gaff.compat import distributed
+
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Operations inside keep the precision of what they are given on ``device``; does nothing where autocast is off."""
@@ -99,7 +101,9 @@ def _within(around: list[Any], function: Callable[..., Any]) -> Callable[..., An
 
 
 def beside(tensor: Tensor, constant: Tensor) -> Tensor:
-    """``constant`` as an operation with ``tensor`` takes it: a fake one beside a fake one."""
+    """``constant`` as an operation with ``tensor`` takes it: fake, or in all processes where the tensor is spread."""
+    if distributed.is_spread(tensor):
+        return distributed.whole_beside(constant, tensor)
     return tensor.fake_mode.from_tensor(constant) if isinstance(tensor, FakeTensor) else constant
 
 

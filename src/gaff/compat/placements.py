@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gaff.compat import distributed
+from gaff.errors import PlanError
 
 
 class Placement(NamedTuple):
@@ -100,6 +101,19 @@ def whole_of(tensor: Tensor, placement: Placement) -> Tensor:
     spread: Any = tensor
     found: Tensor = spread.full_tensor()
     return distributed.arrived(found)
+
+
+def together(tensor: Tensor, placement: Placement) -> Tensor:
+    """As ``whole_of``. Raises PlanError where processes do not ask at the same time, or hold summands of a gradient."""
+    if tensor.requires_grad and placement.has_summed_gradient:
+        raise PlanError(UNKNOWN_GRADIENT)
+    try:
+        return whole_of(tensor, placement)
+    except RuntimeError as error:
+        raise PlanError(
+            f"the parts of the tensor could not be put together ({str(error)[:160]}): every process has to make this "
+            "edit, at the same event; one may have switched it off"
+        ) from error
 
 
 def part_again(whole: Tensor, like: Tensor, placement: Placement) -> Tensor:

@@ -206,6 +206,8 @@ def _index(pairs: Any, dim: int, tensor: Tensor, value: Tensor) -> tuple[Tensor,
             raise PlanError(
                 f"{here}: {there} is outside dimension {dim} of {_text(tensor)} (here) or {_text(value)} (there)"
             )
+    if len({here % tensor.shape[dim] for here, _ in pairs}) < len(pairs):
+        raise PlanError(f"{dict(pairs)} names a place twice (counted from either end): expected each once")
     here, there = (
         torch.tensor([pair[side] for pair in pairs], dtype=torch.int64, device=tensor.device) for side in (0, 1)
     )

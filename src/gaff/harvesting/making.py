@@ -91,17 +91,18 @@ class _Again:
 
     def append(self, sites: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> None:
         """Raises RecordError for rows that differ by more than processors do: a thousandth, in half precision a
-        hundredth, of the largest number of a site."""
-        for name, rows in sites.items():
-            known = self._shard.sites.get(name)
+        hundredth, of the largest number of a site; and for labels that do."""
+        held = {**self._shard.sites, **self._shard.labels}
+        for name, rows in (*sites.items(), *labels.items()):
+            known = held.get(name)
             if known is None or not len(rows):
                 continue
             stored = self._out.rows(shard_path(self._shard.number, known.file), name, known).run(0, len(rows))
             if not _is_alike(stored, rows):
                 raise RecordError(
                     f"{name}: the first batch of shard {self._shard.number} gives other rows than it did: a hook, an "
-                    "edit, a function or a setting of the model is another: expected the same again, another out=, or "
-                    "accept_changes=True"
+                    "edit, a function or a setting of the model is another, or a label: expected the same again, "
+                    "another out=, or accept_changes=True"
                 )
 
 

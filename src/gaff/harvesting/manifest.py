@@ -18,6 +18,7 @@ from gaff.version import __version__
 
 NAME, END = "harvest.json", "end.json"
 FORMAT = 1
+ORDER = "batch, sample"  # what the columns of the file of the order are
 _DRAFTS = (OPEN, "order-")  # names of what a start that was killed may have left before it had a manifest
 
 

@@ -36,8 +36,6 @@ from gaff.harvesting.values import Norms, evaluating, reader_of
 from gaff.sessions.plan import Plan
 from gaff.sessions.take import arguments
 
-_ORDER = "batch, sample"  # what the columns of the file of the order are
-
 
 def harvest(
     model: nn.Module,
@@ -142,7 +140,7 @@ def _written_order(order: list[list[int]], out: Location) -> Any:
         return None
     pairs = torch.tensor([[number, sample] for number, batch in enumerate(order) for sample in batch])
     name = f"order-{checksum_of([pairs]):08x}.safetensors"
-    with writing(out), draft_in(out.drafts(), 0) as folder, TensorFile(folder / name, _ORDER, pairs) as file:
+    with writing(out), draft_in(out.drafts(), 0) as folder, TensorFile(folder / name, manifest.ORDER, pairs) as file:
         file.append(pairs)
         told = file.close().to_dict()
         out.send(folder / name, name)
@@ -154,6 +152,6 @@ def _read_order(told: Any, out: Location) -> list[list[int]]:
     if told is None:
         return []
     written = WrittenTensor.from_dict(told)
-    pairs = out.rows(written.file, _ORDER, written).run(0, written.rows)
+    pairs = out.rows(written.file, manifest.ORDER, written).run(0, written.rows)
     counts = torch.bincount(pairs[:, 0]).tolist()
     return [one.tolist() for one in pairs[:, 1].split(counts)]

@@ -23,7 +23,7 @@ from gaff.harvesting.loader import RowLoader
 from gaff.harvesting.location import TOLD, StoredRows, shard_path
 from gaff.harvesting.rows import SCALE_OF
 from gaff.harvesting.shard import Shard
-from gaff.harvesting.tensor_file import dtype_of
+from gaff.harvesting.tensor_file import WrittenTensor, dtype_of
 from gaff.views.text import counted
 
 
@@ -247,7 +247,17 @@ class Store(Mapping[str, Column]):
     def check(self) -> list[str]:
         """Read every file and compare it with its checksums; what is wrong, with the file, empty where nothing is."""
         columns = [*self._sites.values(), *self.labels.values()]
-        return [text for column in columns for text in column.check()]
+        return [text for column in columns for text in column.check()] + list(self._check_order())
+
+    def _check_order(self) -> Iterator[str]:
+        """Read the file with the order of the samples, where there is one."""
+        told = self.manifest.get("order")
+        try:
+            if told is not None:
+                written = WrittenTensor.from_dict(told)
+                self.place.rows(written.file, manifest.ORDER, written).check()
+        except RecordError as error:
+            yield str(error)
 
     def __repr__(self) -> str:
         how = "complete" if self.is_complete else "not complete"

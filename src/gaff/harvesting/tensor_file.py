@@ -111,7 +111,7 @@ class TensorFile:
                 f"{self._name}: a row was {told(self._dtype, self._shape)} and is {told(rows.dtype, rows.shape[1:])} "
                 f"in a later batch: {ALIKE}"
             )
-        rows = rows.resolve_neg().contiguous()
+        rows = rows.resolve_conj().resolve_neg().contiguous()
         left = memoryview(bytes_of(rows))
         while left:
             left = left[self._file.write(left) :]

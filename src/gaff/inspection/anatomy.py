@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaff.errors import RecordError
-from gaff.inspection.writing import write_text
+from gaff.inspection.writing import number_of, worded, write_text
 from gaff.record.node_rows import Edge, NodeRow
 from gaff.views import anatomy_svg, anatomy_text
 
@@ -56,13 +56,13 @@ class Anatomy:
 
     def to_json(self) -> str:
         """Everything as JSON, with the number of the format. ``from_json`` reads it back."""
-        return json.dumps({"gaff_anatomy": _FORMAT, **self.to_dict()}, indent=1)
+        return json.dumps(worded({"gaff_anatomy": _FORMAT, **self.to_dict()}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Anatomy:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no anatomy."""
         try:
-            told = json.loads(text)
+            told = json.loads(text, object_hook=number_of)
             if told.pop("gaff_anatomy") != _FORMAT:
                 raise ValueError(f"another format, expected {_FORMAT}")
             told["nodes"] = tuple(_node(one) for one in told["nodes"])

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
@@ -16,7 +15,7 @@ from typing import Any
 
 from gaff.compat import extras
 from gaff.errors import PlanError, RecordError, SiteError
-from gaff.inspection.writing import write_text
+from gaff.inspection.writing import number_of, worded, write_text
 from gaff.record.picture import Picture
 from gaff.record.trace_rows import (
     CallRow,
@@ -116,13 +115,13 @@ class Trace:
         told = asdict(replace(self, rows=(), parameters=(), pictures=()))
         told |= {name: [row_dict(row) for row in getattr(self, name)] for name in ("rows", "parameters")}
         told["pictures"] = [one.to_dict() for one in self.pictures]
-        return json.dumps(_worded({"gaff_trace": _FORMAT, **told}), indent=1, allow_nan=False)
+        return json.dumps(worded({"gaff_trace": _FORMAT, **told}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
         """Inverse of ``to_json``. Raises RecordError when ``text`` is no trace."""
         try:
-            data = json.loads(text, object_hook=_number)
+            data = json.loads(text, object_hook=number_of)
             if data.pop("gaff_trace") not in (_FORMAT, _FORMAT - 1):
                 raise ValueError(f"another format, expected {_FORMAT}")
             data["rows"] = tuple(call_row(row) for row in data["rows"])
@@ -164,17 +163,3 @@ def _fingerprint(told: Any) -> Fingerprint:
     if isinstance(told, str):
         return Fingerprint(told)
     return Fingerprint(str(told["digest"]), tuple(map(float, told["sketch"])), str(told["odd"]))
-
-
-def _worded(value: Any) -> Any:
-    """A copy of JSON data in which numbers that are not finite are objects with the number as text."""
-    if isinstance(value, dict):
-        return {name: _worded(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_worded(inner) for inner in value]
-    return {"number": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(told: dict[str, Any]) -> Any:
-    """Inverse of ``_worded`` for one object of JSON. Raises ValueError where the text is no number."""
-    return float(told["number"]) if told.keys() == {"number"} else told

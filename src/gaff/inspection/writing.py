@@ -1,19 +1,42 @@
-"""Writing what ``gaff`` tells to a file that the user names."""
+"""Writing what ``gaff`` tells: as JSON that any reader takes, and to a file that the user names."""
 
 from __future__ import annotations
 
+import math
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
+from gaff.compat.files import replacing
 from gaff.errors import RecordError
 
 
 def write_text(path: str | PathLike[str], text: str) -> None:
     """Write ``text`` as UTF-8, in place of what the file held. Raises RecordError where it cannot be written.
 
-    Characters that UTF-8 cannot hold (lone surrogates in the name of a file) are written as ``?``.
+    A file gets its place as a whole; a pipe or device is written to. Characters that UTF-8 cannot hold (lone surrogates
+    in the name of a file) are written as ``?``.
     """
+    content, where = text.encode(errors="replace"), Path(path)
     try:
-        Path(path).write_bytes(text.encode(errors="replace"))
+        if where.exists() and not where.is_file():
+            where.write_bytes(content)
+            return
+        with replacing(path) as made:
+            made.write_bytes(content)
     except OSError as error:
         raise RecordError(f"{fspath(path)!r} cannot be written: {error.strerror}") from None
+
+
+def worded(value: Any) -> Any:
+    """A copy of JSON data in which numbers that are not finite are objects with the number as text."""
+    if isinstance(value, dict):
+        return {name: worded(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [worded(inner) for inner in value]
+    return {"number": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number_of(told: dict[str, Any]) -> Any:
+    """Inverse of ``worded`` for one object of JSON. Raises ValueError where the text is no number."""
+    return float(told["number"]) if told.keys() == {"number"} else told

@@ -10,12 +10,12 @@ import csv
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from gaff.compat.extras import need
+from gaff.compat.files import replacing
 from gaff.errors import RecordError
 from gaff.integrations.rows import Row, check, numbers, scalars
 from gaff.record.run import Record
@@ -117,24 +117,13 @@ def _write(
     rows = chain(scalars(record), numbers(record, sites=sites, stats=stats))
     lines = [json.dumps(_plain(one.to_dict())) + "\n" for one in record.findings]
     try:
-        with _replacing(path) as made:
+        with replacing(path) as made:
             count = write(rows, made)
-        with _replacing(findings_path(path)) as made:
+        with replacing(findings_path(path)) as made:
             made.write_text("".join(lines), encoding="utf-8", newline="\n")
     except OSError as error:
         raise RecordError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     return count
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` whose file takes its place at the end, and is removed after an error."""
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield made
-        os.replace(made, path)
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def _text(name: str) -> str:

@@ -183,8 +183,8 @@ def _symptom(finding: Finding) -> Claim:
 # What the process has done or left out: the finding is the cause itself.
 READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
          "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "cleared_before_step",
-         "never_trained", "never_updated", "clipped_while_scaled",
-         "targets_no_probabilities")  # fmt: skip
+         "never_trained", "never_updated", "clipped_while_scaled", "targets_no_probabilities", "gradients_lost",
+         "clipped_too_early", "sees_the_future")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")

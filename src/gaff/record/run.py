@@ -179,7 +179,12 @@ class Record:
     def notes(self) -> list[str]:
         """What was not looked at or written, and why; damage of the files."""
         told = [str(one) for part in self._parts for _, event in part.events for one in event.get("notes", ())]
-        told += [f"the record ends before the run: {one}" for one in map(_left, self._parts) if one]
+        left = [f"the record ends before the run: {one}" for one in map(_left, self._parts) if one]
+        code = self.head.get("code")
+        if not left and not self.is_complete and isinstance(code, int) and code >= 0:
+            left = [f"the record has no end, though the command ended by itself (exit code {code}): it left at once, "
+                    "as by os._exit, or the record could not be written any further"]  # fmt: skip
+        told += left
         damaged = sum(part.reader.damaged for part in self._parts)
         if damaged:
             told.append(f"{damaged} places in the record are damaged and were passed over")

@@ -62,7 +62,7 @@ class Summary:
 
     def __str__(self) -> str:
         each = f" ({_duration(self.step_s)} each)" if self.step_s else ""
-        lasted = f" in {_duration(self.seconds)}{each}" if self.seconds else ""
+        lasted = f" in {_duration(self.seconds)}{each}" if self.seconds else each
         where = f" on {self.device}" if self.device else ""
         return f"{self.steps} {'step' if self.steps == 1 else 'steps'}{lasted}{where}; {self.ended}"
 
@@ -71,6 +71,8 @@ def summary_of(record: Record, rank: int = 0) -> Summary:
     """The facts of a run, by one process of it; ``rank`` must be one of ``record.ranks``."""
     last = record.describe("end", rank) or record.describe("progress", rank)
     total = _number(last.get("seconds")) or 0.0
+    at = record.events("progress", rank)[-1:] if not record.describe("end", rank) else []
+    is_old = any(1.1 * (step + 1) < record.steps for step, _ in at)  # the last steps are those of the ring
     cost = Cost(
         total * (_number(last.get("overhead")) or 0.0), total, _number(last.get("startup")) or 0.0,
         _number(last.get("steady")),
@@ -78,8 +80,8 @@ def summary_of(record: Record, rank: int = 0) -> Summary:
     taken = [one for one in record.scalar("seconds", rank).values if one > 0] if "seconds" in record.scalars else []
     ended, has_failed = _ended(record, rank)
     return Summary(
-        record.steps, total or None, statistics.median(taken) if taken else None, _device(record, rank), ended,
-        has_failed, cost, _settings(record, rank),
+        record.steps, None if is_old else total or None, statistics.median(taken) if taken else None,
+        _device(record, rank), ended, has_failed, cost, _settings(record, rank),
     )  # fmt: skip
 
 

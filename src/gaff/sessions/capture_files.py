@@ -7,14 +7,13 @@ it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from gaff.compat import extras
+from gaff.compat.files import replacing
 from gaff.errors import PlanError, RecordError
 from gaff.sessions.reading import Reading, ReadSite
 from gaff.sessions.receipt import Receipt
@@ -63,14 +62,11 @@ def write(
     metadata = {"gaff": __version__, "model": model, "gaff_capture": json.dumps(told)}
     if len(metadata["gaff_capture"]) + sum(len(name) + 120 for name in packing.tensors) > _MOST_HEADER:
         raise PlanError(f"{len(packing.tensors)} tensors are too many for one file: keep fewer events, as by last=")
-    made = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
-        package.save_file(packing.tensors, str(made), metadata=metadata)
-        os.replace(made, path)
+        with replacing(path) as made:
+            package.save_file(packing.tensors, str(made), metadata=metadata)
     except (OSError, failure) as error:
         raise RecordError(f"{str(path)!r} cannot be written: {error}") from error
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def _events(stream: ReadSite, packing: Packing) -> list[Any]:

@@ -18,12 +18,11 @@ from gaff.compat.placements import (
     ANY_PARTS,
     BY_HAND,
     PARTS,
-    UNKNOWN_GRADIENT,
     UNKNOWN_PART,
     is_equal_everywhere,
     part_again,
     placement_of,
-    whole_of,
+    together,
     whole_on,
 )
 from gaff.edits.event import Edit, Event, acts_on_parts, among, is_linear, mixed, uses_event
@@ -73,15 +72,13 @@ class CheckedEdit:
                     self._need_whole(value)
                 new = self._made(value, run, call)
             else:
-                if value.requires_grad and placement.has_summed_gradient:
-                    raise PlanError(UNKNOWN_GRADIENT)
                 if value.requires_grad and self._site.port in GRADIENT_PORTS:
                     raise PlanError(
                         "a gradient lies in parts here (tensor parallelism), and this backward pass is differentiated "
                         "(create_graph=True): what puts parts together has no derivative there; expected scale, or "
                         "another edit of single elements"
                     )
-                new = part_again(self._made(_together(value, placement), run, call), value, placement)
+                new = part_again(self._made(together(value, placement), run, call), value, placement)
         except Exception as error:
             self.has_failed = True
             self._raise_ours(error, value)
@@ -190,17 +187,6 @@ class CheckedEdit:
     def _versions(self) -> tuple[int, ...]:
         """How often each constant was written to: another number than before means that it has changed."""
         return tuple(memory.version_of(constant) for constant in self._constants)
-
-
-def _together(value: Tensor, placement: Any) -> Tensor:
-    """The whole tensor of a part. Raises PlanError where the other processes do not do the same at the same time."""
-    try:
-        return whole_of(value, placement)
-    except RuntimeError as error:
-        raise PlanError(
-            f"the parts of the tensor could not be put together ({str(error)[:160]}): every process has to make this "
-            "edit, at the same event; one may have switched it off"
-        ) from error
 
 
 def need_mixable(value: Tensor, strength: float, site: Site) -> None:

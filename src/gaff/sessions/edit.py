@@ -54,7 +54,7 @@ class Editing:
         self._family = Family(check_finite=plan.options.check_finite, meshes=meshes)
         self._streams = self._family.streams  # one for each edited site, then those of single ops as they come
         self._missing: list[str] = []
-        self._sources = SameRun(model)
+        self._sources = SameRun(model, meshes)
         self._taps = self._make_taps(model) if model is not None else []
         tensors = [self._make_tensor_tap(request) for request in plan.requests if isinstance(request.target, Tensor)]
         self._session = Session(model, self._taps, tensors, plan.options.threads, is_traceable=True, allows_flat=True)

@@ -281,7 +281,8 @@ def hold(
             pass  # sparse, nested or borrowed memory: torch refuses to share it
     if tensor.is_inference() or tensor.is_quantized:
         return tensor.clone()
-    alias = tensor.detach()  # shares the version counter, and does not hold the graph
+    # an alias shares the version counter, and does not hold the graph; of a DTensor it has a counter of its own
+    alias = tensor if distributed.is_spread(tensor) else tensor.detach()
     checks.append(_version_check(alias, memory.version_of(tensor)))
     return tensor if has_graph else alias
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from gaff import keep as keep_part
 from gaff.address.grammar import Pattern, Site, parse
 from gaff.compat import elements, extras
+from gaff.compat.files import replacing
 from gaff.edits import files as edit_part
 from gaff.errors import GaffError, PlanError, RecordError
 from gaff.sessions.request import Options, Reducer, Request, read_options
@@ -84,7 +85,7 @@ def save(requests: Sequence[Request], options: Options, path: str | PathLike[str
     """Write JSON to ``path``, and tensors that edits hold to ``path`` + ``.safetensors``.
 
     The tensors come first, so that a new text never stands without the tensors that it names. Raises PlanError for
-    a ``path`` that is itself a name for tensors.
+    a ``path`` that is itself a name for tensors, RecordError where the files cannot be written.
     """
     if str(path).endswith(_TENSORS):
         raise PlanError(f"{str(path)!r} is a name for the tensors of a plan: expected another ending, such as .json")
@@ -92,9 +93,18 @@ def save(requests: Sequence[Request], options: Options, path: str | PathLike[str
     text = to_json(requests, options, tensors)
     if tensors:
         text = json.dumps({**json.loads(text), "digest": digest_of(requests, options)}, indent=1)
-        whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
-        extras.need("safetensors.torch", "files", for_="a plan with tensors").save_file(whole, f"{path}{_TENSORS}")
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    failure: Any = OSError
+    try:
+        if tensors:
+            whole = {name: _whole(name, tensor) for name, tensor in tensors.items()}
+            library = extras.need("safetensors.torch", "files", for_="a plan with tensors")
+            failure = extras.need("safetensors").SafetensorError
+            with replacing(f"{path}{_TENSORS}") as made:
+                library.save_file(whole, str(made))
+        with replacing(path) as made:
+            made.write_text(text + "\n", encoding="utf-8")
+    except (OSError, failure) as error:
+        raise RecordError(f"plan {str(path)!r} cannot be written: {error}") from error
 
 
 def load(path: str | PathLike[str]) -> Asked:

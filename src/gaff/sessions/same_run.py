@@ -7,7 +7,7 @@ edited itself is told as the model goes on with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import get_ident
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gaff.address.grammar import VALUE_PORTS, Site, parse_site
 from gaff.address.nested import describe, iter_tensors
 from gaff.address.resolve import find_site
+from gaff.compat.placements import UNKNOWN_PART, is_equal_everywhere, placement_of, together
 from gaff.edits.event import Edit, Event
 from gaff.edits.places import iter_innermost, with_patches
 from gaff.edits.sources import Patch
@@ -36,13 +37,15 @@ Held = tuple[Any, bool]
 class PatchSource(Stream):
     """The values that passed the source of a patch in the run in progress, by thread and call; a stream of the engine.
 
-    Called with an event it is the value that goes in there. Kept exactly, as a capture keeps values, and with their
-    autograd graph unless ``detach``; let go of when the run ends. Of skipped events and remarks it tells nothing: a
-    patch that misses its source raises.
+    Called with an event it is the value that goes in there: of a tensor that lies in parts the whole. Kept exactly, as
+    a capture keeps values, and with their autograd graph unless ``detach``; let go of when the run ends. Of skipped
+    events and remarks it tells nothing: a patch that misses its source raises.
     """
 
-    def __init__(self, site: Site, *, detach: bool) -> None:
+    def __init__(self, site: Site, *, detach: bool, meshes: Sequence[Any] = ()) -> None:
+        """``meshes``: of processes that share the model, where each may hold a part of what passes."""
         self.site = site
+        self._meshes = meshes
         self.keeper = Keeper(Options(graph=not detach), None, is_state=False)
         self._detach = detach
         self._values: dict[int, dict[int, Held]] = {}
@@ -53,6 +56,11 @@ class PatchSource(Stream):
         if not isinstance(value, Tensor):
             parts = ", ".join(str(replace(self.site, key=(*self.site.key, *key))) for key, _ in iter_tensors(value))
             raise SiteError(f"{self.site}: its value is a {describe(value)}, a patch takes one tensor of it: {parts}")
+        placement = placement_of(value)
+        if placement is not None:
+            value = together(value.detach() if self._detach else value, placement)
+        elif self._meshes and not is_equal_everywhere(value, list(self._meshes)):
+            raise PlanError(f"patched from {self.site} of the same run: {UNKNOWN_PART}")
         self._keep(call, self.keeper.keep(value, run))
 
     def absent(self, run: Any, call: int, reason: str) -> None:
@@ -136,8 +144,10 @@ class PatchSource(Stream):
 class SameRun:
     """The sources of one edit session: looked up when it is made, heard of while it is open."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, meshes: Sequence[Any] = ()) -> None:
+        """``meshes``: of processes that share the model and compute on the same rows."""
         self._model = model
+        self._meshes = meshes
         self._passed: dict[tuple[str, bool], PatchSource] = {}
         self._session: Session | None = None
 
@@ -161,7 +171,7 @@ class SameRun:
                 find_site(self._model, source)
             key = (patch.source, patch.detach)
             if key not in self._passed:
-                self._passed[key] = PatchSource(source, detach=patch.detach)
+                self._passed[key] = PatchSource(source, detach=patch.detach, meshes=self._meshes)
             return replace(patch, values=self._passed[key])
 
         return with_patches(edit, bound)

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 
 from gaff.address.grammar import GRADIENT_PORTS, Key, Site
 from gaff.address.nested import first_tensor, map_tensors
-from gaff.address.resolve import need_module
+from gaff.address.resolve import Found, need_module
 from gaff.compat import distributed, libraries
+from gaff.compat.compiler import is_loaded
 from gaff.engine.session import Session
 from gaff.engine.stop import EarlyStop, StopForward
 from gaff.engine.taps import Tap
@@ -133,8 +134,14 @@ class Take(nn.Module):
         """Run the model on these arguments; return a dict from address to value. A single DataLoader goes to ``over``.
 
         Raises NeverFiredError for a site that was not reached, SiteError for one that was called several times. Under
-        DDP a run that is stopped early averages no gradients, and is refused where grad mode is on.
+        DDP a run that is stopped early averages no gradients, and is refused where grad mode is on; so is what no unit
+        of FSDP2 returns, whose backward pass brings the parameters no gradient. Called in code that is compiled it runs
+        outside of the graph, which breaks there.
         """
+        run = torch.compiler.disable(self._taken) if is_loaded() else self._taken
+        return run(*args, **kwargs)
+
+    def _taken(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if len(args) == 1 and not kwargs and isinstance(args[0], DataLoader):
             return self.over(args[0])
         if isinstance(self.model, nn.parallel.DistributedDataParallel) and torch.is_grad_enabled():
@@ -143,6 +150,8 @@ class Take(nn.Module):
                 "DistributedDataParallel(gaff.take(model.module, ...)), or a call under torch.no_grad()"
             )
         wanted = [(row, self._plan.requests[row.request]) for row in self._plan.check(self.model)]
+        if torch.is_grad_enabled() and distributed.is_sharded(self.model):
+            _need_units(row.found for row, _ in wanted)
         waiting: set[int] = set()
         features = [
             Feature(request, row.found.site, self._keeper(request.reduce), lambda at=at: _arrived(at, waiting))  # type: ignore[misc]
@@ -261,6 +270,19 @@ def _check(model: nn.Module, plan: Plan) -> None:
             raise PlanError(
                 f"{site}: is one module under {len(names)} names ({', '.join(names[:4])}), and may be called by each: "
                 f"say which call, such as {str(replace(site, call=0))!r}"
+            )
+
+
+def _need_units(found: Iterable[Found]) -> None:
+    """Raises PlanError for a site that is not the output of a unit of FSDP2.
+
+    A unit asks for its parameters, and gives them their gradients, where a backward pass comes to what it returned.
+    """
+    for one in found:
+        if one.site.port != "output" or one.site.op is not None or distributed.fsdp_state(one.module) is None:
+            raise PlanError(
+                f"{one.site}: no unit of FSDP2 returns it, so a backward pass from it would bring weights no gradient: "
+                "expected the output of a unit, fully_shard for that module, or a call under torch.no_grad()"
             )
 
 

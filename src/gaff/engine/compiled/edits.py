@@ -125,8 +125,20 @@ class TracedEdit(Receiver):
 class TracedGradientEdit(TracedEdit):
     """One edit of the gradient at a value, in compiled code: a tensor hook that becomes part of the backward's graph.
 
-    Each call has a ticket of its own, kept by its backward: as long as one is alive the edit is still to act.
+    Each call has a ticket of its own, kept by its backward: as long as one is alive the edit is still to act. Where the
+    hook is outside of a graph, as at a graph break, the ticket lives on with the loss: when its gradient has come the
+    edit is ``done``, and once the session ``is_over`` such a hook lets further backward passes by.
     """
+
+    def __init__(self, inside: Inside, site: Site, stream: Any, apply: Any, *, is_cut: bool) -> None:
+        super().__init__(inside, site, stream, apply, is_cut=is_cut)
+        self.done: set[int] = set()
+        self.is_over = False
+
+    def has_living_graph(self) -> bool:
+        """Whether an autograd graph is alive that may still bring a gradient to be edited."""
+        return any(one() is not None for at, lives in self.lives.items() for one in lives
+                   if at != self.latest and at not in self.done)  # fmt: skip
 
     def change(self, value: Any, given: Arguments) -> Any:
         """While Dynamo compiles: hook the tensor that the address means; what passes stays as it is."""
@@ -163,6 +175,10 @@ class TracedGradientEdit(TracedEdit):
         tell([], self.token, ticket, place, "")
 
         def arrived(gradient: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                if self.is_over:
+                    return gradient
+                self.done.add(int(ticket))
             old = gradient.detach()
             new, wrong = self._mix(old)
             torch.ops.gaff.arrive([old, new], ticket, place, sign_of_edge(1 if wrong == _WROTE else 2 if wrong else 0))

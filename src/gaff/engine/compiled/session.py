@@ -7,6 +7,7 @@ eagerly until it closes, with the reason in the receipt.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import NoneType
@@ -128,18 +129,35 @@ def _why_unseen(taps: Sequence[Any]) -> str:
     return ""
 
 
-_PATTERNS: dict[Any, set[frozenset[str]]] = {}  # by code that is compiled: in which ways it has been tapped
+_Patterns = dict[Any, set[frozenset[str]]]
+_PATTERNS: _Patterns = {}  # by code that is compiled: in which ways it has been tapped
+_MADE: Counter[Any] = Counter()  # by code: variants that were compiled while sessions were open
 
 
 def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
     """Why another way of tapping would leave torch no room for the user's own variants; empty if there is room.
 
-    torch keeps a limited number of compiled variants of one function and runs it eagerly beyond that. Each set of taps
-    is one more; they may use half of the room (chosen). What was used is kept by the code, until torch is reset.
+    torch keeps a limited number of compiled variants of one function, and beyond that runs it eagerly, or raises with
+    ``fullgraph=True``. Each set of taps is one more, or several, where the model runs with and without gradients, say;
+    they may use half of the room (chosen). What was used is kept by the code, until torch is reset.
     """
     if compiler.was_reset():
         _PATTERNS.clear()
-    wanted: dict[Any, set[frozenset[str]]] = {}
+        _MADE.clear()
+    most = compiler.most_variants()
+    for code, patterns in _patterns(model, taps).items():
+        known = _PATTERNS.get(code, set())
+        is_full = len(known | patterns) > most // 2 or (_MADE[code] >= most // 2 and not patterns <= known)
+        if is_full:
+            name = code if isinstance(code, str) else code.__name__
+            return f"{name} has been tapped in {len(known)} other ways, and torch keeps {most} variants of its code"
+        _PATTERNS[code] = known | patterns
+    return ""
+
+
+def _patterns(model: nn.Module, taps: Sequence[Any]) -> _Patterns:
+    """In which ways taps change compiled code, by that code."""
+    wanted: _Patterns = {}
     regions = [(path, one) for path, one in model.named_modules() if getattr(one, "_compiled_call_impl", None)]
     for path, region in regions or [("", unwrap(model))]:
         kind = type(region)
@@ -148,14 +166,7 @@ def _why_full(model: nn.Module, taps: Sequence[Any]) -> str:
         inside = frozenset(_kind_of(tap, start) for tap in taps if f"{tap.found.site.path}.".startswith(start))
         if inside:
             wanted.setdefault(code, set()).add(inside)
-    most = compiler.most_variants()
-    for code, patterns in wanted.items():
-        known = _PATTERNS.get(code, set())
-        if len(known | patterns) > most // 2:
-            name = code if isinstance(code, str) else code.__name__
-            return f"{name} has been tapped in {len(known)} other ways, and torch keeps {most} variants of its code"
-        _PATTERNS[code] = known | patterns
-    return ""
+    return wanted
 
 
 def _reduction(model: nn.Module, taps: Sequence[Any]) -> Any:
@@ -208,6 +219,8 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         self._nodes: list[Node] = []
         self._made: list[TracedEdit] = []
         self._counts = compiler.compile_counts()
+        self._variants = compiler.variants()
+        self._codes = tuple(_patterns(model, taps))
 
     def install(self, node: Node, handles: list[Any]) -> None:
         """Put hooks on the module that act inside compiled code, and outside of it as others do.
@@ -250,12 +263,17 @@ class CompiledHooks(AbstractContextManager["CompiledHooks"]):
         another exception is on its way.
         """
         graphs, breaks = (now - then for now, then in zip(compiler.compile_counts(), self._counts, strict=True))
+        made = (count - self._variants.get(frame, 0) for frame, count in compiler.variants().items())
+        _MADE.update(dict.fromkeys(self._codes, max(made, default=0)))
         is_to_come = self._has_gradients_to_come()
         if is_to_come:
             gc.collect()  # of graphs that nobody but a cycle holds
             is_to_come = self._has_gradients_to_come()
         has_run = any(receiver.tellers for receiver in self._inside.receivers)  # frames with our hooks
         self._inside.close()
+        for edit in self._made:
+            if isinstance(edit, TracedGradientEdit):
+                edit.is_over = True
         for tap in self._taps if self._nodes and exc[0] is None else ():
             why = UNSEEN.get(tap.found.module)
             if why is not None and tap.found.site.port in _AT:

@@ -166,13 +166,13 @@ class Receiver(ABC):
         self.lives: dict[int, list[Any]] = {}  # of tickets: whether a graph still holds what stands for them
         self.tellers: dict[int, set[int]] = {}  # of tickets: threads on which frames with it have run
         self._most = _FEW
-        self._latest = 0
+        self.latest = 0
         self.ticket = self._new_ticket()
         inside.receivers.append(self)
 
     def renew(self, number: int) -> None:
         """Take a new ticket for the next frame: one with ``number`` is running, and may tell several times."""
-        if number == self._latest:
+        if number == self.latest:
             self.ticket = self._new_ticket()
 
     def parts(self, values: list[Tensor]) -> list[Tensor]:
@@ -218,7 +218,7 @@ class Receiver(ABC):
     def _new_ticket(self) -> Tensor:
         """Make a ticket with the next number and enter it into the table, under a lock."""
         with _LOCK:
-            self._latest = number = next(_NUMBERS)
+            self.latest = number = next(_NUMBERS)
             _RECEIVERS[number] = self
             self._numbers.append(number)
             if len(self._numbers) > self._most:
@@ -230,17 +230,17 @@ class Receiver(ABC):
 
     def has_living_graph(self) -> bool:
         """Whether an autograd graph is alive that may still bring gradients."""
-        return any(one() is not None for at, lives in self.lives.items() if at != self._latest for one in lives)
+        return any(one() is not None for at, lives in self.lives.items() if at != self.latest for one in lives)
 
     def _drop_dead(self) -> None:
         """Forget the tickets that no autograd graph holds any more."""
         for number in list(self._numbers):
             lives = self.lives.get(number)
-            if number != self._latest and lives is not None and all(life() is None for life in lives):
+            if number != self.latest and lives is not None and all(life() is None for life in lives):
                 _RECEIVERS.pop(number, None)
                 del self.lives[number]
                 self.tellers.pop(number, None)
-        self._numbers = deque(number for number in self._numbers if number in self.lives or number == self._latest)
+        self._numbers = deque(number for number in self._numbers if number in self.lives or number == self.latest)
         known = set(self._numbers)
         self.waiting = {call: stands for call, stands in self.waiting.items() if call[0] in known}
         self._most = max(_FEW, 2 * len(self._numbers))

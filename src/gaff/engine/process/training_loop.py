@@ -38,6 +38,7 @@ class Told:
     clipped: Callable[[Any, Any], None] = lambda norm, most: None  # by clip_grad_norm_: the norm before, and the limit
     iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
     saved: Callable[[Any], None] = lambda file: None  # by torch.save, which has written it: what it was given as file
+    backward_ended: Callable[[], None] = lambda: None  # without an exception
 
 
 _OPEN: list[Told] = []
@@ -114,17 +115,20 @@ def _replace(name: str, make: Callable[[Any, list[bool]], Any], *owners: Any) ->
 
 
 def _backward(original: Any, live: list[bool]) -> Any:
-    """``torch.autograd.backward``, which tells before it begins.
+    """``torch.autograd.backward``, which tells before it begins, and once it is over.
 
     Not inside another backward pass, nor in code that is being compiled.
     """
 
     @passed_over
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if autograd.backward_task() == -1 and not is_hidden():
-            for told in _told(live):
-                told.backward_begins(args[0] if args else kwargs.get("tensors"))
-        return original(*args, **kwargs)
+        is_outermost = autograd.backward_task() == -1 and not is_hidden()
+        for told in _told(live) if is_outermost else ():
+            told.backward_begins(args[0] if args else kwargs.get("tensors"))
+        result = original(*args, **kwargs)
+        for told in _told(live) if is_outermost else ():
+            told.backward_ended()
+        return result
 
     return backward
 

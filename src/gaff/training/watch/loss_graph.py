@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,7 @@ from gaff.compat.autograd import nodes_behind, nodes_of
 
 _MOST_NODES = 1000
 _DEPTH = 10
+_OF_TARGETS = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv")
 _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross entropy",
              "MseLossBackward": "a mean squared error", "SmoothL1LossBackward": "a smooth L1 error",
              "HuberLossBackward": "a Huber error", "BinaryCrossEntropyBackward": "a cross entropy",
@@ -94,6 +96,39 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
     _note_behind(one, names[at + 1 :], name, found)
+
+
+def bad_target(loss: Tensor) -> str:
+    """What is wrong with the targets of a loss that is not finite, in words; empty where nothing of it is.
+
+    Reads what the nodes of torch's losses among the first 1,000 behind it have kept; waits for the device.
+    """
+    behind: Iterable[Any] = nodes_behind(nodes_of([loss]))
+    for node in islice(behind, _MOST_NODES):
+        name = node.name().rstrip("0123456789")
+        if not name.startswith(_OF_TARGETS):
+            continue
+        try:
+            targets = node._saved_target
+        except (AttributeError, RuntimeError):  # freed by a backward pass, or written to since
+            continue
+        told = _bad(node, name, targets) if isinstance(targets, Tensor) and type(targets) is Tensor else ""
+        if told:
+            return told
+    return ""
+
+
+def _bad(node: Any, name: str, targets: Tensor) -> str:
+    """What is wrong with the targets of one loss, if they are."""
+    if name.startswith("NllLoss"):
+        ignored = getattr(node, "_saved_ignore_index", 0)
+        ignored -= (ignored >> 63) << 64  # told without its sign
+        is_mean = getattr(node, "_saved_reduction", 0) == 1
+        is_empty = is_mean and bool((targets == ignored).all())
+        return f"all {targets.numel()} targets of the cross entropy are {ignored}, which it ignores: a mean over none" \
+            if is_empty else ""  # fmt: skip
+    count = int((~targets.isfinite()).sum())
+    return f"{count} of {targets.numel()} targets are not finite" if count else ""
 
 
 def leaf_behind(loss: Tensor) -> Tensor | None:

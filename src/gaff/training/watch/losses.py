@@ -100,6 +100,7 @@ class Losses:
             "norm": self.unclipped,
             "most": float(most),
             "factor": self.scale if is_scaled else 1.0,
+            "passes": self.in_step,
         }
 
     def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:
@@ -131,6 +132,11 @@ class Losses:
     def values(self) -> dict[str, Any]:
         """The mean of each loss, by name, over the backward passes of this step so far; tensors where on a device."""
         return {name: total / count for name, (total, count) in self._now.items()}
+
+    @property
+    def latest(self) -> str:
+        """The name of the loss that was noted last; empty before the first."""
+        return str(self._latest[-1])
 
     @property
     def in_step(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from gaff.record.sample import Key
 from gaff.training.watch import ownership, step_facts
 from gaff.training.watch.idle_optimizers import IdleOptimizers
+from gaff.training.watch.lost_passes import LostPasses
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
@@ -27,8 +28,8 @@ class OptimizerSteps:
 
     ``at``: where the training loop is. ``updates``: what each optimizer that stepped in the sampled step changes, by
     the optimizer's identity. ``skipped``: steps that a GradScaler left out, ``in_a_row`` those since the last one that
-    was made; ``idle``: optimizers that never step. ``optimizers`` and ``is_any`` are those of ``Optimizers``. Used on
-    the thread that trains.
+    was made; ``idle``: optimizers that never step; ``lost``: backward passes for nothing. ``optimizers`` and ``is_any``
+    are those of ``Optimizers``. Used on the thread that trains.
     """
 
     def __init__(self, optimizers: Iterable[Any], models: Models, *, is_any: bool) -> None:
@@ -36,6 +37,7 @@ class OptimizerSteps:
         self.optimizers = Optimizers(optimizers, models, is_any=is_any)
         self.idle = IdleOptimizers(models, self.optimizers)
         self.clearing = Clearing()
+        self.lost = LostPasses()
         self.updates: dict[int, Update] = {}
         self.skipped = 0
         self.in_a_row = 0
@@ -53,12 +55,20 @@ class OptimizerSteps:
         for optimizer in self.optimizers.counts:
             if not self._stepped or id(optimizer) in self._stepped or self.clearing.is_as_marked(optimizer):
                 self.clearing.stepped(optimizer)
+        self.lost = LostPasses()
         self.looks += 1
 
-    def backward_begins(self, count: int) -> None:
+    def backward_begins(self, count: int, *, is_sampled: bool) -> None:
         """A backward pass begins, after so many: where there was no step yet, one may be missing."""
         if not self.optimizers.counts:
             self.idle.passed(count)
+        elif is_sampled:
+            self.clearing.look()
+            self.lost.begins(self.optimizers.counts)
+
+    def backward_ended(self, name: str) -> None:
+        """A backward pass from the loss ``name`` has ended; noted if it has begun in a sampled step."""
+        self.lost.ended(self.optimizers.counts, name)
 
     def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool) -> None:
         """An optimizer is about to step; in a sampled step its gradients and weights are counted now.
@@ -71,8 +81,12 @@ class OptimizerSteps:
         has_moments = self.looks % _MOMENTS == 0
         update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments)
         update.was_cleared = self.clearing.was_cleared(optimizer)
+        self.lost.used(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
+        if optimizer not in self.optimizers.counts and _averages(optimizer):
+            sampled.facts.setdefault("begun", {}).update(dict.fromkeys((one.model for one in update.owned),
+                                                                       type(optimizer).__name__))  # fmt: skip
         if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
             sampled.facts["searches"] = True
 
@@ -119,6 +133,7 @@ class OptimizerSteps:
         counts = self.optimizers.counts
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
         return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(step),
+                "lost": self.lost.facts,
                 **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip
 
     def parameters(self, called: set[Key]) -> dict[Key, dict[str, Any]]:
@@ -139,3 +154,8 @@ class OptimizerSteps:
         self.updates.clear()
         self.optimizers.forget()
         self.clearing.forget()
+
+
+def _averages(optimizer: Any) -> bool:
+    """Whether an optimizer keeps averages over steps, as Adam and momentum do."""
+    return any(group.get("betas") or group.get("momentum") for group in optimizer.param_groups)

@@ -6,9 +6,12 @@ model anew, op by op.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from gaff.training.watch import incidents
 from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
+from gaff.training.watch.loss_graph import bad_target
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.reporter import Reporter
 from gaff.training.watch.sampled_step import SampledStep
@@ -27,11 +30,14 @@ class Origin:
         self._reporter = reporter
         self._is_found = False
 
-    def find(self, what: str, step: int, sampled: SampledStep | None, *, has_gradients: bool) -> None:
+    def find(
+        self, what: str, step: int, sampled: SampledStep | None, *, has_gradients: bool, loss: Tensor | None = None
+    ) -> None:
         """Look for the origin of ``what``, a loss or (``has_gradients``) a gradient that is not finite in this step.
 
-        ``sampled``: the look at this step, if it is one. What is run is not watched. The batch is kept, where the user
-        wants that: the one in which it began, else the step's last.
+        ``sampled``: the look at this step, if it is one; ``loss``: the loss itself, of which its targets are asked.
+        What is run is not watched. The batch is kept, where the user wants that: the one in which it began, else the
+        step's last.
         """
         if self._is_found:
             return
@@ -40,7 +46,8 @@ class Origin:
         resume = self._calls.pause()
         try:
             seen = sampled.first_nan() if sampled is not None else None
-            finding, batch = incidents.of_nonfinite(what, step, batches, has_gradients=has_gradients, seen=seen)
+            finding, batch = incidents.of_nonfinite(what, step, batches, has_gradients=has_gradients, seen=seen,
+                                                    targets=bad_target(loss) if loss is not None else "")  # fmt: skip
         finally:
             resume()
         self._reporter.add(self._flight.keep_for(finding, batch or batches[-1:]), step)

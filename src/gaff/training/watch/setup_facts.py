@@ -13,6 +13,7 @@ from gaff.compat.compiler import has_asked_to_compile
 from gaff.engine.process.functions import ATTENTION, FunctionCalls, loss_calls
 from gaff.training.watch import step_facts
 from gaff.training.watch.shield import Shield
+from gaff.training.watch.token_facts import TokenFacts
 
 _MOST_TARGETS = 8  # calls of loss functions in a step
 
@@ -26,8 +27,11 @@ class SetupFacts:
 
     def __init__(self, shield: Shield, attended: Callable[..., None]) -> None:
         self._note_target = shield.around(self._target)
-        self._calls = loss_calls(self._loss_called), FunctionCalls((ATTENTION,), shield.around(attended), is_after=True)
+        self._attended = attended
+        heard = FunctionCalls((ATTENTION,), shield.around(self._attention_called), is_after=True)
+        self._calls = loss_calls(self._loss_called), heard
         self._targets: list[dict[str, Any]] = []
+        self._tokens = TokenFacts()
         self._latest = self._fingerprint = ""  # of the first batch of the look before, and of this one
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
@@ -37,12 +41,13 @@ class SetupFacts:
         for calls in self._calls:
             calls.switch(is_on=is_on and not has_asked_to_compile())
         if is_on:
-            self._targets = []
+            self._targets, self._tokens = [], TokenFacts()
             self._latest, self._fingerprint = self._fingerprint or self._latest, ""
 
     def batch_given(self, args: Any, kwargs: Any) -> None:
         """A model is called that trains, in a step that is looked at: the first such batch gets a checksum."""
         self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
+        self._tokens.given(args, kwargs)
 
     def iterated(self, loader: Any) -> None:
         """A DataLoader begins anew; one without a length does not count."""
@@ -58,7 +63,7 @@ class SetupFacts:
 
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
-        facts: dict[str, Any] = {"targets": tuple(self._targets)}
+        facts: dict[str, Any] = {"targets": tuple(self._targets), **self._tokens.take()}
         if self._fingerprint:
             facts["fingerprint"] = self._fingerprint
             facts["is_repeated"] = self._fingerprint == self._latest
@@ -75,3 +80,10 @@ class SetupFacts:
         is_wanted = torch.is_grad_enabled() and not target.requires_grad and len(self._targets) < _MOST_TARGETS
         if is_plain and is_wanted:
             self._targets.append(step_facts.target_of(name, output, target))
+            if name in step_facts.OVER_CLASSES:
+                self._tokens.target(target)
+
+    def _attention_called(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._tokens.attended(args, kwargs)
+        self._attended(name, args, kwargs, output)

@@ -25,7 +25,7 @@ from gaff.training.watch.ownership import owned_by
 from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.updates import Update
 
-_OVER_CLASSES = ("cross_entropy", "nll_loss")
+OVER_CLASSES = ("cross_entropy", "nll_loss")
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 
@@ -64,7 +64,7 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     told: dict[str, Any] = {"function": name, "output": shape, "shape": tuple(target.shape), "count": plain.numel(),
                             "low": low, "high": high}  # fmt: skip
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
-    if name in _OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
+    if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         told["entropy"] = _entropy(plain.flatten(), classes[0])
     if name in _GUESSES and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
         told["spread"] = _GUESSES[name](plain.float())

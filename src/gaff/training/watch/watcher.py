@@ -76,7 +76,8 @@ class Watcher:
         self.reporter = Reporter(settings, self._flight, lambda: self.steps_made)
         self._losses = losses = Losses(self.pace.want)
         loop: Any = (self._backward_begins, self._step_begins, self._step_ended, self._step_skipped, losses.note_scale,
-                     self._looks.compiled, losses.clipped, setup.iterated, self.reporter.saved)  # fmt: skip
+                     self._looks.compiled, losses.clipped, setup.iterated, self.reporter.saved,
+                     lambda: self._steps.backward_ended(losses.latest))  # fmt: skip
         self._outer = Outer(Told(*map(self.shield.around, loop)))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))
@@ -199,11 +200,10 @@ class Watcher:
         self._calls.left_model()
         self._enter(LoopEvent.BACKWARD_BEGINS)
         self._alone.backward_begins()
-        sampled, bad = self._looks.sampled, ""
+        sampled = self._looks.sampled
         if sampled is not None:
-            self._steps.clearing.look()
             self._calls.switch(is_on=True)  # for recomputations
-        self._steps.backward_begins(self._losses.count)
+        self._steps.backward_begins(self._losses.count, is_sampled=sampled is not None)
         for at, loss in _scalars(losses):
             noted = self._losses.note(loss, at, whose=self._batches.whose(self._models, loss),
                                       is_sampled=sampled is not None)  # fmt: skip
@@ -212,9 +212,8 @@ class Watcher:
             if noted.spike is not None and not self._batches.is_rest():
                 spiked = incidents.of_spike(noted.spike, self.step, self._batches.kept)
                 self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
-            bad = bad or (noted.name if noted.is_nonfinite else "")
-        if bad:
-            self._origin.find(f"the loss {bad!r}", self.step, self._looks.sampled, has_gradients=False)
+            if noted.is_nonfinite:
+                self._origin.find(f"the loss {noted.name!r}", self.step, sampled, has_gradients=False, loss=loss)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""

@@ -1,0 +1,94 @@
+"""Rules about the order of things in a training loop, and about which tokens a model of sequences is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gaff.record.sample import Sample
+from gaff.training.rules.registry import Hit, Past, rule
+
+
+@rule(
+    "gradients_lost",
+    severity="error",
+    means="gradients are cleared before a step has used them: of several backward passes only the last counts",
+    cause="optimizer.zero_grad() in the loop that accumulates gradients, or optimizer.step() outside of the loop over "
+    "batches",
+    remedy="call optimizer.zero_grad() once for each optimizer.step(), right before or after it",
+    least=3,
+    share=0.5,
+)
+def gradients_lost(sample: Sample, past: Past) -> Iterator[Hit]:
+    """What a backward pass has left is gone when the next one from the same loss begins, no weight was written to
+    meanwhile, and the step uses what the last one has left. Certain."""
+    for one in sample.facts.get("lost", ()):
+        passes = f"of {one['lost'] + 1} backward passes from {one['loss']!r} ahead of a step of {one['optimizer']}"
+        told = f"{passes} only the last counts: the gradients of those before it are cleared"
+        yield Hit(("", ""), told, lost=one["lost"], optimizer=one["optimizer"])
+
+
+@rule(
+    "clipped_too_early",
+    severity="error",
+    means="gradients are clipped when the backward pass has not run yet: what the step uses is not limited",
+    cause="clip_grad_norm_ is called before loss.backward(), or after optimizer.step()",
+    remedy="call clip_grad_norm_ after loss.backward() and before optimizer.step()",
+    least=3,
+    share=0.9,
+)
+def clipped_too_early(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Since the last step clip_grad_norm_ was called, with no backward pass before it and one after it. Certain."""
+    found = sample.facts.get("clipped")
+    if found and not found.get("passes", 1) and sample.facts.get("backwards"):
+        yield Hit(("", ""), limit=found["most"])
+
+
+@rule(
+    "optimizer_made_anew",
+    severity="warning",
+    means="a new optimizer makes each step: what it averages over steps begins from nothing every time",
+    cause="the optimizer is made inside the loop over batches",
+    remedy="make the optimizer once, before the loop; Adam's first step moves every weight by the whole learning rate",
+    least=5,
+    share=0.9,
+)
+def optimizer_made_anew(sample: Sample, past: Past) -> Iterator[Hit]:
+    """At nearly every look an optimizer with momentum, or Adam's averages, makes its first step of this model."""
+    for model, name in sample.facts.get("begun", {}).items():
+        yield Hit((model, ""), f"every step of {model!r} is the first one of a new {name}", optimizer=name)
+
+
+@rule(
+    "targets_are_inputs",
+    severity="warning",
+    means="the targets are the very tokens that the model was given: it learns to copy them",
+    cause="targets that are not shifted by one against the input, where the next token is to be told",
+    remedy="targets = tokens[:, 1:] for an input of tokens[:, :-1]; transformers' models shift labels by themselves",
+    least=3,
+    share=0.9,
+)
+def targets_are_inputs(sample: Sample, past: Past) -> Iterator[Hit]:
+    """All targets of a cross entropy are the tokens at their own places, and a loss is below a tenth of its first: what
+    is to be copied through something narrow, as in an autoencoder, seldom comes as low."""
+    found = sample.facts.get("tokens")
+    low = [name for name, value in sample.losses.items() if 0 <= value < 0.1 * past.losses.get(name, [0.0])[0]]
+    if found and found["same"] == 1.0 and found["next"] < 0.9 and low:
+        yield Hit(("", ""), loss=sample.losses[low[0]])
+
+
+@rule(
+    "sees_the_future",
+    severity="error",
+    means="the model sees the tokens that it is to tell: its attention is not causal",
+    cause="scaled_dot_product_attention without is_causal=True or a mask, or with one that is turned around",
+    remedy="is_causal=True, or a mask that lets each position see itself and what is before it: "
+    "torch.ones(n, n, dtype=torch.bool).tril()",
+    least=3,
+    share=0.9,
+)
+def sees_the_future(sample: Sample, past: Past) -> Iterator[Hit]:
+    """All targets are the next tokens of the input, and every call of torch's attention over as many positions lets
+    each one see the next. Certain; attention that is written by hand is not seen."""
+    found = sample.facts.get("tokens")
+    if found and found["next"] == 1.0 and found["same"] < 0.9 and found["sees"]:
+        yield Hit(("", ""))

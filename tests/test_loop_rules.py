@@ -1,0 +1,221 @@
+"""The order of clearing, backward, clipping and stepping, and which tokens a model is asked for: told with the cause."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gaff
+
+
+def told(tmp_path, train, **options):
+    """The findings of ``train``, watched at every step, by rule; and the record."""
+    torch.manual_seed(0)
+    with gaff.watch(out=tmp_path / "run", every=1, **options):
+        train()
+    record = gaff.load(tmp_path / "run")
+    return {one.rule: one for one in record.findings}, record
+
+
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batches(count, rows=16):
+    drawn = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(rows, 8, generator=drawn)
+        yield x, x[:, :3].argmax(1)
+
+
+def cross_entropy(model, x, y):
+    return getattr(F, "cross_entropy")(model(x), y)  # noqa: B009 (looked up while the watch is open)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_cleared_within_an_accumulation_are_told(tmp_path, is_lost, set_to_none):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for at, (x, y) in enumerate(batches(32)):
+            if is_lost or at % 4 == 0:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            (cross_entropy(model, x, y) / 4).backward()
+            if at % 4 == 3:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert ("gradients_lost" in found) == is_lost
+    if is_lost:
+        assert found["gradients_lost"].evidence["lost"] == 3
+        assert record.verdict.name == "gradients_lost"
+        assert record.verdict.state in ("wrong", "not enough")
+        assert "of 4 backward passes from" in record.verdict.cause
+
+
+def perturbed(model, optimizer, x, y):
+    """Sharpness-aware: a step up, a second pass from there, the same line for both."""
+    weights = [one.detach().clone() for one in model.parameters()]
+    for number in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        if number == 0:
+            with torch.no_grad():
+                for one in model.parameters():
+                    one.add_(0.05 * one.grad)
+    with torch.no_grad():
+        for one, known in zip(model.parameters(), weights, strict=True):
+            one.copy_(known)
+    optimizer.step()
+
+
+def put_together(model, optimizer, x, y):
+    """One pass for each half of a batch, whose gradients are limited and added up by hand."""
+    whole = [torch.zeros_like(one) for one in model.parameters()]
+    for part in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model, x[part::2], y[part::2]).backward()
+        for total, one in zip(whole, model.parameters(), strict=True):
+            total += one.grad.clamp(-0.1, 0.1)
+    for total, one in zip(whole, model.parameters(), strict=True):
+        one.grad = total
+    optimizer.step()
+
+
+def attacked(model, optimizer, x, y):
+    """Examples moved by several passes of their own, then one pass that counts."""
+    moved = x.clone().requires_grad_()
+    for _ in range(3):
+        model.zero_grad()
+        cross_entropy(model, moved, y).backward()
+        moved = (moved + 0.01 * moved.grad.sign()).detach().requires_grad_()
+    optimizer.zero_grad()
+    loss = cross_entropy(model, moved.detach(), y)
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("step", [perturbed, put_together, attacked])
+def test_passes_that_are_used_otherwise_are_not_lost(tmp_path, step):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(10):
+            step(model, optimizer, x, y)
+
+    assert "gradients_lost" not in told(tmp_path, train)[0]
+
+
+@pytest.mark.parametrize("when", ["before backward", "after step", "between"])
+def test_clipping_at_the_wrong_moment_is_told(tmp_path, when):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(10):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            if when == "before backward":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            loss.backward()
+            if when == "between":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if when == "after step":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert ("clipped_too_early" in told(tmp_path, train)[0]) == (when != "between")
+
+
+@pytest.mark.parametrize(("kind", "is_anew"), [("Adam", True), ("Adam", False), ("SGD", True)])
+def test_an_optimizer_that_is_made_in_each_step_is_told_where_it_averages(tmp_path, kind, is_anew):
+    def train():
+        model = net()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), 0.01)
+        for x, y in batches(12):
+            if is_anew:
+                optimizer = getattr(torch.optim, kind)(model.parameters(), 0.01)
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            loss.backward()
+            optimizer.step()
+
+    assert ("optimizer_made_anew" in told(tmp_path, train)[0]) == (kind == "Adam" and is_anew)
+
+
+class Reader(nn.Module):
+    """One layer of attention over tokens; ``mask``: what is given to torch's attention."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.embed, self.place, self.head = nn.Embedding(12, 16), nn.Embedding(9, 16), nn.Linear(16, 12)
+        self.mask = mask
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1]))
+        given = self.mask(tokens.shape[1])
+        attend = getattr(F, "scaled_dot_product_attention")  # noqa: B009
+        return self.head(x + attend(x, x, x, **given))
+
+
+MASKS = {
+    "none": (lambda n: {}, True),
+    "turned around": (lambda n: {"attn_mask": torch.ones(n, n, dtype=torch.bool).triu()}, True),
+    "of padding": (lambda n: {"attn_mask": torch.zeros(1, n)}, True),
+    "causal": (lambda n: {"is_causal": True}, False),
+    "causal, as numbers": (lambda n: {"attn_mask": torch.full((n, n), -1e9).triu(1)}, False),
+}
+
+
+def read(model, shift, **layout):
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    drawn = torch.Generator().manual_seed(1)
+    for _ in range(40):
+        tokens = (
+            torch.randint(0, 12, (8, 1), generator=drawn) + torch.randint(1, 3, (8, 10), generator=drawn).cumsum(1)
+        ) % 12
+        x, y = tokens[:, :9], tokens[:, shift : 9 + shift]
+        logits = model(x)
+        loss = getattr(F, "cross_entropy")(logits.flatten(0, 1), y.flatten())  # noqa: B009
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_that_sees_the_next_token_is_told(tmp_path, name):
+    mask, is_told = MASKS[name]
+    found, record = told(tmp_path, lambda: read(Reader(mask), 1))
+    assert ("sees_the_future" in found) == is_told
+    assert (record.verdict.name == "sees_the_future") == is_told
+
+
+def test_targets_that_are_not_shifted_are_told(tmp_path):
+    found, _ = told(tmp_path, lambda: read(Reader(MASKS["causal"][0]), 0))
+    assert "targets_are_inputs" in found
+    assert "sees_the_future" not in found
+
+
+@pytest.mark.parametrize("fault", ["all ignored", "a NaN"])
+def test_targets_that_make_a_loss_not_finite_are_told(tmp_path, fault):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for at, (x, y) in enumerate(batches(8)):
+            if fault == "all ignored":
+                loss = cross_entropy(model, x, torch.full_like(y, -100) if at == 5 else y)
+            else:
+                target = x[:, :3].clone()
+                target[2, 1] = torch.nan if at == 5 else 0.0
+                loss = getattr(F, "mse_loss")(model(x), target)  # noqa: B009
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    found, _ = told(tmp_path, train)
+    told_of = (
+        "all 16 targets of the cross entropy are -100" if fault == "all ignored" else "1 of 48 targets are not finite"
+    )
+    assert told_of in found["nonfinite"].message
+    assert found["nonfinite"].since == 5
