@@ -124,6 +124,9 @@ def mixing(tensor):
     return tensor * torch.softmax(tensor.flatten(), 0).view(tensor.shape) * 3
 
 
+SOURCES = {(3, 4, 8): "b.norm", (3, 4, 16): "b.fc"}  # by shape: where a patch of the same run is from
+
+
 # by name: the edit, made anew for a tensor of the shape that passes in one process
 EDITS = {
     "noise": lambda shape: edits.noise(0.5, seed=3),
@@ -138,6 +141,7 @@ EDITS = {
     "mean": lambda shape: edits.ablate("mean", values(5, *shape[1:])),
     "resample": lambda shape: edits.ablate("resample", values(5, *shape[1:])),
     "patch rows": lambda shape: edits.patch(values(*shape), rows={0: 1}),
+    "patch same run": lambda shape: edits.patch(source=SOURCES[shape], rows={0: 1}),
     "clip": lambda shape: edits.clip(0.5),
     "clip rows": lambda shape: edits.clip(0.5, per="row"),
     "quantize": lambda shape: edits.quantize("float8_e4m3fn", scaled=True),
@@ -162,6 +166,7 @@ SITES = {
     "b.fc.weight:grad": (HIDDEN, WIDTH),
 }
 ONLY_VALUES = ("positions", "heads")  # in two dimensions they mean something else
+FROM_BEFORE = ("b.act", "b.drop", "b.out:input", "b.out")  # where a patch of the same run can go
 
 
 def outcome(model, site, name):
@@ -186,7 +191,9 @@ def every():
     for mode in (None, "other", "reentrant"):
         for site in SITES:
             for name in EDITS:
-                if not (name in ONLY_VALUES and SITES[site] == SITES["b.fc.weight:grad"]):
+                is_of_weights = name in ONLY_VALUES and SITES[site] == SITES["b.fc.weight:grad"]
+                is_too_early = name == "patch same run" and (site not in FROM_BEFORE or mode == "reentrant")
+                if not (is_of_weights or is_too_early):
                     yield mode, site, name
 
 
@@ -201,6 +208,17 @@ def whole(setting):
         by_tensor = model(x * 2)
     with gaff.edit(model, {"b.fc": edits.ablate("mean", clean)}), gaff.capture(model, "b.fc") as mean:
         model(x)
+    some = {}
+    for name, kept in {
+        "rows": keep.rows([0, 2]),
+        "channels": keep.channels([1, -1]),
+        "projected": keep.project(2),
+    }.items():
+        again = build(setting, None)
+        with gaff.capture(again, "b.fc.weight:grad", reduce=kept) as reduced:
+            again(x).square().sum().backward()
+        told = reduced["b.fc.weight:grad"]
+        some[name] = told.full_tensor() if isinstance(told, DTensor) else told
     twice = build(setting, None, Twice)
     with gaff.edit(twice, {"b.fc.weight:param": edits.scale(0.5)}):
         twice(batch().requires_grad_()).square().sum().backward()
@@ -214,6 +232,7 @@ def whole(setting):
         "patched": patched.detach(),
         "by tensor": by_tensor.detach(),
         "mean": mean.full("b.fc"),
+        **some,
         **{site: clean.full(site) for site in clean},
     }, [row.reason for row in clean.receipt.rows]
 

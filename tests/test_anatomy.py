@@ -1,5 +1,6 @@
 """``gaff.anatomy``: which gradient is whose, and what the legacy hook shows beside the truth."""
 
+import json
 import warnings
 import xml.etree.ElementTree as ElementTree
 
@@ -164,3 +165,16 @@ def test_what_has_no_graph_is_refused():
         gaff.anatomy(nn.Flatten(), torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(PlanError, match="inference_mode"), torch.inference_mode():
         gaff.anatomy(nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+def test_json_is_what_any_reader_takes_and_reads_back(tmp_path):
+    class Divided(nn.Module):
+        def forward(self, x):
+            return x / (x - x)
+
+    told = gaff.anatomy(Divided(), torch.randn(1, 2))
+    text = told.to_json()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert '{"number": "nan"}' in " ".join(text.split())
+    told.save(tmp_path / "a.json")
+    assert gaff.load(tmp_path / "a.json").to_json() == text

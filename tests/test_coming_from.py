@@ -11,9 +11,7 @@ from gaff.integrations.baukit import Trace, TraceDict
 from gaff.integrations.captum import at
 from gaff.integrations.torchvision import create_feature_extractor, get_graph_node_names
 from gaff.integrations.transformer_lens import run_with_cache, run_with_hooks
-from test_names import llama, tokens
-
-transformers = pytest.importorskip("transformers")
+from test_names import llama, tokens, transformers
 
 
 class Block(nn.Module):
@@ -154,6 +152,10 @@ def test_transformer_lens_names_and_shapes():
     assert len(run_with_cache(model, ids, names_filter=lambda name: name.endswith("resid_pre"))[1]) == 2
     one = run_with_cache(model, ids[:1], names_filter="hook_embed", remove_batch_dim=True)[1]
     assert one["hook_embed"].shape == (7, 32)
+    assert ("resid_pre", 1) in cache
+    assert cache.get("hook_nothing") is None
+    assert "hook_nothing" not in cache
+    assert ("resid_pre", 7) not in cache
     for wrong in (("resid_pre", 7), ("resid_pre", None), 3):
         with pytest.raises(SiteError, match="layer 7: there are 2 blocks|names no activation"):
             cache[wrong]
@@ -325,3 +327,35 @@ def test_what_baukit_does_otherwise_is_told():
         changed = model(x)
     assert not changed[:, 0].any()
     assert torch.equal(ret.output[:, 1:], model[0](x)[:, 1:])
+
+
+def test_the_first_run_with_hooks_runs_on_what_the_caller_gives_once():
+    model, ids = llama(), tokens()
+    kept = transformers.DynamicCache(config=model.config)
+    model(ids, past_key_values=kept)
+    with gaff.capture(model, ":output[logits]") as got:
+        run_with_cache(model, ids[:, :1], past_key_values=kept)
+    assert kept.get_seq_length() == ids.shape[1] + 1
+    assert len(got.all(":output[logits]")) == 1
+    fresh = llama()
+    kept = transformers.DynamicCache(config=fresh.config)
+    fresh(ids, past_key_values=kept)
+    names = run_with_cache(fresh, ids[:, :1], past_key_values=kept)[1]  # identities are asked beside a cache, too
+    assert kept.get_seq_length() == ids.shape[1] + 1
+    assert {"blocks.0.attn.hook_pattern", "blocks.1.hook_resid_mid"} <= set(names)
+
+
+def test_functions_at_one_place_act_in_the_order_of_the_model_and_get_the_hook_by_its_name():
+    model, ids = llama(), tokens()
+
+    def double(value, *, hook):
+        return value * 2 if hook.name == "blocks.1.hook_resid_pre" else value
+
+    def add(value, hook):
+        return value + 1
+
+    ways = [("blocks.1.hook_resid_pre", double), ("blocks.0.hook_resid_post", add)]
+    one, other = (run_with_hooks(model, ids, fwd_hooks=order).logits for order in (ways, ways[::-1]))
+    assert torch.equal(one, other)
+    with gaff.edit(model, {"model.layers.1:input": lambda value: (value + 1) * 2}):
+        assert torch.equal(model(ids).logits, one)

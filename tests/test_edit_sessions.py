@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import gaff
 from gaff import edits, keep
+from gaff.errors import PlanError, SiteError
 from gaff.sessions import edit_size
 from zoo import InPlace, Residual, Shared, Structured, Tied
 
@@ -761,3 +763,20 @@ def test_an_edit_inside_a_parametrisation_is_refused_where_torch_keeps_what_that
         assert model[0].parametrizations.weight.original1 is weight
     with gaff.edit(model, change), parametrize.cached(), pytest.raises(gaff.PlanError, match="cached"):
         model(torch.ones(2, 4))
+
+
+def test_switches_take_a_module_and_a_predicate():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3)
+    with torch.no_grad(), gaff.edit(model, {model[0]: edits.zero(), "1": edits.scale(2.0)}) as changed:
+        bare = F.linear(x, model[0].weight, model[0].bias)
+        changed.off(model[0])
+        assert torch.equal(model(x), 2 * F.linear(bare, model[1].weight, model[1].bias))
+        changed.off(lambda site: site.path == "1")
+        assert torch.equal(model(x), F.linear(bare, model[1].weight, model[1].bias))
+        changed.on(model[0])
+        changed.strength(0.5, model[0])
+        assert torch.equal(model(x), F.linear(0.5 * bare, model[1].weight, model[1].bias))
+        with pytest.raises(SiteError, match="is not part of Sequential"):
+            changed.off(nn.Linear(3, 3))
+        with pytest.raises(PlanError, match="names no site"):
+            changed.off(["0"])

@@ -366,3 +366,17 @@ def test_every_destination_is_documented():
     page = (Path(__file__).parent.parent / "docs" / "export.md").read_text(encoding="utf-8")
     for name in (*export.WRITERS, *export.TRACKERS, "tensorboard", "--out", "--site", "--stat"):
         assert name in page
+
+
+def test_a_link_stays_and_a_pipe_is_no_file_of_a_table(tmp_path):
+    record = gaff.load(make(tmp_path / "run"))
+    target, link, pipe = tmp_path / "target.csv", tmp_path / "link.csv", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    to_csv(record, link)
+    assert link.is_symlink()
+    assert target.read_text().startswith("rank,")
+    os.mkfifo(pipe)
+    with pytest.raises(RecordError, match="it is no ordinary file"):
+        to_csv(record, pipe)
+    assert pipe.is_fifo()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import gaff
+from gaff.cli import main
 
 ROWS, WIDTH = 210, 8
 
@@ -939,3 +940,41 @@ def test_a_place_where_nobody_may_write_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(gaff.harvesting.folder.os, "link", refuse)
     with pytest.raises(gaff.errors.RecordError, match="cannot be written: Permission denied"):
         gaff.harvest(nn.Linear(2, 2), [torch.ones(2, 2)], ":output", out=tmp_path / "out")
+
+
+def test_conjugates_are_written_as_what_they_are(tmp_path):
+    given = torch.randn(6, 3, dtype=torch.complex64)
+    model = nn.Sequential(nn.Identity())
+    model[0].register_forward_hook(lambda module, args, output: output.conj())
+    store = gaff.harvest(model, DataLoader(TensorDataset(given), 2), "0", out=tmp_path / "acts")
+    assert torch.equal(store["0"][:], given.conj().resolve_conj())
+
+
+def test_labels_that_are_others_are_told_when_a_harvest_goes_on(tmp_path):
+    model, out = net(), tmp_path / "acts"
+    drawn = torch.Generator().manual_seed(3)
+    ways = {"labels": lambda batch: {"kind": torch.randint(0, 9, (len(batch[1]),), generator=drawn)}, "shard": 4}
+    gaff.harvest(model, loader(), "0", out=out, **ways)
+    shutil.rmtree(out / "shards" / "000002")
+    (out / "end.json").unlink()
+    with pytest.raises(gaff.errors.RecordError, match="kind: the first batch of shard 0 gives other rows than it did"):
+        gaff.harvest(model, loader(), "0", out=out, **ways)
+    drawn.manual_seed(3)
+    assert gaff.harvest(model, loader(), "0", out=out, **ways).is_complete
+
+
+@pytest.mark.parametrize("damaged", ["order", "shard"])
+def test_check_tells_of_every_file(tmp_path, capsys, damaged):
+    out = tmp_path / "acts"
+    gaff.harvest(net(), loader(), "0", out=out, shard=4)
+    assert main(["check", str(out)]) == 0
+    if damaged == "order":
+        file = next(out.glob("order-*"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    else:
+        (out / "shards" / "000001" / "0.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["check", str(out)]) == 3
+    assert ("order-" if damaged == "order" else "000001") in capsys.readouterr().out

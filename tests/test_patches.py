@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff import edits, keep
+from gaff.errors import PlanError
 
 
 class Blocks(nn.Module):
@@ -368,3 +369,29 @@ def test_compiled_models_run_eagerly_for_it(model, x):
         y = compiled(x)
     assert_equal((y, torch.autograd.grad(y.square().sum(), [x, *model.parameters()], allow_unused=True)), true)
     assert changed.receipt.notes
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda got: edits.at(keep.rows([1, 2]), edits.patch(got, rows={0: 0})), "count in the whole"),
+        (lambda got: edits.at(keep.rows([1]), edits.at(keep.rows(0), edits.patch(got, rows=[1]))), "one place along"),
+        (lambda got: edits.patch(got, rows=[3, -1]), "names a place twice"),
+        (lambda got: edits.patch(got, rows={3: 1, -1: 2}), "names a place twice"),
+    ],
+)
+def test_places_that_cannot_be_meant_are_refused(edit, message):
+    model, given = nn.Sequential(nn.Identity()), torch.randn(4, 3)
+    with gaff.capture(model, "0") as got:
+        model(torch.randn(4, 3))
+    with pytest.raises(PlanError, match=message), gaff.edit(model, {"0": edit(got)}):
+        model(given)
+
+
+@pytest.mark.parametrize("place", [[2, 3], [2, 3, 0], slice(1, 4), 2])
+def test_rows_of_a_patch_count_in_the_whole_also_at_a_place(place):
+    model, given = nn.Sequential(nn.Identity()), torch.zeros(4, 3)
+    with gaff.capture(model, "0") as got:
+        model(torch.arange(4.0)[:, None].expand(4, 3) + 1)
+    with gaff.edit(model, {"0": edits.at(keep.rows(place), edits.patch(got, rows={2: 1}))}):
+        assert model(given)[:, 0].tolist() == [0, 0, 2, 0]

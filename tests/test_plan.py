@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import gaff
-from gaff import Plan, keep
+from gaff import Plan, edits, keep
+from gaff.errors import RecordError
 from zoo import Net
 
 
@@ -192,3 +193,13 @@ def test_what_spectral_norm_makes_in_each_call_is_no_view_that_is_kept():
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)))
     with gaff.edit(model, {"0.weight_orig:param": gaff.edits.scale(2.0)}):
         model(torch.ones(1, 3))
+
+
+def test_a_plan_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
+    plan = gaff.Plan.edit({"0": edits.add(torch.ones(3))})
+    with pytest.raises(RecordError, match="cannot be written"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(RecordError, match="cannot be written"):
+        plan.save(tmp_path / "folder.json")
+    assert not list((tmp_path / "folder.json").iterdir())

@@ -179,6 +179,10 @@ def parse_site(text: str) -> Site:
     Raises SiteError for a pattern, and for what ``parse`` cannot read.
     """
     address = parse(text)
+    if isinstance(address, Pattern) and address.is_single:
+        name = text.removeprefix(NAMED)
+        raise SiteError(f"{text!r} is a standard name, whose address is another in each model: expected what "
+                        f"gaff.sites(model, names=True)[{name!r}] gives")  # fmt: skip
     if isinstance(address, Pattern):
         raise SiteError(f"address {text!r} is a pattern: expected one exact site, without *, ? or <Class>")
     return address

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,11 +70,13 @@ def standard_names(modules: Modules) -> dict[str, Site]:
     return {name: site for stack in stacks_of(modules) for name, site in stack.names().items()}
 
 
-def sites_of(modules: Modules, pattern: Pattern) -> list[Site]:
+def sites_of(modules: Modules, pattern: Pattern, *, is_edit: bool = False) -> list[Site]:
     """The addresses that a pattern of standard names means in a model, such as ``names:attn.pattern.*``.
 
-    A port of a gradient means that of the value: at an input the total gradient of what comes in. Raises SiteError with
-    near names where the model has none that fits, PlanError for a name whose identities do not hold in this model.
+    A port of a gradient means that of the value: at an input the total gradient of what comes in. With ``is_edit`` that
+    of a value which goes on around the module that is given it is where it is made. Raises SiteError with near names
+    where the model has none that fits, PlanError for a name whose identities do not hold in this model, and where an
+    edit would reach a part of those who use the value.
     """
     known, text = standard_names(modules), ".".join(map(str, pattern.names))
     fitting = {name: site for name, site in known.items() if pattern.matches(name)}
@@ -82,12 +84,39 @@ def sites_of(modules: Modules, pattern: Pattern) -> list[Site]:
         near = ", ".join(nearest(text, list(known))) or "none: no blocks with attention and an MLP were recognised"
         raise SiteError(f"{pattern}: {type(modules['']).__name__} has no such name; nearest: {near}; "
                         "gaff.sites(model, names=True) lists them")  # fmt: skip
-    refused = refused_names(modules[""])
+    refused = looked_at(modules[""]).refused
     wrong = next((name for name in fitting if name in refused), None)
     if wrong is not None:
         raise PlanError(f"{pattern}: {wrong} is refused in this model: {refused[wrong]}; by structure it would "
                         f"be {fitting[wrong]}")  # fmt: skip
+    if is_edit and pattern.port == OUTPUT:
+        fitting = {name: _made_at(modules[""], name, site) for name, site in fitting.items()}
     return [_asked(pattern, site) for site in fitting.values()]
+
+
+_ASIDE = ("resid_mid", "resid_cross")  # told at a norm in a branch, while the value goes around the branch, too
+
+
+def goes_around(name: str, site: Site) -> bool:
+    """Whether the value of a name also goes around the module at whose input it is told."""
+    return site.port == "input" and name.split(".")[-2:-1] in [[one] for one in _ASIDE]
+
+
+def _made_at(model: nn.Module, name: str, site: Site) -> Site:
+    """Where an edit of a name acts. Raises PlanError where that is not known, or where nothing else is reached."""
+    if site.port == "input" and name.split(".")[-2:-1] == ["shortcut"]:
+        raise PlanError(
+            f"names:{name}: is the very tensor that the main branch is given: expected an edit of resid_pre, or of main"
+        )
+    if not goes_around(name, site):
+        return site
+    made = looked_at(model).makers.get(name)
+    if made is None:
+        raise PlanError(
+            f"names:{name}: is told at {site}, and an edit there would miss what goes around that module: "
+            "gaff.sites(model, x, names=True) finds the op that makes it, where edits act from then on"
+        )
+    return made
 
 
 def _asked(pattern: Pattern, site: Site) -> Site:
@@ -95,26 +124,38 @@ def _asked(pattern: Pattern, site: Site) -> Site:
     port = site.port
     if pattern.port != OUTPUT:
         told = _GRADIENTS.get(site.port)
-        if pattern.port != "grad_output" or told is None:
+        if pattern.port == "grad_output" and told is None:
+            raise PlanError(f"{pattern}: {site} is computed beside the model, and has no gradient")
+        if told is None or pattern.port != "grad_output":
             raise PlanError(f"{pattern}: a standard name is a value: expected it alone, or with :grad_output")
         port = told
     return replace(site, port=port, key=(*site.key, *pattern.key), call=pattern.call)
 
 
 _GRADIENTS = {"output": "grad_output", "input": "input_grad"}
-_REFUSED: dict[int, dict[str, str]] = {}  # by identity: models may define what is equal
 
 
-def refused_names(model: nn.Module) -> dict[str, str]:
-    """Names that do not mean in this model what they mean elsewhere, and why, as far as somebody has looked.
+@dataclass(slots=True)
+class LookedAt:
+    """What a run of a model has shown of its names, as ``gaff.sites(model, x, names=True)`` finds it.
 
-    ``model`` is without wrappers. ``gaff.sites(model, x, names=True)`` looks, and keeps what it finds here for as long
-    as the model lives.
+    ``refused``: by name why it does not mean in this model what it means elsewhere; ``makers``: by name the op or
+    module that makes the value, where it also goes around the module at whose input it is told.
     """
-    if id(model) not in _REFUSED:
-        _REFUSED[id(model)] = {}
-        finalize(model, _REFUSED.pop, id(model), None)
-    return _REFUSED[id(model)]
+
+    refused: dict[str, str] = field(default_factory=dict)
+    makers: dict[str, Site] = field(default_factory=dict)
+
+
+_LOOKED_AT: dict[int, LookedAt] = {}  # by identity: models may define what is equal
+
+
+def looked_at(model: nn.Module) -> LookedAt:
+    """What has been found in ``model``, which is without wrappers; kept for as long as it lives."""
+    if id(model) not in _LOOKED_AT:
+        _LOOKED_AT[id(model)] = LookedAt()
+        finalize(model, _LOOKED_AT.pop, id(model), None)
+    return _LOOKED_AT[id(model)]
 
 
 def stacks_of(modules: Modules) -> list[Stack]:

@@ -115,13 +115,15 @@ def _is_script_class(kind: type) -> bool:
     return any(base.__name__ == "ScriptModule" and base.__module__.startswith("torch.jit") for base in kind.__mro__)
 
 
-def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool]) -> list[Found]:
+def resolve(
+    model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site], bool], *, is_edit: bool = False
+) -> list[Found]:
     """Every exact site that ``wanted`` names, in the order of the model. Raises SiteError with near names if none.
 
     ``wanted``: the text of an address, a ``Site`` or ``Pattern``, a module of the model (its output is meant), or a
     predicate, which is asked about the output of every module that is called. Of a shared module that is found under
     several names only the first is told, or it would be hooked twice; an exact address keeps the name that it was
-    given.
+    given. ``is_edit``: a standard name means where its value is made, if it goes around the module that is given it.
     """
     from torch import nn
 
@@ -131,7 +133,7 @@ def resolve(model: nn.Module, wanted: str | Address | nn.Module | Callable[[Site
     if isinstance(wanted, str):
         wanted = parse(wanted)
     if isinstance(wanted, (Site, Pattern)):
-        return find_site(model, wanted) if isinstance(wanted, Site) else _find_pattern(model, wanted)
+        return find_site(model, wanted) if isinstance(wanted, Site) else _find_pattern(model, wanted, is_edit)
     if not callable(wanted):
         raise PlanError(f"{wanted!r:.60} names no site: expected an address, a module of the model or a predicate")
     found = [item for item in _iter_outputs(model) if wanted(item.site)]
@@ -318,14 +320,15 @@ def _find_state(model: nn.Module, site: Site) -> Found:
     raise SiteError(_no_state(model, site, kind))
 
 
-def _find_pattern(model: nn.Module, pattern: Pattern) -> list[Found]:
+def _find_pattern(model: nn.Module, pattern: Pattern, is_edit: bool) -> list[Found]:
     """Every site of a pattern, each once. Raises SiteError where there is none.
 
     Patterns for parameters and buffers go over tensors, all others over modules that are called. ``/op`` without a path
     means the ops of the root, which no other pattern names.
     """
     if pattern.is_named:
-        return [one for site in sites_of(by_path(model), pattern) for one in find_site(model, site)]
+        sites = sites_of(by_path(model), pattern, is_edit=is_edit)
+        return [one for site in sites for one in find_site(model, site)]
     _refuse_port(pattern)
     if pattern.port in STATE_PORTS:
         found = _match_states(model, pattern)

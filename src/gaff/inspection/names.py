@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,12 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import Site
-from gaff.address.names import Block, Stack, refused_names, stacks_of
+from gaff.address.grammar import Site, parse_site
+from gaff.address.names import Block, Stack, goes_around, looked_at, stacks_of
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import by_path, need_module, resolve, unwrap
 from gaff.compat import elements
+from gaff.engine.session import Session
+from gaff.engine.streams import Stream
+from gaff.engine.taps import Tap
 from gaff.errors import GaffError, PlanError
+from gaff.inspection.op_log import OpLog
 from gaff.inspection.untouched import untouched
 from gaff.sessions.capture import Capture
 from gaff.sessions.plan import Plan
@@ -98,16 +103,20 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise PlanError(f"{kind} has no standard names: no list of blocks with attention and an MLP was recognised")
     known = {name: site for stack in stacks for name, site in stack.names().items()}
     if not args and not kwargs:
-        refused = refused_names(unwrap(model))
+        refused = looked_at(unwrap(model)).refused
         rows = [NameRow(name, str(site)) for name, site in known.items() if name not in refused]
         return Names(kind, rows, dict(refused), was_run=False)
     inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
     if any(not elements.is_readable(tensor) for tensor in (*model.parameters(), *inputs)):
         raise PlanError(f"{kind} has no values (it is on the meta device, or fake): expected a model that can run")
     with untouched(model, inputs), _evaluated(model), torch.no_grad():
-        values, outputs = _values(model, known, args, kwargs)
+        makers = _Makers(model, {name: site for name, site in known.items() if goes_around(name, site)})
+        with makers.session:
+            values, outputs = _values(model, known, *_copies(args, kwargs))
         held, failed = _judge(model, stacks, values, outputs)
-    refused = refused_names(unwrap(model))
+    looked = looked_at(unwrap(model))
+    looked.makers |= makers.found()
+    refused = looked.refused
     refused |= failed
     missing = {name: "it did not pass in this run" for name in known if name not in values}
     refused |= {name: why for name, why in missing.items() if name not in refused}
@@ -141,6 +150,60 @@ def _values(
         if tensors and tensors[0].is_floating_point():
             found[name] = tensors[0]
     return found, [tensor for _, tensor in iter_tensors(output)]
+
+
+def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a run that must leave nothing in them: a cache would be longer afterwards.
+
+    Tensors are copied without their autograd graphs, also those that objects hold.
+    """
+    copies: dict[int, Any] = {}
+    found: list[Any] = [args, kwargs]
+    seen: set[int] = set()
+    while found:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, (type, nn.Module)):
+            copies[id(one)] = one
+        elif isinstance(one, Tensor):
+            copies[id(one)] = one.detach().clone()
+        elif isinstance(one, Mapping):
+            found.extend(one.values())
+        elif isinstance(one, (list, tuple, set)):
+            found.extend(one)
+        else:
+            found.extend(getattr(one, "__dict__", {}).values())
+    return deepcopy((args, kwargs), copies)
+
+
+class _Maker(Stream):
+    """Notes who has made what comes in at one site, at its first call."""
+
+    def __init__(self, log: OpLog) -> None:
+        self.log = log
+        self.made = ""
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        """A module is given this value."""
+        if not call:
+            self.made = next((self.log.producers.of(tensor) for _, tensor in iter_tensors(value)), "")
+
+
+class _Makers:
+    """Notes by name, while ``session`` is open, which op or module makes what comes in at a site."""
+
+    def __init__(self, model: nn.Module, aside: Mapping[str, Site]) -> None:
+        log = OpLog(model)
+        self._streams = {name: _Maker(log) for name in aside}
+        taps = [Tap(one, self._streams[name]) for name, site in aside.items() for one in resolve(model, site)]
+        self.session = Session(model, [*log.taps(), *taps] if taps else [])
+
+    def found(self) -> dict[str, Site]:
+        """Who has made the value, without names of which nobody has, or the program itself."""
+        sites = {name: parse_site(stream.made) for name, stream in self._streams.items() if stream.made}
+        return {name: site for name, site in sites.items() if site.port == "output"}
 
 
 class Identity(NamedTuple):
@@ -329,7 +392,8 @@ def _of_parts(block: Block, number: int, passed: NamedValues) -> Iterator[Identi
     elif have(pattern):
         yield Identity((pattern,), f"rows of {pattern} sum to 1", lambda: values[pattern].sum(-1),
                        lambda: torch.ones_like(values[pattern][..., 0]))  # fmt: skip
-    if have(pattern, value, mixed):
+    is_whole = have(pattern, value) and _flat(values[value]).shape[1] == values[pattern].shape[-1]  # no keys of a cache
+    if have(mixed) and is_whole:
         yield Identity((pattern, mixed), f"{mixed} = {pattern} @ {value}", lambda: _flat(values[mixed]),
                        lambda: _mixed(values[pattern], values[value], _flat(values[mixed]).shape[-1]))  # fmt: skip
     before_mlp = "ln1" if block.order == "parallel" else "resid_mid"

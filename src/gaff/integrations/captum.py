@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import VALUE_PORTS
+from gaff.address.grammar import VALUE_PORTS, Site, parse
 from gaff.errors import PlanError
 from gaff.sessions.edit import edit
 from gaff.sessions.plan import Plan
@@ -33,7 +33,9 @@ class Spot(nn.Module):
         self.address = address
         self.layer = nn.Identity()
         found = Plan.edit({address: self.layer}).check(model)
-        if len(found) != 1 or not found[0].is_exact or found[0].found.site.port not in VALUE_PORTS:
+        asked = parse(address)
+        is_exact = isinstance(asked, Site) or asked.is_single
+        if len(found) != 1 or not is_exact or found[0].found.site.port not in VALUE_PORTS:
             raise PlanError(
                 f"{address!r} is no single value: expected one exact address of an output, an input or an op"
             )

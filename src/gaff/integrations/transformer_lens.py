@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.grammar import nearest
-from gaff.address.names import refused_names, standard_names
+from gaff.address.names import looked_at, standard_names
 from gaff.address.nested import iter_tensors
 from gaff.address.resolve import by_path, unwrap
 from gaff.errors import PlanError, SiteError
@@ -78,13 +78,15 @@ _LOOKED: dict[int, Any] = {}  # models whose names were held to identities, by i
 def hook_names(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, str]:
     """By hook name of TransformerLens the standard name of this model, in the order in which they pass.
 
-    With arguments for the model, names are held to identities first, by one more run, once for each model. Raises
-    PlanError for a model without such names.
+    With arguments for the model, names are held to identities first, by one more run on copies of them, once for each
+    model; not while a hook is on one of its modules, as while it is edited or captured. Raises PlanError for a model
+    without such names.
     """
-    if (args or kwargs) and id(model) not in _LOOKED:
+    is_hooked = any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    if (args or kwargs) and not is_hooked and id(model) not in _LOOKED:
         list_names(model, args, dict(kwargs or {}))
         _LOOKED[id(model)] = finalize(model, _LOOKED.pop, id(model), None)
-    refused = refused_names(unwrap(model))
+    refused = looked_at(unwrap(model)).refused
     known = [name for name in standard_names(by_path(model)) if name not in refused]
     inside = {one: hook for hook, one in _INSIDE.items()}
     around = {one: hook for hook, one in _AROUND.items()}
@@ -118,6 +120,19 @@ class ActivationCache(Mapping[str, Tensor]):
             near = ", ".join(nearest(full, list(self._values))) or "nothing was kept"
             raise SiteError(f"{full!r} is not in the cache; nearest: {near}")
         return self._values[full]
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return isinstance(name, (str, tuple)) and self._full(name) in self._values
+        except SiteError:
+            return False
+
+    def get(self, name: Any, default: Any = None, /) -> Any:
+        """What was kept at a hook, ``default`` where nothing was."""
+        try:
+            return self[name]
+        except SiteError:
+            return default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -217,10 +232,11 @@ def run_with_hooks(
     _need_known(model, kwargs)
     known = hook_names(model, args, kwargs)
     batch = next((tuple(one.shape[:2]) for _, one in iter_tensors((args, kwargs)) if one.dim() > 1), None)
+    chosen = [(hook, function) for which, function in fwd_hooks for hook in _chosen(known, which)]
+    places = list(known)
     changes: dict[str, list[Any]] = {}
-    for which, function in fwd_hooks:
-        for hook in _chosen(known, which):
-            changes.setdefault(f"names:{known[hook]}", []).append(_changed(model, known[hook], hook, function, batch))
+    for hook, function in sorted(chosen, key=lambda one: places.index(one[0])):  # in the order in which they pass
+        changes.setdefault(f"names:{known[hook]}", []).append(_changed(model, known[hook], hook, function, batch))
     if not changes:
         return model(*args, **kwargs)
     with edit(model, changes, {}):
@@ -268,12 +284,15 @@ def _changed(
 ) -> Callable[[Tensor], Tensor]:
     """What calls a function with a value as TransformerLens has it; ``batch``: examples and positions of the input."""
 
+    is_named = "hook" in signature(function).parameters  # as TransformerLens gives it
+
     def change(value: Tensor) -> Tensor:
         copied = value.clone()
         given = _by_head(model, name, copied)
         if batch is not None and given.dim() == 2 and len(given) == batch[0] * batch[1]:
             given = given.unflatten(0, batch)  # some modules are given all positions as rows
-        new = function(given, HookPoint(hook))
+        point = HookPoint(hook)
+        new = function(given, hook=point) if is_named else function(given, point)  # type: ignore[call-arg]
         if new is not None and not isinstance(new, Tensor):
             raise PlanError(f"{hook}: the function returned {new!r:.40}: expected a tensor, or None for the same")
         if new is not None and new.shape != given.shape:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from numbers import Real
 from types import TracebackType
 from typing import Any, get_origin, get_type_hints
@@ -15,8 +16,8 @@ from typing import Any, get_origin, get_type_hints
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gaff.address.grammar import GRADIENT_PORTS, Site, parse
-from gaff.address.resolve import identity, is_there, need_module
+from gaff.address.grammar import GRADIENT_PORTS, Pattern, Site, parse
+from gaff.address.resolve import identity, is_there, need_module, resolve
 from gaff.compat import distributed
 from gaff.edits.files import digest_of
 from gaff.edits.places import Skip, When
@@ -122,20 +123,20 @@ class Editing:
         notes, armed = tuple(self._session.notes), len(self._session.lingering or ())
         return Receipt(rows, self._session.runs, notes, self._plan.optional, is_edit=True, armed=armed)
 
-    def on(self, pattern: str | None = None) -> None:
-        """Let the edits of ``pattern`` (as given, or a site it matched; None: all) act again.
+    def on(self, pattern: str | nn.Module | Callable[[Site], bool] | None = None) -> None:
+        """Let the edits of ``pattern`` (as given, or a site it matched, or modules; None: all) act again.
 
         Takes effect at the next event. Raises SiteError for what is not edited.
         """
         for stream in self._named(pattern):
             stream.switch.set(is_on=True)
 
-    def off(self, pattern: str | None = None) -> None:
+    def off(self, pattern: str | nn.Module | Callable[[Site], bool] | None = None) -> None:
         """Let values pass as they are, until ``on``, which explains ``pattern``; the receipt counts what passed."""
         for stream in self._named(pattern):
             stream.switch.set(is_on=False)
 
-    def strength(self, strength: float, pattern: str | None = None) -> None:
+    def strength(self, strength: float, pattern: str | nn.Module | Callable[[Site], bool] | None = None) -> None:
         """Set how strongly edits act. 1: as given; 0: nothing; else ``value + strength * (edited - value)``.
 
         Where either is infinite that is ``(1 - strength) * value + strength * edited``, and what the edit leaves as it
@@ -225,12 +226,15 @@ class Editing:
                     f"gaff: attached edits at {', '.join(due[:4])} were not hit in the first full step", stacklevel=4
                 )
 
-    def _named(self, pattern: str | None) -> list[EditedSite]:
+    def _named(self, pattern: str | nn.Module | Callable[[Site], bool] | None) -> list[EditedSite]:
         """The streams that ``pattern`` means: by the pattern as given, or by one of the sites that it matched."""
         if pattern is None:
             return self._streams
-        wanted = str(parse(pattern))
-        found = [stream for stream in self._streams if wanted in (stream.pattern, str(stream.site))]
+        if isinstance(pattern, str):
+            wanted = {str(parse(pattern))}
+        else:
+            wanted = {str(found.site) for found in resolve(self._model, pattern)} if self._model is not None else set()
+        found = [stream for stream in self._streams if not wanted.isdisjoint((stream.pattern, str(stream.site)))]
         if not found:
             known = ", ".join(dict.fromkeys(stream.pattern for stream in self._streams))
             raise SiteError(f"{pattern!r} is not edited: expected one of {known}, or a site that one matched")
@@ -242,13 +246,17 @@ class Editing:
         Raises PlanError where an edit has no meaning at a site.
         """
         taps = []
-        matched = set()
+        told: dict[int, list[Site]] = {}  # by request: where captures tell the values of standard names
         for found, number, _ in self._plan.check(model):
             request = self._plan.requests[number]
-            matched.add(number)
+            if number not in told:
+                named = request.target if isinstance(request.target, Pattern) and request.target.is_named else None
+                told[number] = [] if named is None else [one.site for one in resolve(model, named)][::-1]
             place = identity(found.module, found.name, found.site)
             edit = None if request.edit is None else self._sources.bind(request.edit, found.site)
-            stream = self._make_stream(str(request), found.site, place, edit)
+            stream = self._make_stream(
+                str(request), found.site, place, edit, told[number].pop() if told[number] else None
+            )
             inner = request.edit.edit if isinstance(request.edit, When) else request.edit
             taps.append(EditTap(found, stream, isinstance(inner, Skip)))
             _check_port(found.site, inner, self._plan.options.threads, is_spread=bool(self._family.meshes))
@@ -257,12 +265,12 @@ class Editing:
         asked = [
             (at, request) for at, request in enumerate(self._plan.requests) if not isinstance(request.target, Tensor)
         ]
-        self._missing = [str(request) for at, request in asked if at not in matched]
+        self._missing = [str(request) for at, request in asked if at not in told]
         return taps
 
-    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any) -> EditedSite:
+    def _make_stream(self, pattern: str, site: Site, place: object, edit: Any, told: Site | None = None) -> EditedSite:
         """A stream that belongs to this session from now on."""
-        stream = EditedSite(pattern, site, place, edit, self._family, self._family.number(site, place))
+        stream = EditedSite(pattern, site, place, edit, self._family, self._family.number(site, place), told=told)
         self._streams.append(stream)
         return stream
 

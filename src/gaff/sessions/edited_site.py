@@ -87,7 +87,11 @@ class EditedSite(Stream):
     each of the tensors in a nested value.
     """
 
-    def __init__(self, pattern: str, site: Site, place: object, edit: Edit, family: Family, number: int = 0) -> None:
+    def __init__(
+        self, pattern: str, site: Site, place: object, edit: Edit, family: Family, number: int = 0,
+        *, told: Site | None = None,
+    ) -> None:  # fmt: skip
+        """``told``: where captures tell the value, of a standard name that is edited elsewhere; edits are told that."""
         self.pattern = pattern
         self.family = family
         self.site = site
@@ -98,10 +102,10 @@ class EditedSite(Stream):
         self.lost: list[str] = []  # what could not be edited, found when nothing could be done about it
         self.size = EditSize()
         self.edit = edit
-        self.checked = CheckedEdit(edit, site, family.meshes, number)
+        self.checked = CheckedEdit(edit, told or site, family.meshes, number)
         self.check_finite = family.check_finite
         is_long = uses_event(edit) or self.check_finite or family.meshes
-        self._direct_event = None if is_long else Event(site)  # for the short way
+        self._direct_event = None if is_long else Event(told or site)  # for the short way
         self._passed = 0  # events at which the edit did not act, by ``when`` or by its switch
         self._reasons: dict[str, int] = {}
 

@@ -114,7 +114,7 @@ class Plan:
             if isinstance(request.target, Tensor):
                 continue  # itself: nothing to look up
             try:
-                found = resolve(model, request.target)
+                found = resolve(model, request.target, is_edit=request.edit is not None)
             except SiteError:  # names nothing; what cannot be done (PlanError) is never forgiven
                 if not request.optional:
                     raise

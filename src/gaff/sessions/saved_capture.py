@@ -90,6 +90,12 @@ class SavedCapture(Captured):
         """The sites of a pattern among those that were saved, in their order."""
         if not isinstance(wanted, Pattern):
             raise SiteError(f"a saved capture holds no modules, and got a {type(wanted).__name__}: read it by address")
+        if wanted.is_named:
+            found = [stream.site for stream in self._streams if stream.name == str(wanted)]
+            if not found:
+                raise SiteError(f"{wanted}: a saved capture holds addresses, and the standard names that were asked "
+                                f"for one by one: expected one of {', '.join(self)}")  # fmt: skip
+            return found
         paths = [
             stream.site.path
             for stream in self._streams

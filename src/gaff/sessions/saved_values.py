@@ -109,10 +109,12 @@ class Packing:
             parts = [self._tensor(getattr(tensor, one)(), site, f"{name} {one}") for one in names]
             return {layout: parts, "size": list(tensor.shape)}
         if not elements.is_plain(tensor):
+            is_spread = distributed.is_spread(tensor)
+            plainly = "got.full() of it" if is_spread else "reduce=, such as lambda t: t.dequantize()"
             kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.device)
             raise PlanError(
                 f"{site}: is a {type(tensor).__name__} ({kind}), which no file can hold: expected a tensor with plain "
-                "memory; capture it with reduce=, such as lambda t: t.dequantize()"
+                f"memory: {'save ' if is_spread else 'capture it with '}{plainly}"
             )
         place = (memory.memory_of(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype,
                  tensor.device, tensor.is_conj(), tensor.is_neg())  # fmt: skip

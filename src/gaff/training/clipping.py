@@ -112,9 +112,10 @@ class Clipping:
     def views(self, name: str) -> dict[str, Tensor | None]:
         """The last step's gradient of a parameter named in ``views=``, at each station of the step.
 
-        ``scaled``: as backward left it; ``unscaled``: as it came to the step; ``clipped``: as the optimizer got it;
-        ``applied``: by how much the step changed the parameter. Copies, of the parameter's shape, on its device; None
-        where there was no gradient, or no such station. Raises PlanError for a name that was not asked for.
+        ``scaled``: as it arrives, with DistributedDataParallel this process's share before the average; ``unscaled``:
+        as it came to the step; ``clipped``: as the optimizer got it; ``applied``: by how much the step changed the
+        parameter. Copies, of the parameter's shape, on its device; None where there was no gradient, or no such
+        station. Raises PlanError for a name that was not asked for.
         """
         return self._views.read(name)
 
