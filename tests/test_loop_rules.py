@@ -173,7 +173,7 @@ def read(model, shift, **layout):
     drawn = torch.Generator().manual_seed(1)
     for _ in range(40):
         tokens = (
-            torch.randint(0, 12, (8, 1), generator=drawn) + torch.randint(1, 3, (8, 10), generator=drawn).cumsum(1)
+            torch.randint(0, 12, (24, 1), generator=drawn) + torch.randint(1, 3, (24, 10), generator=drawn).cumsum(1)
         ) % 12
         x, y = tokens[:, :9], tokens[:, shift : 9 + shift]
         logits = model(x)
@@ -219,3 +219,64 @@ def test_targets_that_make_a_loss_not_finite_are_told(tmp_path, fault):
     )
     assert told_of in found["nonfinite"].message
     assert found["nonfinite"].since == 5
+
+
+class Summing(nn.Module):
+    """Means over tokens by hand: over those before each position, or over all of them."""
+
+    def __init__(self, *, is_causal, keeps=0.0):
+        super().__init__()
+        self.embed, self.mix, self.drop, self.head = (
+            nn.Embedding(12, 16),
+            nn.Linear(16, 16),
+            nn.Dropout(keeps),
+            nn.Linear(16, 12),
+        )
+        self.is_causal = is_causal
+
+    def forward(self, tokens):
+        x = self.drop(self.embed(tokens))
+        count = torch.arange(1, x.shape[1] + 1)[:, None]
+        seen = x.cumsum(1) / count if self.is_causal else x.mean(1, keepdim=True)
+        return self.head(x + self.mix(seen))
+
+
+class Stateful(nn.Module):
+    """Goes on where it was: its first position depends on tokens of the batch before, and on none that come later."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Embedding(12, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 12)
+        self.state = None
+
+    def forward(self, tokens):
+        out, state = self.cell(self.embed(tokens), self.state)
+        self.state = state.detach()
+        return self.head(out)
+
+
+class BothWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(12, 16), nn.GRU(16, 8, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, tokens):
+        return self.head(self.cell(self.embed(tokens))[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "is_told"),
+    [
+        (lambda: Summing(is_causal=False), True),
+        (BothWays, True),
+        (lambda: Summing(is_causal=True), False),
+        (Stateful, False),
+        (lambda: Summing(is_causal=True, keeps=0.5), False),
+    ],
+    ids=["mean of all", "both ways", "causal", "stateful", "dropout"],
+)
+def test_what_depends_on_later_tokens_is_told_by_sequences_that_begin_alike(tmp_path, model, is_told):
+    found, record = told(tmp_path, lambda: read(model(), 1))
+    assert ("sees_the_future" in found) == is_told
+    assert (record.verdict.name == "sees_the_future") == is_told

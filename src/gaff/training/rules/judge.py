@@ -238,6 +238,8 @@ class Judge:
     def _remember_setup(self, sample: Sample) -> None:
         """Take in which models got gradients at a step, and which targets stood alone in a batch."""
         past = self.past
+        tokens = sample.facts.get("tokens", {})
+        past.has_leaked |= not sample.step and bool(tokens.get("leaks") or tokens.get("leaks_row"))
         for one in sample.facts.get("targets", ()):
             if one["count"] >= LEAST_TARGETS:
                 past.targets.add(one["low"] if one["low"] == one["high"] else math.inf)

@@ -97,6 +97,7 @@ class Past:
     recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones
     targets: set[float] = field(default_factory=set)  # of batches whose targets were all alike; inf: of one that mixed
     trained: set[str] = field(default_factory=set)  # models of which a parameter had a gradient at its step
+    has_leaked: bool = False  # at the first step outputs of a sequence have told of later tokens
     forbidden: dict[Key, int] = field(default_factory=dict)  # how many -inf a parameter held when it was first seen
 
 

@@ -124,7 +124,7 @@ class Looks:
             sampled.facts.setdefault("precision", step_facts.precision(module))
             if sampled.facts["batch"] <= 2 and step_facts.has_batch_norm(module):
                 sampled.facts["batch_norm"] = [model.name]
-            self._setup.batch_given(args, kwargs)
+            self._setup.batch_given(module, args, kwargs)
 
     def evaluation_begins(
         self, step: int, model: Model, module: nn.Module, given: tuple[Any, Any], distance: int
@@ -197,6 +197,8 @@ class Looks:
         """A module has returned: tell whoever looks. ``stands`` is that of ``SampledStep.left``."""
         if self._target is not None:
             self._target.left(module, args, output, stands)
+            if self._target is self.sampled and stands is None:
+                self._setup.returned(module, output)
 
     def compiled(self, function: Any) -> None:
         """``torch.compile`` was called: from now on nothing may stand in the place of torch's functions."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
@@ -44,10 +44,14 @@ class SetupFacts:
             self._targets, self._tokens = [], TokenFacts()
             self._latest, self._fingerprint = self._fingerprint or self._latest, ""
 
-    def batch_given(self, args: Any, kwargs: Any) -> None:
+    def batch_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A model is called that trains, in a step that is looked at: the first such batch gets a checksum."""
         self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
-        self._tokens.given(args, kwargs)
+        self._tokens.given(module, args, kwargs)
+
+    def returned(self, module: nn.Module, output: Any) -> None:
+        """A module has returned, in a step that is looked at."""
+        self._tokens.returned(module, output)
 
     def iterated(self, loader: Any) -> None:
         """A DataLoader begins anew; one without a length does not count."""

@@ -1,38 +1,74 @@
-"""Sequences of tokens in a sampled step: whether targets are the model's own input, or its next tokens, and whether the
-attention that torch computes lets a position see the next one."""
+"""Sequences of tokens in a sampled step: whether targets are the model's own input or its next tokens, and whether what
+the model returns at a position depends on tokens that come later.
+
+That is asked of torch's attention, by its mask, and of the model as a whole, by what passes anyway: sequences of a
+batch that begin with the same token and go on with another must have the same output at their first position.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaff.address.nested import iter_tensors
 from gaff.compat import elements
 
 _LEAST = 4  # tokens of a sequence
+_MOST = 256  # sequences that are compared
 _ALLOWED = -1e4  # above which an additive mask lets a position be seen
+_FAR = 0.05  # of the largest output: what no rounding explains, in half precision neither (chosen)
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class TokenFacts:
-    """Compares the targets of cross entropies with the tokens that a model was given; waits for no device.
+    """Looks at the first run of a sampled step that trains; waits for no device, but for the state of random numbers.
 
-    Holds the tokens of the first run of a sampled step until that is over. Used on the thread that trains.
+    Holds the tokens until the step is over. Used on the thread that trains.
     """
 
     def __init__(self) -> None:
         self._tokens: Tensor | None = None
-        self._same: Any = None
-        self._next: Any = None
+        self._module: nn.Module | None = None  # that was called with them, until it has returned
+        self._is_alone: Any = False  # nothing else is given that tells sequences apart
+        self._drawn: Tensor | None = None  # the state of random numbers when it was called
+        self._targets: dict[str, Any] = {}
         self._sees: Any = None  # whether in all attention so far a position sees the next one
+        self._leaks: dict[int, Any] = {}  # by the dimension along which tokens follow each other
 
-    def given(self, args: Any, kwargs: Any) -> None:
+    def given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A model is called that trains: its first integers of two dimensions are taken for tokens."""
-        if self._tokens is None:
-            found = (one for _, one in iter_tensors((args, kwargs)) if _are_tokens(one))
-            self._tokens = next(found, None)
+        if self._tokens is not None:
+            return
+        tensors = [one for _, one in iter_tensors((args, kwargs))]
+        self._tokens = tokens = next(filter(_are_tokens, tensors), None)
+        if tokens is not None:
+            others = [one for one in tensors if one is not tokens]
+            self._module, self._drawn = module, torch.get_rng_state()
+            with torch.no_grad():
+                told = [_says_nothing(one, tokens) for one in others]
+                self._is_alone = all(one is not False for one in told) and [one for one in told if one is not True]
+
+    def returned(self, module: nn.Module, output: Any) -> None:
+        """A module has returned: of the one that was given the tokens the first positions are compared.
+
+        Not where random numbers were drawn meanwhile, as a dropout does: they tell sequences apart.
+        """
+        tokens, drawn = self._tokens, self._drawn
+        if module is not self._module or tokens is None or drawn is None:
+            return
+        self._module = self._drawn = None
+        found = (one for _, one in iter_tensors(output) if one.is_floating_point() and elements.is_plain(one))
+        scores = next((one for one in found if one.dim() == 3 and one.shape[:2] == tokens.shape), None)
+        is_told = scores is not None and scores.device == tokens.device and self._is_alone is not False
+        if is_told and scores is not None and torch.equal(torch.get_rng_state(), drawn):
+            with torch.no_grad():
+                for along in (0, 1):
+                    leaks = _leaks(scores.detach().transpose(along, 1), tokens.transpose(along, 1))
+                    for one in self._is_alone:
+                        leaks = leaks & one
+                    self._leaks[along] = leaks
 
     def target(self, target: Tensor) -> None:
         """A loss over classes is given these targets: note which part of them is the token at their place, or the next.
@@ -46,11 +82,11 @@ class TokenFacts:
         with torch.no_grad():
             if target.numel() == tokens.numel():
                 told = target.reshape(rows, length)
-                later = torch.maximum(_share(told[:, :-1], tokens[:, 1:]), _share(told[:-1], tokens[1:]))
-                self._same, self._next = _share(told, tokens), later
+                self._targets = {"same": _share(told, tokens), "next": _share(told[:, :-1], tokens[:, 1:]),
+                                 "next_row": _share(told[:-1], tokens[1:])}  # fmt: skip
             elif target.numel() == rows * (length - 1):
                 told = target.reshape(rows, length - 1)
-                self._same, self._next = _share(told, tokens[:, :-1]), _share(told, tokens[:, 1:])
+                self._targets = {"same": _share(told, tokens[:, :-1]), "next": _share(told, tokens[:, 1:])}
 
     def attended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """torch's attention was called: of one over sequences as long as those of tokens note what a position sees."""
@@ -65,9 +101,10 @@ class TokenFacts:
 
     def take(self) -> dict[str, Any]:
         """The facts of the step; empty where no target was compared."""
-        if self._same is None:
+        if not self._targets:
             return {}
-        return {"tokens": {"same": self._same, "next": self._next, "sees": False if self._sees is None else self._sees}}
+        told = {"next_row": 0.0, **self._targets, "sees": False if self._sees is None else self._sees}
+        return {"tokens": {**told, "leaks": self._leaks.get(1, False), "leaks_row": self._leaks.get(0, False)}}
 
 
 def _are_tokens(tensor: Tensor) -> bool:
@@ -75,10 +112,33 @@ def _are_tokens(tensor: Tensor) -> bool:
     return is_whole and type(tensor) is Tensor and elements.is_plain(tensor) and elements.is_readable(tensor)
 
 
+def _says_nothing(other: Tensor, tokens: Tensor) -> Any:
+    """Whether another argument tells sequences apart no further: positions, a mask of ones, labels; may be a tensor."""
+    if other.is_floating_point() or other.is_complex() or type(other) is not Tensor or not elements.is_readable(other):
+        return False
+    if other.dim() < 2 or (other.dim() == 2 and 1 in other.shape):
+        return other.dim() != 1 or len(other) != len(tokens)
+    if other.shape != tokens.shape or other.device != tokens.device:
+        return False
+    return ((other == 1) | (other == tokens) | (other < 0)).all()
+
+
 def _share(told: Tensor, tokens: Tensor) -> Tensor:
     """The part of the targets that count which are the token beside them; 0 where none counts."""
     counts = told >= 0
     return ((told == tokens) & counts).sum() / counts.sum().clamp(min=1)
+
+
+def _leaks(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Whether first positions differ of two sequences that begin with the same token and go on with another.
+
+    ``scores``: ``[sequences, positions, width]``. Sequences are sorted by their first token, and neighbours compared.
+    """
+    order = tokens[:_MOST, 0].argsort(stable=True)
+    first, second, out = tokens[order, 0], tokens[order, 1], scores[order, 0].float()
+    is_pair = (first[1:] == first[:-1]) & (second[1:] != second[:-1])
+    far = (out[1:] - out[:-1]).abs().amax(-1) > _FAR * out.abs().amax()
+    return (is_pair & far).any()
 
 
 def _sees_next(mask: Any, length: int, *, is_causal: bool) -> Any:
