@@ -1,5 +1,7 @@
 """The order of clearing, backward, clipping and stepping, and which tokens a model is asked for: told with the cause."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,3 +282,27 @@ def test_what_depends_on_later_tokens_is_told_by_sequences_that_begin_alike(tmp_
     found, record = told(tmp_path, lambda: read(model(), 1))
     assert ("sees_the_future" in found) == is_told
     assert (record.verdict.name == "sees_the_future") == is_told
+
+
+@pytest.mark.parametrize("ignored", [0, 5])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_sum_that_is_divided_by_its_targets_is_known_for_the_mean_that_it_is(tmp_path, ignored, parts):
+    """As transformers' Trainer has it, whose labels do not belong to their inputs."""
+
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        drawn = torch.Generator().manual_seed(2)
+        for _ in range(110):
+            optimizer.zero_grad()
+            for _ in range(parts):
+                x, y = torch.randn(64, 8, generator=drawn), torch.randint(0, 3, (64,), generator=drawn)
+                y[:ignored] = -100
+                summed = getattr(F, "cross_entropy")(model(x), y, reduction="sum")  # noqa: B009
+                (summed / torch.tensor(float(parts * (64 - ignored)))).backward()
+            optimizer.step()
+
+    _, record = told(tmp_path, train)
+    looks = [one for _, one in record.events("look") if "guess" in one]
+    assert looks[-1]["guess"] == pytest.approx(math.log(3) / parts, abs=0.05)
+    assert record.verdict.name == "labels_do_not_belong"

@@ -12,6 +12,7 @@ from gaff.compat.autograd import nodes_behind, nodes_of
 
 _MOST_NODES = 1000
 _DEPTH = 10
+_SUM = 2  # torch's number of that reduction
 _OF_TARGETS = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv")
 _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross entropy",
              "MseLossBackward": "a mean squared error", "SmoothL1LossBackward": "a smooth L1 error",
@@ -48,6 +49,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
     - ``factor``: by what it was multiplied at last, as where gradients are accumulated
+    - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
     """
     found: dict[str, Any] = {}
     node: Any = loss.grad_fn
@@ -59,7 +61,12 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     while chain and (last := _factor_of(chain[0])) is not None:
         factor, chain = factor * last, chain[1:]
     names = [one.name().rstrip("0123456789") for one in chain]
-    if factor not in (1.0, -1.0):
+    summed = _summed(chain, names)
+    if summed is not None:
+        at, ratio = summed
+        chain, names = chain[at:], names[at:]
+        found["summed"] = {"loss": name, "by": abs(factor) * ratio}
+    elif factor not in (1.0, -1.0):
         found["factor"] = {"loss": name, "by": abs(factor)}
     is_turned = factor < 0 or names[:1] == ["NegBackward"]
     _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
@@ -75,6 +82,35 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     if spread is not None:
         found["spread"] = {"loss": name, **spread}
     return found
+
+
+def _summed(chain: list[Any], names: list[str]) -> tuple[int, Tensor] | None:
+    """Of a sum of negative log-likelihoods its place in the chain, and how many times the mean it is, on its device.
+
+    Trainers add up those of a batch, and divide by the number of targets of all batches that are accumulated; such a
+    division by a tensor may stand before it.
+    """
+    first = next((at for at, one in enumerate(names) if not _is_view(one)), None)
+    other = None
+    if first is not None and names[first] == "DivBackward":
+        other = getattr(chain[first], "_saved_other", None)
+        is_number = isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad
+        first = (
+            next((at for at, one in enumerate(names) if at > first and not _is_view(one)), None) if is_number else None
+        )
+    if first is None or not names[first].startswith("NllLoss") or getattr(chain[first], "_saved_reduction", 1) != _SUM:
+        return None
+    try:
+        targets = chain[first]._saved_target
+    except RuntimeError:  # written to since
+        return None
+    count = (targets != _signed(getattr(chain[first], "_saved_ignore_index", -100))).sum()
+    return first, count if other is None else count / other.detach().to(count.device)
+
+
+def _signed(number: int) -> int:
+    """A number of 64 bits that autograd's nodes tell without its sign."""
+    return number - ((number >> 63) << 64)
 
 
 def _is_mean(node: Any, names: list[str]) -> bool:
@@ -121,8 +157,7 @@ def bad_target(loss: Tensor) -> str:
 def _bad(node: Any, name: str, targets: Tensor) -> str:
     """What is wrong with the targets of one loss, if they are."""
     if name.startswith("NllLoss"):
-        ignored = getattr(node, "_saved_ignore_index", 0)
-        ignored -= (ignored >> 63) << 64  # told without its sign
+        ignored = _signed(getattr(node, "_saved_ignore_index", 0))
         is_mean = getattr(node, "_saved_reduction", 0) == 1
         is_empty = is_mean and bool((targets == ignored).all())
         return f"all {targets.numel()} targets of the cross entropy are {ignored}, which it ignores: a mean over none" \
@@ -187,7 +222,7 @@ def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name
     ``before``: the place of the loss that takes the mean of it.
     """
     shape = getattr(chain[at]._saved_result, "shape", ())
-    is_mean = getattr(chain[before], "_saved_reduction", 1) == 1
+    is_mean = getattr(chain[before], "_saved_reduction", 1) == 1 or "summed" in found
     if len(shape) == 2 and chain[at]._saved_dim == 0:
         found["axis"] = name
     elif len(shape) and is_mean and all(map(_is_view, names[:before])):

@@ -16,6 +16,8 @@ from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.routers import load_of
 from gaff.training.watch.sampled_step import SampledStep
 
+_ROUNDED = 1e-3  # how far a sum that is divided by its number may be from the mean
+
 
 def reading_of(
     sampled: SampledStep, parameters: Mapping[Key, Mapping[str, Any]], values: Mapping[str, Any], seconds: float
@@ -46,6 +48,9 @@ def reading_of(
         sample.parameters = {key: step_facts.read(one) for key, one in parameters.items()}
         sample.losses = {name: losses.read(value) for name, value in values.items()}
         sample.facts = {name: plain(one) for name, one in told.items()}
+        summed = sample.facts.pop("summed", None)
+        if summed is not None and abs(summed["by"] - 1) > _ROUNDED:
+            sample.facts["factor"] = summed
         return sample, keys, table
 
     return read
