@@ -96,10 +96,9 @@ class Column:
 
     def _row(self, number: int) -> Tensor:
         size = self._ends[-1]
-        if number < 0:
-            number += size
-        if not 0 <= number < size:
+        if not -size <= number < size:
             raise IndexError(f"row {number} asked of {size}")
+        number %= size
         part = bisect_right(self._ends, number)
         return self._parts[part].row(number - (self._ends[part - 1] if part else 0))
 
