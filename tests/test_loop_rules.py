@@ -306,3 +306,81 @@ def test_a_sum_that_is_divided_by_its_targets_is_known_for_the_mean_that_it_is(t
     looks = [one for _, one in record.events("look") if "guess" in one]
     assert looks[-1]["guess"] == pytest.approx(math.log(3) / parts, abs=0.05)
     assert record.verdict.name == "labels_do_not_belong"
+
+
+def by_a_helper(model, optimizer, x, y):
+    """A second model judges; one function steps both, and the first's pass leaves gradients in the judge."""
+    judge, judging = model.judge, model.judging
+
+    def update(one, loss):
+        one.zero_grad()
+        loss.backward()
+        one.step()
+
+    made = model(x)
+    update(judging, F.softplus(judge(x[:, :3])).mean() + F.softplus(-judge(made.detach())).mean())
+    update(optimizer, F.softplus(judge(made)).mean())
+
+
+def test_what_a_pass_leaves_in_another_model_is_not_lost(tmp_path):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        judge = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        object.__setattr__(model, "judge", judge)
+        object.__setattr__(model, "judging", torch.optim.SGD(judge.parameters(), 0.05))
+        for x, y in batches(10):
+            by_a_helper(model, optimizer, x, y)
+
+    assert "gradients_lost" not in told(tmp_path, train)[0]
+
+
+def through_data(model, optimizer, x, y):
+    """As ``perturbed``, by ``.data``, which torch does not count."""
+    weights = [one.detach().clone() for one in model.parameters()]
+    for number in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        for one in model.parameters() if number == 0 else ():
+            one.data.add_(0.05 * one.grad)
+    for one, known in zip(model.parameters(), weights, strict=True):
+        one.data = known
+    optimizer.step()
+
+
+def merged(model, optimizer, x, y):
+    """As ``put_together``, written into the gradients that are there."""
+    whole = [torch.zeros_like(one) for one in model.parameters()]
+    for part in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model, x[part::2], y[part::2]).backward()
+        for total, one in zip(whole, model.parameters(), strict=True):
+            total += one.grad.clamp(-0.1, 0.1)
+    for total, one in zip(whole, model.parameters(), strict=True):
+        one.grad.copy_(total)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("step", [through_data, merged])
+def test_passes_that_are_used_past_torch_are_not_lost(tmp_path, step):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(10):
+            step(model, optimizer, x, y)
+
+    assert "gradients_lost" not in told(tmp_path, train)[0]
+
+
+def test_a_norm_that_is_only_read_is_no_clipping(tmp_path):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(10):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            loss.backward()
+            optimizer.step()
+            nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+
+    assert "clipped_too_early" not in told(tmp_path, train)[0]

@@ -374,8 +374,7 @@ def test_compiled_models_run_eagerly_for_it(model, x):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda got: edits.at(keep.rows([1, 2]), edits.patch(got, rows={0: 0})), "count in the whole"),
-        (lambda got: edits.at(keep.rows([1]), edits.at(keep.rows(0), edits.patch(got, rows=[1]))), "one place along"),
+        (lambda got: edits.at(keep.rows([1, 2]), edits.patch(got, rows={2: 0})), "its numbers count in that part"),
         (lambda got: edits.patch(got, rows=[3, -1]), "names a place twice"),
         (lambda got: edits.patch(got, rows={3: 1, -1: 2}), "names a place twice"),
     ],
@@ -388,10 +387,19 @@ def test_places_that_cannot_be_meant_are_refused(edit, message):
         model(given)
 
 
-@pytest.mark.parametrize("place", [[2, 3], [2, 3, 0], slice(1, 4), 2])
-def test_rows_of_a_patch_count_in_the_whole_also_at_a_place(place):
+@pytest.mark.parametrize(("place", "here"), [([2, 3], 0), ([3, 0, 2], 2), (slice(1, 4), 1), (2, 0)])
+def test_rows_of_a_patch_count_in_the_part_at_a_place(place, here):
     model, given = nn.Sequential(nn.Identity()), torch.zeros(4, 3)
     with gaff.capture(model, "0") as got:
         model(torch.arange(4.0)[:, None].expand(4, 3) + 1)
-    with gaff.edit(model, {"0": edits.at(keep.rows(place), edits.patch(got, rows={2: 1}))}):
+    with gaff.edit(model, {"0": edits.at(keep.rows(place), edits.patch(got, rows={here: 1}))}):
         assert model(given)[:, 0].tolist() == [0, 0, 2, 0]
+
+
+def test_one_clean_example_goes_into_another_position_of_each_row():
+    model, given = nn.Sequential(nn.Identity()), torch.zeros(3, 3, 2)
+    with gaff.capture(model, "0") as got:
+        model(torch.arange(3.0)[None, :, None].expand(1, 3, 2) + 1)
+    places = [edits.at(keep.rows(n), edits.patch(got, positions=n)) for n in range(3)]
+    with gaff.edit(model, {"0": places}):
+        assert torch.equal(model(given)[..., 0], torch.diag(torch.tensor([1.0, 2.0, 3.0])))

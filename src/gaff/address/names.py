@@ -110,11 +110,14 @@ def _made_at(model: nn.Module, name: str, site: Site) -> Site:
         )
     if not goes_around(name, site):
         return site
-    made = looked_at(model).makers.get(name)
+    looked = looked_at(model)
+    made = looked.makers.get(name)
     if made is None:
+        how = "gaff.sites(model, x, names=True) finds the op that makes it, where edits act from then on"
+        if looked.was_run:
+            how = "no sum was seen to make it; expected an edit by the op's address, as gaff.sites(model, x) tells it"
         raise PlanError(
-            f"names:{name}: is told at {site}, and an edit there would miss what goes around that module: "
-            "gaff.sites(model, x, names=True) finds the op that makes it, where edits act from then on"
+            f"names:{name}: is told at {site}, and an edit there would miss what goes around that module: {how}"
         )
     return made
 
@@ -145,6 +148,7 @@ class LookedAt:
 
     refused: dict[str, str] = field(default_factory=dict)
     makers: dict[str, Site] = field(default_factory=dict)
+    was_run: bool = False
 
 
 _LOOKED_AT: dict[int, LookedAt] = {}  # by identity: models may define what is equal

@@ -127,7 +127,7 @@ def _top() -> Parser:
 
 def _run(command: Command, options: argparse.Namespace) -> int:
     """The exit code: that of the command, 0 where the reader of a pipe has seen enough, 130 after Ctrl-C, else 1."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and command is not nan:  # which runs a script of the user's in here
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that its encoding does not have
     try:
         with fitting(terminal_width(), columns_of(options)) as tables:

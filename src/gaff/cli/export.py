@@ -78,7 +78,7 @@ def _harvest(store: Any, options: argparse.Namespace) -> int:
         what = "--stat" if options.stat else f"--to {options.to}"
         raise PlanError(f"{what} is for a run, and {options.run!r} is a harvest: expected --to {', '.join(STORES)}")
     ending = {"parquet": ".parquet"}.get(options.to, f"-{options.to}")
-    place = Path(options.run).resolve()
+    place = Path(Path(options.run).name) if "://" in options.run else Path(options.run).resolve()
     path = Path(options.out or place.with_name(f"{place.name}{ending}"))
     getattr(harvests, f"to_{options.to}")(store, path, sites=options.site)
     print(f"wrote {counted(store.rows, 'row')} to {path}")

@@ -302,7 +302,7 @@ class _Round(torch.autograd.Function):
         is_finite = exact.isfinite()
         largest = torch.where(is_finite, exact, 0.0).abs().amax()
         scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(wide).tiny)
-        rounded = (exact / scale).to(dtype).to(wide) * scale
+        rounded = ((exact / scale).to(dtype).to(wide) * scale).clamp(-largest, largest)  # not to inf, by rounding
         return torch.where(is_finite, rounded, exact).to(tensor.dtype)
 
     @staticmethod

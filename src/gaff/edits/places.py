@@ -85,44 +85,28 @@ class At:
         """Edit the part alone; values from elsewhere may have the shape of the part, or of the whole.
 
         Which of the two they have is found by trying: where the part does not fit, the whole is edited and the part
-        taken of it. Values for a part as large as the whole, such as all its rows in another order, are of the whole;
-        so are the rows and positions that a patch names, always.
+        taken of it. Values for a part as large as the whole, such as all its rows in another order, are of the whole.
+        Places that a patch names along this one's dimension count in the part.
         """
         whole: Any = self.index
-        mapped = [one for one in iter_innermost(edit) if isinstance(one, Patch) and (one.rows or one.positions)]
-        if mapped:
-            self._need_common(edit, mapped, tensor)
-        if mapped or (part.shape == tensor.shape and _is_whole(edit)):
+        if part.shape == tensor.shape and _is_whole(edit):
             return whole(edit.change(tensor, event))  # type: ignore[no-any-return]
         try:
             return edit.change(part, event)
-        except PlanError:
+        except PlanError as error:
             if not is_placed(edit):
                 raise
+            if any(_names_places(one, self.index, tensor) for one in iter_innermost(edit)):
+                raise PlanError(f"{error}; inside {self.index} its numbers count in that part") from None
             return whole(edit.change(tensor, event))  # type: ignore[no-any-return]
 
-    def _need_common(self, edit: Edit, mapped: list[Patch], tensor: Tensor) -> None:
-        """Raises PlanError where a patch inside names rows or positions that are not in this place.
 
-        Also where a place inside counts along this one's dimension: its numbers would be those of the part.
-        """
-        if not isinstance(self.index, Part):
-            return
-        dim = self.index.dim % tensor.dim()
-        size = tensor.shape[dim]
-        here = Part(self.index.index, 0)(torch.arange(size)).tolist()
-        inner = edit
-        while isinstance(inner, (At, When)):
-            place = inner.index if isinstance(inner, At) else None
-            if isinstance(place, Part) and place.dim % tensor.dim() == dim:
-                raise PlanError(f"{self.index}, and in it {place}, around a patch that names rows or positions: "
-                                "expected one place along a dimension")  # fmt: skip
-            inner = inner.edit
-        for pairs in [(one.rows, one.positions)[dim] for one in mapped if dim < 2]:
-            outside = [number for number, _ in pairs or () if number % size not in here]
-            if outside:
-                raise PlanError(f"patch at {outside[0]} in {self.index}: rows and positions of a patch count in the "
-                                "whole of what passes, and this one lies outside of the place")  # fmt: skip
+def _names_places(edit: Edit, place: Any, tensor: Tensor) -> bool:
+    """Whether a patch names places along the dimension of ``place``: rows along the first, positions the second."""
+    if not isinstance(edit, Patch) or not isinstance(place, Part):
+        return False
+    dim = place.dim % tensor.dim()
+    return dim < 2 and (edit.rows, edit.positions)[dim] is not None
 
 
 def _need_once(place: Any, tensor: Tensor) -> None:

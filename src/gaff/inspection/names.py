@@ -116,6 +116,7 @@ def list_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         held, failed = _judge(model, stacks, values, outputs)
     looked = looked_at(unwrap(model))
     looked.makers |= makers.found()
+    looked.was_run = True
     refused = looked.refused
     refused |= failed
     missing = {name: "it did not pass in this run" for name in known if name not in values}
@@ -155,7 +156,8 @@ def _values(
 def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a run that must leave nothing in them: a cache would be longer afterwards.
 
-    Tensors are copied without their autograd graphs, also those that objects hold.
+    Tensors are copied without their autograd graphs, also those that objects hold. What cannot be copied is given as
+    it is, with all the rest.
     """
     copies: dict[int, Any] = {}
     found: list[Any] = [args, kwargs]
@@ -175,7 +177,13 @@ def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
             found.extend(one)
         else:
             found.extend(getattr(one, "__dict__", {}).values())
-    return deepcopy((args, kwargs), copies)
+    try:
+        return deepcopy((args, kwargs), copies)
+    except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):  # a lock, a file, a generator
+        return args, kwargs
+
+
+_SUMS = ("add", "add_", "iadd", "sub", "sub_")  # ops that make a stream
 
 
 class _Maker(Stream):
@@ -196,14 +204,21 @@ class _Makers:
 
     def __init__(self, model: nn.Module, aside: Mapping[str, Site]) -> None:
         log = OpLog(model)
+        self._model = model
         self._streams = {name: _Maker(log) for name in aside}
         taps = [Tap(one, self._streams[name]) for name, site in aside.items() for one in resolve(model, site)]
         self.session = Session(model, [*log.taps(), *taps] if taps else [])
 
     def found(self) -> dict[str, Site]:
-        """Who has made the value, without names of which nobody has, or the program itself."""
+        """Who has made the value: an addition, or a module with others inside. What another op makes of the stream,
+        such as a copy, is not what goes on around the module; such names are left out."""
         sites = {name: parse_site(stream.made) for name, stream in self._streams.items() if stream.made}
-        return {name: site for name, site in sites.items() if site.port == "output"}
+        return {name: site for name, site in sites.items() if site.port == "output" and self._is_sum(site)}
+
+    def _is_sum(self, site: Site) -> bool:
+        if site.op is not None:
+            return site.op in _SUMS
+        return any(True for one in resolve(self._model, Site(site.path)) for _ in one.module.children())
 
 
 class Identity(NamedTuple):

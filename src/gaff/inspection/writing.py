@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
 from gaff.compat.files import replacing
@@ -17,13 +16,9 @@ def write_text(path: str | PathLike[str], text: str) -> None:
     A file gets its place as a whole; a pipe or device is written to. Characters that UTF-8 cannot hold (lone surrogates
     in the name of a file) are written as ``?``.
     """
-    content, where = text.encode(errors="replace"), Path(path)
     try:
-        if where.exists() and not where.is_file():
-            where.write_bytes(content)
-            return
         with replacing(path) as made:
-            made.write_bytes(content)
+            made.write_bytes(text.encode(errors="replace"))
     except OSError as error:
         raise RecordError(f"{fspath(path)!r} cannot be written: {error.strerror}") from None
 

@@ -114,6 +114,8 @@ def _write(
     check(record, sites, stats)
     if path.is_dir():
         raise RecordError(f"{str(path)!r} is a folder: expected the path of a file")
+    if path.exists() and not path.is_file():
+        raise RecordError(f"{str(path)!r}: it is no ordinary file: expected the path of one")
     rows = chain(scalars(record), numbers(record, sites=sites, stats=stats))
     lines = [json.dumps(_plain(one.to_dict())) + "\n" for one in record.findings]
     try:

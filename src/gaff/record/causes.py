@@ -219,7 +219,7 @@ _EXPERIMENTS = {
 def read_from_the_process(case: RunCase) -> Claim | None:
     """An error that was read from what the process does, such as gradients that are never cleared. Certain."""
     finding = case.found(*READ)
-    if finding is None or _is_too_slow(finding):
+    if finding is None or _is_too_slow(finding) or (finding.rule == "lr_zero" and _has_rates(case)):
         return None
     told = [evidence_of(finding)]
     rise = case.rise
@@ -442,6 +442,12 @@ def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
     return bool(curve.values) and curve.last < (0.8 if jump < 100 else 0.3) * min(
         curve.start, case.guess.get(name, math.inf)
     )
+
+
+def _has_rates(case: RunCase) -> bool:
+    """Whether the learning rate was above zero at most steps: looks may have fallen on the zeros of a cycle."""
+    rates = case.lr.values if case.lr is not None else ()
+    return 2 * sum(one > 1e-12 for one in rates) > len(rates)
 
 
 def _is_too_slow(finding: Finding) -> bool:

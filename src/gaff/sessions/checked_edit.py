@@ -40,6 +40,7 @@ class CheckedEdit:
     """One edit at one site: called, mixed with what passed by a strength, and checked. Counts and measures nothing.
 
     ``has_failed``: its last event ended in an error; closing must then not complain that the edit never acted.
+    ``reached``: what sees that the edit of a standard name comes to where that is read, if it is made elsewhere.
     """
 
     def __init__(self, edit: Edit, site: Site, meshes: Sequence[Any] = (), number: int = 0) -> None:
@@ -48,6 +49,7 @@ class CheckedEdit:
         ``number`` counts the edits of the session at this place.
         """
         self.has_failed = False
+        self.reached: Any = None
         self.number = number
         self._meshes = tuple(meshes)
         self._edit = edit

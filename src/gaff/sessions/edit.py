@@ -23,7 +23,7 @@ from gaff.edits.files import digest_of
 from gaff.edits.places import Skip, When
 from gaff.engine.leftovers import STRIPPED
 from gaff.engine.session import Session
-from gaff.engine.taps import EditTap, TensorTap
+from gaff.engine.taps import EditTap, Tap, TensorTap
 from gaff.errors import ExactnessError, PlanError, SiteError
 from gaff.sessions.capture import raise_if_silent
 from gaff.sessions.edited_site import EditedSite, Family
@@ -56,9 +56,12 @@ class Editing:
         self._streams = self._family.streams  # one for each edited site, then those of single ops as they come
         self._missing: list[str] = []
         self._sources = SameRun(model, meshes)
+        self._checks: list[Tap] = []  # that edits of standard names come to where these are read
         self._taps = self._make_taps(model) if model is not None else []
         tensors = [self._make_tensor_tap(request) for request in plan.requests if isinstance(request.target, Tensor)]
-        self._session = Session(model, self._taps, tensors, plan.options.threads, is_traceable=True, allows_flat=True)
+        self._session = Session(
+            model, [*self._taps, *self._checks], tensors, plan.options.threads, is_traceable=True, allows_flat=True
+        )
 
     def __enter__(self) -> Editing:
         if self._state == "attached" and self._session.is_open:
@@ -257,15 +260,17 @@ class Editing:
             stream = self._make_stream(
                 str(request), found.site, place, edit, told[number].pop() if told[number] else None
             )
+            if stream.checked.reached is not None:
+                self._checks += [
+                    Tap(one, stream.checked.reached) for one in resolve(model, stream.checked.reached.told)
+                ]
             inner = request.edit.edit if isinstance(request.edit, When) else request.edit
             taps.append(EditTap(found, stream, isinstance(inner, Skip)))
             _check_port(found.site, inner, self._plan.options.threads, is_spread=bool(self._family.meshes))
             if isinstance(inner, Skip) and not callable(inner.value):
                 _need_no_tuple(found.module, found.site)
-        asked = [
-            (at, request) for at, request in enumerate(self._plan.requests) if not isinstance(request.target, Tensor)
-        ]
-        self._missing = [str(request) for at, request in asked if at not in told]
+        self._missing = [str(one) for at, one in enumerate(self._plan.requests)
+                         if at not in told and not isinstance(one.target, Tensor)]  # fmt: skip
         return taps
 
     def _make_stream(self, pattern: str, site: Site, place: object, edit: Any, told: Site | None = None) -> EditedSite:

@@ -7,9 +7,11 @@ the engine, and what must hold of an edit in ``checked_edit``.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.address.nested import first_tensor
+from gaff.compat import memory
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.places import Skip, When, holds
 from gaff.engine.streams import Stream
@@ -78,6 +81,32 @@ class Family:
         return 0 if is_pattern else next(self._counts[place if site.op is None else replace(site, call=None)])
 
 
+class Reached(Stream):
+    """Sees that an edit of a standard name, made at the op ``site``, comes to the place ``told`` where it is read.
+
+    Which op makes a value was found in one run; in another, as in another mode, it may be another op.
+    """
+
+    def __init__(self, pattern: str, site: Site, told: Site) -> None:
+        self.told = told
+        self._text = f"{pattern}: what {site} makes in this run is not what comes to {told}, or comes several times"
+        self._made: dict[int, list[weakref.ref[Tensor]]] = {}  # by thread, since the place was last reached
+
+    def edited(self, new: Tensor) -> None:
+        """The edit has returned this."""
+        self._made.setdefault(get_ident(), []).append(weakref.ref(new))
+
+    def add(self, value: Any, run: Any, call: int) -> None:
+        """The place is reached. Raises PlanError where the value is not the one that the edit has returned."""
+        made = self._made.pop(get_ident(), [])
+        new = made[0]() if made else None
+        is_there = isinstance(value, Tensor) and new is not None and (value is new or memory.shares(value, new))
+        if made and (len(made) > 1 or not is_there):
+            raise PlanError(
+                f"{self._text}: expected an edit by the address of the op that makes it, as gaff.sites tells it"
+            )
+
+
 class EditedSite(Stream):
     """One edit at one site: the stream that the engine asks what the model goes on with.
 
@@ -103,8 +132,9 @@ class EditedSite(Stream):
         self.size = EditSize()
         self.edit = edit
         self.checked = CheckedEdit(edit, told or site, family.meshes, number)
+        self.checked.reached = None if told is None or told == site else Reached(pattern, site, told)
         self.check_finite = family.check_finite
-        is_long = uses_event(edit) or self.check_finite or family.meshes
+        is_long = uses_event(edit) or self.check_finite or family.meshes or self.checked.reached
         self._direct_event = None if is_long else Event(told or site)  # for the short way
         self._passed = 0  # events at which the edit did not act, by ``when`` or by its switch
         self._reasons: dict[str, int] = {}
@@ -129,6 +159,8 @@ class EditedSite(Stream):
         if strength is None:
             return value
         new = self._apply(value, run, call, strength)
+        if self.checked.reached is not None:
+            self.checked.reached.edited(new)
         if memo is not None:
             memo[self] = self.checked.first_pass(value, new, strength, self.checked.event(run, call))
         return new

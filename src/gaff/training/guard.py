@@ -69,6 +69,7 @@ class Guard:
         self._session = Session(model, taps, threads="own", is_traceable=has_graphs)
         self._closing = ExitStack()
         self._bad_before: frozenset[str] = frozenset()  # sites of parameters that were bad when it was opened
+        self._forbidden: dict[str, int] = {}  # by site how many -inf a parameter held then, and nothing else
 
     @property
     def is_traced(self) -> bool:
@@ -90,6 +91,8 @@ class Guard:
             OPEN.append(self._search)
             opening.callback(OPEN.remove, self._search)
             self._bad_before = self._bad_parameters()
+            state = iter_state(self._model) if self._bad_before else ()
+            self._forbidden = {str(site): _forbidden(one) for one, site in state if str(site) in self._bad_before}
             opening.push(self._look_last)
             self._closing = opening.pop_all()
         return self
@@ -190,7 +193,7 @@ class Guard:
             for one, site in iter_state(self._model)
             if site.port == "param"
             and has_nonfinite(one)
-            and not (str(site) in self._bad_before and _is_forbidden(one))
+            and not 0 < self._forbidden.get(str(site), 0) == _forbidden(one)
         )
         report = self._search.agreed(next(bad, Report(False)))
         if report.site in self._bad_before:
@@ -246,10 +249,10 @@ def _is_inner(run: Any) -> bool:
     return KeptRuns.is_examining or (run is not None and len(run.frames) > 1)
 
 
-def _is_forbidden(parameter: Tensor) -> bool:
-    """Whether -inf is all in a parameter that is not finite: transitions that are never to be taken. Waits."""
+def _forbidden(parameter: Tensor) -> int:
+    """How many -inf a parameter holds (transitions that are never to be taken), -1 with a NaN or +inf. Waits."""
     found = range_of(parameter, "value")
-    return not (found.nan or found.positive_inf)
+    return -1 if found.nan or found.positive_inf else found.negative_inf
 
 
 def _norm(tensors: Iterable[Tensor]) -> list[Tensor]:

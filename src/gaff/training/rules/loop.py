@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gaff.record.sample import Sample
@@ -19,8 +20,9 @@ from gaff.training.rules.registry import Hit, Past, rule
     share=0.5,
 )
 def gradients_lost(sample: Sample, past: Past) -> Iterator[Hit]:
-    """What a backward pass has left is gone when the next one from the same loss begins, no weight was written to
-    meanwhile, and the step uses what the last one has left. Certain."""
+    """What a backward pass has left is gone when the next one from the same loss begins, weights are what they were,
+    and the step uses what the last one has left, but for a factor. Of passes that reach no leaf but parameters, and of
+    the first 64 parameters. Certain."""
     for one in sample.facts.get("lost", ()):
         passes = f"of {one['lost'] + 1} backward passes from {one['loss']!r} ahead of a step of {one['optimizer']}"
         told = f"{passes} only the last counts: the gradients of those before it are cleared"
@@ -37,9 +39,11 @@ def gradients_lost(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def clipped_too_early(sample: Sample, past: Past) -> Iterator[Hit]:
-    """Since the last step clip_grad_norm_ was called, with no backward pass before it and one after it. Certain."""
-    found = sample.facts.get("clipped")
-    if found and not found.get("passes", 1) and sample.facts.get("backwards"):
+    """Since the last step clip_grad_norm_ was called, with a limit, and with no backward pass before it and one after
+    it, and found a norm of 0, or the very gradients that the last step has used. Certain."""
+    found = sample.facts.get("clipped") or {}
+    is_early = found and not found.get("passes", 1) and sample.facts.get("backwards")
+    if is_early and found["most"] < math.inf and (found["is_stale"] or not found["norm"]):
         yield Hit(("", ""), limit=found["most"])
 
 
@@ -68,11 +72,12 @@ def optimizer_made_anew(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def targets_are_inputs(sample: Sample, past: Past) -> Iterator[Hit]:
-    """All targets of a cross entropy are the tokens at their own places, and a loss is below a tenth of its first: what
-    is to be copied through something narrow, as in an autoencoder, seldom comes as low."""
-    found = sample.facts.get("tokens")
+    """All targets of a cross entropy are the tokens at their own places, a loss is below a tenth of its first, and what
+    the model returns at a position depends on the token there, and on no later one, as in a model of next tokens."""
+    found = sample.facts.get("tokens") or {}
     low = [name for name, value in sample.losses.items() if 0 <= value < 0.1 * past.losses.get(name, [0.0])[0]]
-    if found and found["same"] == 1.0 and max(found["next"], found["next_row"]) < 0.9 and low:
+    is_copied = found and found["same"] == 1.0 and max(found["next"], found["next_row"]) < 0.9
+    if is_copied and low and found["is_causal"] and found["uses_own"]:
         yield Hit(("", ""), loss=sample.losses[low[0]])
 
 
@@ -95,10 +100,10 @@ def sees_the_future(sample: Sample, past: Past) -> Iterator[Hit]:
     found = sample.facts.get("tokens")
     if not found or found["same"] >= 0.9 or max(found["next"], found["next_row"]) < 1.0:
         return
-    leaks = found["leaks"] if found["next"] == 1.0 else found["leaks_row"]
-    if leaks and past.has_leaked:
+    row = "" if found["next"] == 1.0 else "_row"
+    if found["leaks" + row] and past.has_leaked:
         yield Hit(("", ""), "sequences that begin with the same token, and go on with another, differ in what the model"
                   " returns at their first position: it sees the tokens that it is to tell")  # fmt: skip
-    elif found["sees"]:
+    elif found["sees" + row] and not found["is_causal" + row]:
         yield Hit(("", ""), "torch's attention lets each position see the next one: the model sees the tokens that it "
                   "is to tell")  # fmt: skip

@@ -155,7 +155,11 @@ def bad_target(loss: Tensor) -> str:
 
 
 def _bad(node: Any, name: str, targets: Tensor) -> str:
-    """What is wrong with the targets of one loss, if they are."""
+    """What is wrong with the targets of one loss, if they are; not of what the model returned, in the wrong place."""
+    if targets.requires_grad:
+        return ""
+    if not targets.numel():
+        return "the loss was given an empty batch"
     if name.startswith("NllLoss"):
         ignored = _signed(getattr(node, "_saved_ignore_index", 0))
         is_mean = getattr(node, "_saved_reduction", 0) == 1

@@ -92,8 +92,11 @@ class Losses:
         self._scaled = [one for one in self._scaled if one[0]() is not None][-8:]
         self._scaled.append((ref(scaled), ref(loss), loss.detach(), scaler))
 
-    def clipped(self, norm: Any, most: Any) -> None:
-        """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits."""
+    def clipped(self, norm: Any, most: Any, *, is_stale: bool = False) -> None:
+        """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits.
+
+        ``is_stale``: they are those of the step before.
+        """
         self.unclipped = norm.detach() if isinstance(norm, Tensor) else float(norm)
         is_scaled = self._scaler is not None and not _has_unscaled(self._scaler)
         self.facts["clipped"] = {
@@ -101,6 +104,7 @@ class Losses:
             "most": float(most),
             "factor": self.scale if is_scaled else 1.0,
             "passes": self.in_step,
+            "is_stale": is_stale,
         }
 
     def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:

@@ -14,45 +14,65 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gaff.address.nested import iter_tensors
 from gaff.compat import memory
+from gaff.compat.autograd import nodes_behind, nodes_of
 from gaff.training.watch.accumulator import readable
-from gaff.training.watch.updates import parameters_of
+from gaff.training.watch.updates import parameters_of, some_of
 
 _PROBES = 64  # parameters of an optimizer that are asked for a gradient that a pass has changed
+_TRIED = 8  # of them, until one has a gradient that is not zero
+_MOST = 1 << 22  # elements of which all are read; of larger tensors some
+_ALIKE = 1 - 1e-5  # cosine of two gradients that are one but for a factor
+_NODES = 2000  # of a graph that is searched for a leaf that is no parameter
 _Mark = tuple[int, int]  # which tensor, and how often it was written to
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a backward pass of the loss ``name`` has left at one parameter, whose ``version`` tells writes to it."""
+    """What a backward pass of the loss ``name`` has left at one parameter: ``pulled`` is a copy of the gradient.
+
+    ``weights``: the norms of the optimizer's parameters then, which tell whether somebody has changed them since.
+    """
 
     name: str
     parameter: weakref.ref[Tensor]
-    version: int
     gradient: weakref.ref[Tensor]
+    pulled: Tensor
+    weights: Tensor
 
 
 class LostPasses:
     """Counts them from one step of an optimizer to the next, in a sampled step, by the name of the loss.
 
-    One counts if what it left at a parameter is gone, or zero, when the next pass begins, while nobody has written to
-    that parameter (a step by hand, a perturbation of the weights), and if the step then uses what the last pass of the
-    same loss has left. Holds gradients weakly; waits for the device only where a gradient was written to.
+    One counts if what it left at a parameter is gone, or zero, when the next pass begins, while that parameter is what
+    it was (else it was a step by hand, or a perturbation of the weights), and if the step then uses what the last pass
+    of the same loss has left, but for a factor. Passes that reach a leaf which is no parameter are for that leaf. Made
+    when an optimizer has stepped. Holds gradients weakly; waits for the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
         self.facts: list[dict[str, Any]] = []
+        found = (next(_gradients(optimizer), None) for optimizer in optimizers)
+        self._used = [weakref.ref(one[1]) for one in found if one is not None]  # by the step before
         self._before: dict[int, dict[int, _Mark]] = {}  # by optimizer and parameter, as a pass begins
         self._left: dict[int, _Left] = {}  # by optimizer: by the last pass that has changed a gradient of it
         self._lost: Counter[tuple[int, str]] = Counter()
+        self._is_aside = False  # the pass in progress reaches a leaf that is no parameter
 
-    def begins(self, optimizers: Iterable[Any]) -> None:
-        """A backward pass is about to begin."""
+    def is_stale(self, optimizers: Iterable[Any]) -> bool:
+        """Whether all optimizers still have the very gradients that they have used in their last steps."""
+        now = [found[1] for one in optimizers if (found := next(_gradients(one), None)) is not None]
+        return bool(now) and all(any(known() is gradient for known in self._used) for gradient in now)
+
+    def begins(self, optimizers: Iterable[Any], losses: Any) -> None:
+        """A backward pass is about to begin from ``losses``, a tensor or several."""
+        self._is_aside = any(_has_other_leaf(one) for _, one in iter_tensors(losses))
         for optimizer in optimizers:
             left = self._left.pop(id(optimizer), None)
-            if left is not None and _is_lost(left):
+            if left is not None and _is_lost(left) and torch.equal(_norms(optimizer), left.weights):
                 self._lost[id(optimizer), left.name] += 1
             self._before[id(optimizer)] = {id(one): _mark(gradient) for one, gradient in _gradients(optimizer)}
 
@@ -60,21 +80,20 @@ class LostPasses:
         """A backward pass from the loss ``name`` has ended; of one whose beginning was not told nothing is noted."""
         for optimizer in optimizers if self._before else ():
             before = self._before.pop(id(optimizer), {})
-            changed = (
-                (one, gradient) for one, gradient in _gradients(optimizer) if before.get(id(one)) != _mark(gradient)
-            )
-            found = next(changed, None)
-            if found is not None:
-                parameter, gradient = found
-                self._left[id(optimizer)] = _Left(name, weakref.ref(parameter), memory.version_of(parameter),
-                                                  weakref.ref(gradient))  # fmt: skip
+            changed = (pair for pair in _gradients(optimizer) if before.get(id(pair[0])) != _mark(pair[1]))
+            for parameter, gradient in islice(changed if not self._is_aside else (), _TRIED):
+                pulled = _copy_of(gradient)
+                if pulled is not None and bool(pulled.any()):
+                    ours = weakref.ref(parameter), weakref.ref(gradient)
+                    self._left[id(optimizer)] = _Left(name, *ours, pulled, _norms(optimizer))
+                    break
 
     def used(self, optimizer: Any) -> None:
         """An optimizer is about to step: what was lost before is a fact, if it uses what the last pass has left."""
-        left = self._left.pop(id(optimizer), None)
-        parameter = left.parameter() if left is not None else None
+        left = self._left.get(id(optimizer))
         lost = self._lost.pop((id(optimizer), left.name), 0) if left is not None else 0
-        if left is not None and lost and parameter is not None and parameter.grad is left.gradient():
+        self._left.clear()  # what that pass has left at others was not meant for them
+        if left is not None and lost and _is_used(left):
             self.facts.append({"loss": left.name, "lost": lost, "optimizer": type(optimizer).__name__})
 
 
@@ -88,16 +107,43 @@ def _mark(gradient: Tensor) -> _Mark:
     return id(gradient), memory.version_of(gradient)
 
 
+def _copy_of(tensor: Tensor) -> Tensor | None:
+    """The elements of a tensor, or of a very large one some, as they are now; None where they cannot be read."""
+    value = readable(tensor)
+    with torch.no_grad():
+        return None if value is None else (value if value.numel() <= _MOST else some_of(value)).clone()
+
+
 def _is_lost(left: _Left) -> bool:
-    """Whether what a pass has left is cleared by now, and nobody has written to the parameter. May wait."""
+    """Whether what a pass has left is cleared by now."""
     parameter, known = left.parameter(), left.gradient()
-    if parameter is None or memory.version_of(parameter) != left.version:
+    if parameter is None:
         return False
     gradient = parameter.grad
-    if gradient is None:
-        return True
-    if gradient is not known:
-        return False
-    value = readable(gradient)
+    now = None if gradient is None else _copy_of(gradient)
+    return gradient is None or (gradient is known and now is not None and not bool(now.any()))
+
+
+def _norms(optimizer: Any) -> Tensor:
+    """The norms of the first parameters of an optimizer, on the CPU."""
+    values = [value for _, one in islice(parameters_of(optimizer), _PROBES) if (value := readable(one)) is not None]
     with torch.no_grad():
-        return value is not None and not bool(value.any())
+        return torch.tensor([float(one) for one in torch._foreach_norm(values)] if values else [])
+
+
+def _is_used(left: _Left) -> bool:
+    """Whether a step is given what the last pass has left, but for a factor, as of clipping or of a GradScaler."""
+    parameter = left.parameter()
+    gradient = parameter.grad if parameter is not None else None
+    now = _copy_of(gradient) if gradient is not None and gradient is left.gradient() else None
+    if now is None or now.shape != left.pulled.shape or now.is_complex():
+        return False
+    one, other = now.flatten().double(), left.pulled.flatten().double()
+    return bool(torch.dot(one, other) > _ALIKE * one.norm() * other.norm())
+
+
+def _has_other_leaf(loss: Tensor) -> bool:
+    """Whether a loss depends on a leaf that is no parameter, such as an image that is to be changed."""
+    behind: Iterable[Any] = nodes_behind(nodes_of([loss]))
+    leaves = (getattr(node, "variable", None) for node in islice(behind, _NODES))
+    return any(one is not None and not isinstance(one, nn.Parameter) for one in leaves)

@@ -6,7 +6,7 @@ progress.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -55,20 +55,24 @@ class OptimizerSteps:
         for optimizer in self.optimizers.counts:
             if not self._stepped or id(optimizer) in self._stepped or self.clearing.is_as_marked(optimizer):
                 self.clearing.stepped(optimizer)
-        self.lost = LostPasses()
+        self.lost = LostPasses(self.optimizers.counts)
         self.looks += 1
 
-    def backward_begins(self, count: int, *, is_sampled: bool) -> None:
+    def backward_begins(self, count: int, losses: Any, *, is_sampled: bool) -> None:
         """A backward pass begins, after so many: where there was no step yet, one may be missing."""
         if not self.optimizers.counts:
             self.idle.passed(count)
         elif is_sampled:
             self.clearing.look()
-            self.lost.begins(self.optimizers.counts)
+            self.lost.begins(self.optimizers.counts, losses)
 
     def backward_ended(self, name: str) -> None:
         """A backward pass from the loss ``name`` has ended; noted if it has begun in a sampled step."""
         self.lost.ended(self.optimizers.counts, name)
+
+    def clipped(self, note: Callable[..., None]) -> Callable[[Any, Any], None]:
+        """What to call when gradients are clipped: ``note`` with norm, limit, and whether they are the last step's."""
+        return lambda norm, most: note(norm, most, is_stale=self.lost.is_stale(self.optimizers.counts))
 
     def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool) -> None:
         """An optimizer is about to step; in a sampled step its gradients and weights are counted now.

@@ -17,7 +17,7 @@ from gaff.compat import elements
 
 _LEAST = 4  # tokens of a sequence
 _MOST = 256  # sequences that are compared
-_ALLOWED = -1e4  # above which an additive mask lets a position be seen
+_ALLOWED = -30.0  # above which an additive mask lets a position be seen: e**-30 is nothing
 _FAR = 0.05  # of the largest output: what no rounding explains, in half precision neither (chosen)
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -34,8 +34,9 @@ class TokenFacts:
         self._is_alone: Any = False  # nothing else is given that tells sequences apart
         self._drawn: Tensor | None = None  # the state of random numbers when it was called
         self._targets: dict[str, Any] = {}
-        self._sees: Any = None  # whether in all attention so far a position sees the next one
-        self._leaks: dict[int, Any] = {}  # by the dimension along which tokens follow each other
+        # by the dimension along which tokens follow each other: whether in all attention a position sees the next one
+        self._sees: dict[int, Any] = {}
+        self._compared: dict[int, dict[str, Any]] = {}
 
     def given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A model is called that trains: its first integers of two dimensions are taken for tokens."""
@@ -65,10 +66,10 @@ class TokenFacts:
         if is_told and scores is not None and torch.equal(torch.get_rng_state(), drawn):
             with torch.no_grad():
                 for along in (0, 1):
-                    leaks = _leaks(scores.detach().transpose(along, 1), tokens.transpose(along, 1))
+                    told = _compared(scores.detach().transpose(along, 1), tokens.transpose(along, 1))
                     for one in self._is_alone:
-                        leaks = leaks & one
-                    self._leaks[along] = leaks
+                        told = {name: value & one for name, value in told.items()}
+                    self._compared[along] = told
 
     def target(self, target: Tensor) -> None:
         """A loss over classes is given these targets: note which part of them is the token at their place, or the next.
@@ -95,16 +96,21 @@ class TokenFacts:
         if self._tokens is None or not isinstance(query, Tensor) or not isinstance(key, Tensor):
             return
         queries, keys = query.shape[-2], key.shape[-2]
-        if queries == keys >= _LEAST and any(abs(queries - size) <= 1 for size in self._tokens.shape):
-            sees = _sees_next(known.get("attn_mask"), queries, is_causal=bool(known.get("is_causal", False)))
-            self._sees = sees if self._sees is None else self._sees & sees
+        for along, size in enumerate(self._tokens.shape):
+            if queries == keys >= _LEAST and abs(queries - size) <= 1:
+                sees = _sees_next(known.get("attn_mask"), queries, is_causal=bool(known.get("is_causal", False)))
+                self._sees[along] = sees & self._sees.get(along, True)
 
     def take(self) -> dict[str, Any]:
         """The facts of the step; empty where no target was compared."""
         if not self._targets:
             return {}
-        told = {"next_row": 0.0, **self._targets, "sees": False if self._sees is None else self._sees}
-        return {"tokens": {**told, "leaks": self._leaks.get(1, False), "leaks_row": self._leaks.get(0, False)}}
+        told = {"next_row": 0.0, **self._targets}
+        for along, end in ((1, ""), (0, "_row")):
+            told["sees" + end] = self._sees.get(along, False)
+            found = self._compared.get(along, {})
+            told |= {name + end: found.get(name, False) for name in ("leaks", "is_causal", "uses_own")}
+        return {"tokens": told}
 
 
 def _are_tokens(tensor: Tensor) -> bool:
@@ -129,27 +135,33 @@ def _share(told: Tensor, tokens: Tensor) -> Tensor:
     return ((told == tokens) & counts).sum() / counts.sum().clamp(min=1)
 
 
-def _leaks(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Whether first positions differ of two sequences that begin with the same token and go on with another.
+def _compared(scores: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """What first positions of sequences tell, each compared with the next one in the order of their first tokens.
 
-    ``scores``: ``[sequences, positions, width]``. Sequences are sorted by their first token, and neighbours compared.
+    ``scores``: ``[sequences, positions, width]``. ``leaks``: two differ that begin with the same token, and go on with
+    another; ``is_causal``: there are such, and none differs; ``uses_own``: two differ that begin with other tokens.
     """
     order = tokens[:_MOST, 0].argsort(stable=True)
     first, second, out = tokens[order, 0], tokens[order, 1], scores[order, 0].float()
-    is_pair = (first[1:] == first[:-1]) & (second[1:] != second[:-1])
+    is_alike = first[1:] == first[:-1]
+    is_pair = is_alike & (second[1:] != second[:-1])
     far = (out[1:] - out[:-1]).abs().amax(-1) > _FAR * out.abs().amax()
-    return (is_pair & far).any()
+    leaks = (is_pair & far).any()
+    return {"leaks": leaks, "is_causal": is_pair.any() & ~leaks, "uses_own": (~is_alike & far).any()}
 
 
 def _sees_next(mask: Any, length: int, *, is_causal: bool) -> Any:
-    """Whether in some example every position sees the one after it: a bool, or one on the device of the mask."""
+    """Whether in all examples every position sees the one after it: a bool, or one on the device of the mask.
+
+    A mask of keys alone, as of padding, hides none of those that are there.
+    """
     if is_causal:
         return False
-    if not isinstance(mask, Tensor):
-        return True
+    if not isinstance(mask, Tensor) or mask.dim() < 2:
+        return not isinstance(mask, Tensor)
     with torch.no_grad():
         allowed = mask if mask.dtype == torch.bool else mask > _ALLOWED
-        if allowed.dim() < 2:
-            return False
+        if mask.shape[-2] == 1:
+            return allowed[..., 1:].any()
         square = allowed.expand(*allowed.shape[:-2], length, length)
-        return square.diagonal(1, -2, -1).all(-1).any()
+        return square.diagonal(1, -2, -1).all()

@@ -76,7 +76,7 @@ class Watcher:
         self.reporter = Reporter(settings, self._flight, lambda: self.steps_made)
         self._losses = losses = Losses(self.pace.want)
         loop: Any = (self._backward_begins, self._step_begins, self._step_ended, self._step_skipped, losses.note_scale,
-                     self._looks.compiled, losses.clipped, setup.iterated, self.reporter.saved,
+                     self._looks.compiled, self._steps.clipped(losses.clipped), setup.iterated, self.reporter.saved,
                      lambda: self._steps.backward_ended(losses.latest))  # fmt: skip
         self._outer = Outer(Told(*map(self.shield.around, loop)))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
@@ -203,7 +203,7 @@ class Watcher:
         sampled = self._looks.sampled
         if sampled is not None:
             self._calls.switch(is_on=True)  # for recomputations
-        self._steps.backward_begins(self._losses.count, is_sampled=sampled is not None)
+        self._steps.backward_begins(self._losses.count, losses, is_sampled=sampled is not None)
         for at, loss in _scalars(losses):
             noted = self._losses.note(loss, at, whose=self._batches.whose(self._models, loss),
                                       is_sampled=sampled is not None)  # fmt: skip
@@ -214,6 +214,9 @@ class Watcher:
                 self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
             if noted.is_nonfinite:
                 self._origin.find(f"the loss {noted.name!r}", self.step, sampled, has_gradients=False, loss=loss)
+
+    def _clipped(self, norm: Any, most: Any) -> None:
+        self._losses.clipped(norm, most, is_stale=self._steps.lost.is_stale(self._steps.optimizers.counts))
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
