@@ -9,9 +9,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +22,43 @@ from gaff.training.watch.accumulator import readable
 from gaff.training.watch.updates import parameters_of, some_of
 
 _PROBES = 64  # parameters of an optimizer that are asked for a gradient that a pass has changed
-_TRIED = 8  # of them, until one has a gradient that is not zero
-_MOST = 1 << 22  # elements of which all are read; of larger tensors some
+_TRIED = 4  # of them are remembered: the first whose gradient is not zero is asked
+_MOST = 1 << 18  # elements of which all are copied; of larger tensors some
 _ALIKE = 1 - 1e-5  # cosine of two gradients that are one but for a factor
 _NODES = 2000  # of a graph that is searched for a leaf that is no parameter
 _Mark = tuple[int, int]  # which tensor, and how often it was written to
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What a backward pass of the loss ``name`` has left at one parameter: ``pulled`` is a copy of the gradient.
+class _Pulled(NamedTuple):
+    """The gradient that a backward pass has left at a parameter, and a copy of it."""
 
-    ``weights``: the norms of the optimizer's parameters then, which tell whether somebody has changed them since.
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+    copy: Tensor
+
+
+class _Left(NamedTuple):
+    """What a backward pass of the loss ``name`` has left at some parameters of an optimizer.
+
+    ``weights``: the norms of its parameters then, which tell whether somebody has changed them since.
     """
 
     name: str
-    parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor]
-    pulled: Tensor
-    weights: Tensor
+    pulled: list[_Pulled]
+    weights: list[Tensor]
+
+    def first(self) -> _Pulled | None:
+        """The first that is not zero. Waits for the device."""
+        return next((one for one in self.pulled if bool(one.copy.any())), None)
 
 
 class LostPasses:
     """Counts them from one step of an optimizer to the next, in a sampled step, by the name of the loss.
 
-    One counts if what it left at a parameter is gone, or zero, when the next pass begins, while that parameter is what
-    it was (else it was a step by hand, or a perturbation of the weights), and if the step then uses what the last pass
+    One counts if what it left at a parameter is gone, or zero, when the next pass begins, while all parameters are what
+    they were (else it was a step by hand, or a perturbation of them), and if the step then uses what the last pass
     of the same loss has left, but for a factor. Passes that reach a leaf which is no parameter are for that leaf. Made
-    when an optimizer has stepped. Holds gradients weakly; waits for the device.
+    when an optimizer has stepped. Holds gradients weakly; waits for the device where a step has several passes.
     """
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
@@ -72,7 +80,7 @@ class LostPasses:
         self._is_aside = any(_has_other_leaf(one) for _, one in iter_tensors(losses))
         for optimizer in optimizers:
             left = self._left.pop(id(optimizer), None)
-            if left is not None and _is_lost(left) and torch.equal(_norms(optimizer), left.weights):
+            if left is not None and _is_lost(left) and _are_alike(_norms(optimizer), left.weights):
                 self._lost[id(optimizer), left.name] += 1
             self._before[id(optimizer)] = {id(one): _mark(gradient) for one, gradient in _gradients(optimizer)}
 
@@ -81,12 +89,13 @@ class LostPasses:
         for optimizer in optimizers if self._before else ():
             before = self._before.pop(id(optimizer), {})
             changed = (pair for pair in _gradients(optimizer) if before.get(id(pair[0])) != _mark(pair[1]))
-            for parameter, gradient in islice(changed if not self._is_aside else (), _TRIED):
-                pulled = _copy_of(gradient)
-                if pulled is not None and bool(pulled.any()):
-                    ours = weakref.ref(parameter), weakref.ref(gradient)
-                    self._left[id(optimizer)] = _Left(name, *ours, pulled, _norms(optimizer))
-                    break
+            found = [
+                _Pulled(weakref.ref(parameter), weakref.ref(gradient), copy)
+                for parameter, gradient in islice(changed if not self._is_aside else (), _TRIED)
+                if (copy := _copy_of(gradient)) is not None
+            ]
+            if found:
+                self._left[id(optimizer)] = _Left(name, found, _norms(optimizer))
 
     def used(self, optimizer: Any) -> None:
         """An optimizer is about to step: what was lost before is a fact, if it uses what the last pass has left."""
@@ -115,30 +124,38 @@ def _copy_of(tensor: Tensor) -> Tensor | None:
 
 
 def _is_lost(left: _Left) -> bool:
-    """Whether what a pass has left is cleared by now."""
-    parameter, known = left.parameter(), left.gradient()
-    if parameter is None:
+    """Whether what a pass has left is cleared by now. Waits for the device."""
+    first = left.first()
+    parameter = first.parameter() if first is not None else None
+    if first is None or parameter is None:
         return False
-    gradient = parameter.grad
+    gradient, known = parameter.grad, first.gradient()
     now = None if gradient is None else _copy_of(gradient)
     return gradient is None or (gradient is known and now is not None and not bool(now.any()))
 
 
-def _norms(optimizer: Any) -> Tensor:
-    """The norms of the first parameters of an optimizer, on the CPU."""
+def _norms(optimizer: Any) -> list[Tensor]:
+    """The norms of the first parameters of an optimizer, on their devices."""
     values = [value for _, one in islice(parameters_of(optimizer), _PROBES) if (value := readable(one)) is not None]
     with torch.no_grad():
-        return torch.tensor([float(one) for one in torch._foreach_norm(values)] if values else [])
+        return list(torch._foreach_norm(values)) if values else []
+
+
+def _are_alike(ones: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether norms are the same numbers. Waits for the device."""
+    return len(ones) == len(others) and all(float(one) == float(other) for one, other in zip(ones, others, strict=True))
 
 
 def _is_used(left: _Left) -> bool:
-    """Whether a step is given what the last pass has left, but for a factor, as of clipping or of a GradScaler."""
-    parameter = left.parameter()
-    gradient = parameter.grad if parameter is not None else None
-    now = _copy_of(gradient) if gradient is not None and gradient is left.gradient() else None
-    if now is None or now.shape != left.pulled.shape or now.is_complex():
+    """Whether a step is given what the last pass has left, but for a factor, as of clipping or a GradScaler. Waits."""
+    first = left.first()
+    parameter = first.parameter() if first is not None else None
+    if first is None or parameter is None or parameter.grad is None or parameter.grad is not first.gradient():
         return False
-    one, other = now.flatten().double(), left.pulled.flatten().double()
+    now = _copy_of(parameter.grad)
+    if now is None or now.shape != first.copy.shape or now.is_complex():
+        return False
+    one, other = now.flatten().double(), first.copy.flatten().double()
     return bool(torch.dot(one, other) > _ALIKE * one.norm() * other.norm())
 
 

@@ -32,7 +32,7 @@ class TokenFacts:
         self._tokens: Tensor | None = None
         self._module: nn.Module | None = None  # that was called with them, until it has returned
         self._is_alone: Any = False  # nothing else is given that tells sequences apart
-        self._drawn: Tensor | None = None  # the state of random numbers when it was called
+        self._drawn: list[Tensor] | None = None  # the state of random numbers when it was called
         self._targets: dict[str, Any] = {}
         # by the dimension along which tokens follow each other: whether in all attention a position sees the next one
         self._sees: dict[int, Any] = {}
@@ -46,7 +46,7 @@ class TokenFacts:
         self._tokens = tokens = next(filter(_are_tokens, tensors), None)
         if tokens is not None:
             others = [one for one in tensors if one is not tokens]
-            self._module, self._drawn = module, torch.get_rng_state()
+            self._module, self._drawn = module, _random_state(tokens.device)
             with torch.no_grad():
                 told = [_says_nothing(one, tokens) for one in others]
                 self._is_alone = all(one is not False for one in told) and [one for one in told if one is not True]
@@ -63,7 +63,7 @@ class TokenFacts:
         found = (one for _, one in iter_tensors(output) if one.is_floating_point() and elements.is_plain(one))
         scores = next((one for one in found if one.dim() == 3 and one.shape[:2] == tokens.shape), None)
         is_told = scores is not None and scores.device == tokens.device and self._is_alone is not False
-        if is_told and scores is not None and torch.equal(torch.get_rng_state(), drawn):
+        if is_told and scores is not None and _is_state(drawn, tokens.device):
             with torch.no_grad():
                 for along in (0, 1):
                     told = _compared(scores.detach().transpose(along, 1), tokens.transpose(along, 1))
@@ -111,6 +111,23 @@ class TokenFacts:
             found = self._compared.get(along, {})
             told |= {name + end: found.get(name, False) for name in ("leaks", "is_causal", "uses_own")}
         return {"tokens": told}
+
+
+def _random_state(device: torch.device) -> list[Tensor] | None:
+    """The state of torch's generators on the CPU and on a device; None where it cannot be asked for."""
+    if device.type == "cpu":
+        return [torch.get_rng_state()]
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return [torch.get_rng_state(), torch.cuda.get_rng_state(device)]
+    return None
+
+
+def _is_state(known: list[Tensor], device: torch.device) -> bool:
+    """Whether no random number has been drawn since that state."""
+    now = _random_state(device)
+    return now is not None and all(torch.equal(one, other) for one, other in zip(now, known, strict=True))
 
 
 def _are_tokens(tensor: Tensor) -> bool:
