@@ -384,3 +384,38 @@ def test_a_norm_that_is_only_read_is_no_clipping(tmp_path):
             nn.utils.clip_grad_norm_(model.parameters(), math.inf)
 
     assert "clipped_too_early" not in told(tmp_path, train)[0]
+
+
+class Translating(nn.Module):
+    """torch's own transformer from one sequence to another; ``is_causal``: whether its decoder is given a mask."""
+
+    def __init__(self, *, is_causal):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 16), nn.Linear(16, 12)
+        self.body = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+        self.is_causal = is_causal
+
+    def forward(self, source, target):
+        size = target.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(size) if self.is_causal else None
+        return self.head(self.body(self.embed(source), self.embed(target), tgt_mask=mask))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [7, 10])
+def test_a_decoder_without_a_mask_is_told(tmp_path, is_causal, length):
+    def train():
+        model = Translating(is_causal=is_causal)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        drawn = torch.Generator().manual_seed(1)
+        for _ in range(12):
+            source = torch.randint(0, 12, (8, length), generator=drawn)
+            made = torch.randint(0, 12, (8, 10), generator=drawn)
+            logits = model(source, made[:, :-1])
+            loss = getattr(F, "cross_entropy")(logits.flatten(0, 1), made[:, 1:].flatten())  # noqa: B009
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    found = told(tmp_path, train)[0]
+    assert ("sees_the_future" in found) == (not is_causal)

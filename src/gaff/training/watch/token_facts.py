@@ -29,21 +29,22 @@ class TokenFacts:
     """
 
     def __init__(self) -> None:
-        self._tokens: Tensor | None = None
+        self._given: list[Tensor] = []  # all that may be tokens, as those of a source and of what is made of it
+        self._tokens: Tensor | None = None  # those that targets belong to: the first, until a target tells
         self._module: nn.Module | None = None  # that was called with them, until it has returned
         self._is_alone: Any = False  # nothing else is given that tells sequences apart
         self._drawn: list[Tensor] | None = None  # the state of random numbers when it was called
         self._targets: dict[str, Any] = {}
-        # by the dimension along which tokens follow each other: whether in all attention a position sees the next one
-        self._sees: dict[int, Any] = {}
-        self._compared: dict[int, dict[str, Any]] = {}
+        self._sees: dict[int, Any] = {}  # by length: whether in all attention over so many a position sees the next one
+        self._compared: dict[int, dict[str, Any]] = {}  # by the dimension along which tokens follow each other
 
     def given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A model is called that trains: its first integers of two dimensions are taken for tokens."""
+        """A model is called that trains: integers of two dimensions are taken for tokens."""
         if self._tokens is not None:
             return
         tensors = [one for _, one in iter_tensors((args, kwargs))]
-        self._tokens = tokens = next(filter(_are_tokens, tensors), None)
+        self._given = list(filter(_are_tokens, tensors))
+        self._tokens = tokens = self._given[0] if self._given else None
         if tokens is not None:
             others = [one for one in tensors if one is not tokens]
             self._module, self._drawn = module, _random_state(tokens.device)
@@ -76,6 +77,10 @@ class TokenFacts:
 
         Sequences lie along either of the two dimensions; what is negative is ignored by losses, and left out.
         """
+        fitting = [one for one in self._given if target.numel() == one.numel()]
+        fitting = fitting or [one for one in self._given if target.numel() == one.numel() - len(one)]
+        if len(fitting) == 1 and fitting[0] is not self._tokens:
+            self._tokens, self._compared = fitting[0], {}
         tokens = self._tokens
         if tokens is None or target.is_floating_point() or target.device != tokens.device:
             return
@@ -96,10 +101,9 @@ class TokenFacts:
         if self._tokens is None or not isinstance(query, Tensor) or not isinstance(key, Tensor):
             return
         queries, keys = query.shape[-2], key.shape[-2]
-        for along, size in enumerate(self._tokens.shape):
-            if queries == keys >= _LEAST and abs(queries - size) <= 1:
-                sees = _sees_next(known.get("attn_mask"), queries, is_causal=bool(known.get("is_causal", False)))
-                self._sees[along] = sees & self._sees.get(along, True)
+        if queries == keys >= _LEAST:
+            sees = _sees_next(known.get("attn_mask"), queries, is_causal=bool(known.get("is_causal", False)))
+            self._sees[queries] = sees & self._sees.get(queries, True)
 
     def take(self) -> dict[str, Any]:
         """The facts of the step; empty where no target was compared."""
@@ -107,10 +111,28 @@ class TokenFacts:
             return {}
         told = {"next_row": 0.0, **self._targets}
         for along, end in ((1, ""), (0, "_row")):
-            told["sees" + end] = self._sees.get(along, False)
+            told["sees" + end] = self._sees_along(along)
             found = self._compared.get(along, {})
             told |= {name + end: found.get(name, False) for name in ("leaks", "is_causal", "uses_own")}
         return {"tokens": told}
+
+    def _sees_along(self, along: int) -> Any:
+        """Whether all attention over as many positions as there are tokens lets each see the next one.
+
+        Not where other sequences are as long: attention between the two looks the same.
+        """
+        if self._tokens is None:
+            return False
+        size = self._tokens.shape[along]
+        others = [one.shape[along] for one in self._given if one.shape != self._tokens.shape]
+        near = 0 if others else 1  # a model may drop its last token by itself
+        found = [sees for length, sees in self._sees.items() if abs(length - size) <= near]
+        if not found or size in others:
+            return False
+        sees = found[0]
+        for one in found[1:]:
+            sees = sees & one
+        return sees
 
 
 def _random_state(device: torch.device) -> list[Tensor] | None:
