@@ -419,3 +419,25 @@ def test_a_decoder_without_a_mask_is_told(tmp_path, is_causal, length):
 
     found = told(tmp_path, train)[0]
     assert ("sees_the_future" in found) == (not is_causal)
+
+
+def test_a_rate_that_comes_back_from_zero_is_not_gone(tmp_path):
+    """Looks that fall on the zeros of a cycle alone."""
+
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for x, y in batches(120):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+
+    torch.manual_seed(0)
+    with gaff.watch(out=tmp_path / "run", every=5):
+        train()
+    record = gaff.load(tmp_path / "run")
+    assert "lr_zero" in {one.rule for one in record.findings}
+    assert record.verdict.state == "healthy"

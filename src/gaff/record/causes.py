@@ -147,6 +147,8 @@ def claims(case: RunCase) -> list[Claim]:
         case = case.without("symmetric_units")
     if case.is_range_test:
         return []
+    if _has_rates(case):
+        case = case.without("lr_zero")
     if case.optimizers > 1 and not case.evaluated:
         case = case.without("train_mode_in_eval")  # an adversary's samples
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
@@ -219,7 +221,7 @@ _EXPERIMENTS = {
 def read_from_the_process(case: RunCase) -> Claim | None:
     """An error that was read from what the process does, such as gradients that are never cleared. Certain."""
     finding = case.found(*READ)
-    if finding is None or _is_too_slow(finding) or (finding.rule == "lr_zero" and _has_rates(case)):
+    if finding is None or _is_too_slow(finding):
         return None
     told = [evidence_of(finding)]
     rise = case.rise
