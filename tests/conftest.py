@@ -59,7 +59,8 @@ def _shared_by_its_file(item):
         if made.scope == "module" and made.baseid == item.parent.nodeid
     ]
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return f"{item.path.stem} {[parameters[name] for name in made_once if name in parameters]}" if made_once else ""
+    names = [item.path.stem, *(str(parameters[name]) for name in made_once if name in parameters)]
+    return "-".join(names) if made_once else ""  # no brackets: xdist looks for the group behind the last one
 
 
 def pytest_sessionfinish(session, exitstatus):
