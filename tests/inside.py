@@ -119,8 +119,11 @@ SPREAD = {
     "test_it_is_refused_before_anything_is_installed": NAMES,
 }
 
+UNITS = "gaff.take gives with gradients what a unit of FSDP2 returns"
 SHARDED = {
     **SPREAD,
+    "test_no_cycle_holds_the_values": UNITS,
+    "test_a_capture_or_a_feature_that_fails_inside_is_told": UNITS,
     "test_the_gradient_of_the_old_one_is_still_told_where_another_stands_in_for_a_while": PARTS,
     "test_what_stands_in_and_is_no_leaf_has_a_gradient_of_its_own": PARTS,
     "test_an_edit_inside_a_parametrisation_is_refused_where_torch_keeps_what_that_makes": PARTS,

@@ -776,7 +776,7 @@ def test_switches_take_a_module_and_a_predicate():
         changed.on(model[0])
         changed.strength(0.5, model[0])
         assert torch.equal(model(x), F.linear(0.5 * bare, model[1].weight, model[1].bias))
-        with pytest.raises(SiteError, match="is not part of Sequential"):
+        with pytest.raises(SiteError, match="is not part of"):
             changed.off(nn.Linear(3, 3))
         with pytest.raises(PlanError, match="names no site"):
             changed.off(["0"])
