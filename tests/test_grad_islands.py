@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gaff
-from gaff import edits
+from gaff import edits, keep
 
 
 class Backbone(nn.Module):
@@ -164,3 +164,41 @@ def test_gradients_of_a_checkpoint_and_of_what_is_outside_are_parts(is_first):
         gaff.edit(model, {"shared.weight:grad": edits.clamp(-0.1, 0.1)}),
     ):
         model(x).sum().backward()
+
+
+class Region(nn.Module):
+    """A region under torch's checkpoint, or none, whose last op is one that an edit makes."""
+
+    def __init__(self, *, is_checkpointed):
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity()
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) if self.is_checkpointed else self.inner(x)
+
+    def inner(self, x):
+        return self.last(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+@pytest.mark.parametrize("site", ["last", "last:input", "/tanh#1", "b.weight:param"])
+@pytest.mark.parametrize("name", ["scale", "clip", "project", "row", "function"])
+def test_a_recomputation_may_end_inside_an_edit(site, name, strength):
+    """torch ends it by an exception as soon as the last tensor is saved that its backward pass asks for."""
+    made = {
+        "scale": edits.scale(torch.tensor([0.5, 2.0, -1.0, 3.0])),
+        "clip": edits.clip(0.5),
+        "project": edits.project(torch.tensor([[1.0, 2.0, 0.0, 1.0]])),
+        "row": edits.at(keep.rows(1), edits.scale(torch.tensor([0.5, 2.0, -1.0, 3.0]))),
+        "function": lambda value: value.exp() * value,
+    }[name]
+    gradients = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = Region(is_checkpointed=is_checkpointed)
+        with gaff.edit(model, {site: made}) as changed:
+            changed.strength(strength)
+            model(torch.randn(3, 4)).square().sum().backward()
+        gradients.append(model.a.weight.grad)
+    assert torch.equal(*gradients)

@@ -1,6 +1,7 @@
 """The order of clearing, backward, clipping and stepping, and which tokens a model is asked for: told with the cause."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -57,23 +58,22 @@ def test_gradients_that_are_cleared_within_an_accumulation_are_told(tmp_path, is
         assert "of 4 backward passes from" in record.verdict.cause
 
 
-def perturbed(model, optimizer, x, y):
-    """Sharpness-aware: a step up, a second pass from there, the same line for both."""
+def perturbed(model, optimizer, x, y, *, by_data=False):
+    """Sharpness-aware: a step up, a second pass from there, the same line for both; by ``.data`` past torch's count."""
     weights = [one.detach().clone() for one in model.parameters()]
     for number in range(2):
         optimizer.zero_grad()
         cross_entropy(model, x, y).backward()
-        if number == 0:
-            with torch.no_grad():
-                for one in model.parameters():
-                    one.add_(0.05 * one.grad)
+        with torch.no_grad():
+            for one in model.parameters() if number == 0 else ():
+                (one.data if by_data else one).add_(0.05 * one.grad)
     with torch.no_grad():
         for one, known in zip(model.parameters(), weights, strict=True):
-            one.copy_(known)
+            (one.data if by_data else one).copy_(known)
     optimizer.step()
 
 
-def put_together(model, optimizer, x, y):
+def put_together(model, optimizer, x, y, *, in_place=False):
     """One pass for each half of a batch, whose gradients are limited and added up by hand."""
     whole = [torch.zeros_like(one) for one in model.parameters()]
     for part in range(2):
@@ -82,7 +82,10 @@ def put_together(model, optimizer, x, y):
         for total, one in zip(whole, model.parameters(), strict=True):
             total += one.grad.clamp(-0.1, 0.1)
     for total, one in zip(whole, model.parameters(), strict=True):
-        one.grad = total
+        if in_place:
+            one.grad.copy_(total)
+        else:
+            one.grad = total
     optimizer.step()
 
 
@@ -99,7 +102,11 @@ def attacked(model, optimizer, x, y):
     optimizer.step()
 
 
-@pytest.mark.parametrize("step", [perturbed, put_together, attacked])
+@pytest.mark.parametrize(
+    "step",
+    [perturbed, partial(perturbed, by_data=True), put_together, partial(put_together, in_place=True), attacked],
+    ids=["perturbed", "by data", "put together", "in place", "attacked"],
+)
 def test_passes_that_are_used_otherwise_are_not_lost(tmp_path, step):
     def train():
         model = net()
@@ -331,43 +338,6 @@ def test_what_a_pass_leaves_in_another_model_is_not_lost(tmp_path):
         object.__setattr__(model, "judging", torch.optim.SGD(judge.parameters(), 0.05))
         for x, y in batches(10):
             by_a_helper(model, optimizer, x, y)
-
-    assert "gradients_lost" not in told(tmp_path, train)[0]
-
-
-def through_data(model, optimizer, x, y):
-    """As ``perturbed``, by ``.data``, which torch does not count."""
-    weights = [one.detach().clone() for one in model.parameters()]
-    for number in range(2):
-        optimizer.zero_grad()
-        cross_entropy(model, x, y).backward()
-        for one in model.parameters() if number == 0 else ():
-            one.data.add_(0.05 * one.grad)
-    for one, known in zip(model.parameters(), weights, strict=True):
-        one.data = known
-    optimizer.step()
-
-
-def merged(model, optimizer, x, y):
-    """As ``put_together``, written into the gradients that are there."""
-    whole = [torch.zeros_like(one) for one in model.parameters()]
-    for part in range(2):
-        optimizer.zero_grad()
-        cross_entropy(model, x[part::2], y[part::2]).backward()
-        for total, one in zip(whole, model.parameters(), strict=True):
-            total += one.grad.clamp(-0.1, 0.1)
-    for total, one in zip(whole, model.parameters(), strict=True):
-        one.grad.copy_(total)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("step", [through_data, merged])
-def test_passes_that_are_used_past_torch_are_not_lost(tmp_path, step):
-    def train():
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for x, y in batches(10):
-            step(model, optimizer, x, y)
 
     assert "gradients_lost" not in told(tmp_path, train)[0]
 

@@ -245,3 +245,33 @@ def test_a_saved_capture_is_read_by_the_names_that_were_asked_for(tmp_path):
         known.all("names:resid_post.*")
     with pytest.raises(SiteError, match="is a standard name, whose address is another in each model"):
         edits.patch(got, source="names:mlp.out.0")
+
+
+def test_an_edit_by_name_in_a_run_that_makes_the_stream_otherwise_raises():
+    model, ids = llama(), tokens()
+    gaff.sites(model, ids, names=True)
+    block = model.model.layers[1]
+    with torch.no_grad(), gaff.edit(model, {"names:resid_mid.1": edits.zero()}) as changed:
+        model(ids)
+        with pytest.raises(ZeroDivisionError):  # a run that ends before the norm leaves nothing to the next one
+            handle = block.self_attn.register_forward_hook(lambda *given: 1 / 0)
+            try:
+                model(ids)
+            finally:
+                handle.remove()
+        model(ids)
+    assert changed.receipt.rows[0].hits == 2
+    plain = type(block).forward
+
+    def forward(self, hidden_states, **given):
+        return plain(self, hidden_states + 0, **given)
+
+    block.forward = forward.__get__(block)
+    with torch.no_grad(), gaff.edit(model, {"names:resid_mid.1": edits.zero()}):
+        with pytest.raises(PlanError, match="is not what comes to model.layers.1.post_attention_layernorm:input"):
+            model(ids)
+
+
+def test_an_input_that_cannot_be_copied_is_refused():
+    with pytest.raises(PlanError, match="which cannot be copied"):
+        gaff.sites(llama(), tokens(), some=(one for one in ()), names=True)

@@ -139,7 +139,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError as error:
-        if not _is_unread(sys.stdout):  # of somebody's code, in another pipe
+        if sys.stdout is None or not _is_unread(sys.stdout):  # of somebody's code, in another pipe
             to_stderr(_one_line(error))
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

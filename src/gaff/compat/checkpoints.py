@@ -13,10 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint as checkpoint_module
 from torch.utils.checkpoint import checkpoint
 
 from gaff.compat.autograd import is_grad_enabled, is_outside_functions
 from gaff.compat.modes import frames_from, outside_modes
+
+# Raised where a checkpoint's recomputation saves the last tensor that it is asked for: in whatever op that is.
+StopRecomputation: type[Exception] = checkpoint_module._StopRecomputationError
 
 
 def enclosing_functions() -> list[Any]:

@@ -257,6 +257,8 @@ class Store(Mapping[str, Column]):
                 self.place.rows(written.file, manifest.ORDER, written).check()
         except RecordError as error:
             yield str(error)
+        except (LookupError, TypeError, ValueError):
+            yield f"{self.place}: what it says of the order of the samples is damaged"
 
     def __repr__(self) -> str:
         how = "complete" if self.is_complete else "not complete"

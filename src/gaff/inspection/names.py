@@ -156,8 +156,8 @@ def _values(
 def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a run that must leave nothing in them: a cache would be longer afterwards.
 
-    Tensors are copied without their autograd graphs, also those that objects hold. What cannot be copied is given as
-    it is, with all the rest.
+    Tensors are copied without their autograd graphs, also those that objects hold. Raises PlanError for what cannot be
+    copied, such as a generator or a file: the run would use it up.
     """
     copies: dict[int, Any] = {}
     found: list[Any] = [args, kwargs]
@@ -179,8 +179,11 @@ def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
             found.extend(getattr(one, "__dict__", {}).values())
     try:
         return deepcopy((args, kwargs), copies)
-    except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):  # a lock, a file, a generator
-        return args, kwargs
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise PlanError(
+            f"names are held to identities in a run on a copy of the input, which cannot be copied ({error}): "
+            "expected an input without locks, files and generators"
+        ) from error
 
 
 _SUMS = ("add", "add_", "iadd", "sub", "sub_")  # ops that make a stream

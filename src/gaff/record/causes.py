@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gaff.record.curve import Curve
 from gaff.record.experiments import KINDS, Experiments
-from gaff.record.finding import SEVERITIES, Finding
+from gaff.record.finding import Finding, evidence_of, origin_of, told_of
 
 CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
@@ -332,7 +332,7 @@ def not_finite(case: RunCase) -> Claim | None:
     finding = case.found("nonfinite")
     if finding is None or case.rise is not None:
         return None
-    return Claim("nonfinite", "certain", finding.message or told_of(finding), _origin(finding), finding.since,
+    return Claim("nonfinite", "certain", finding.message or told_of(finding), origin_of(finding), finding.since,
                  finding.remedy, tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
 
 
@@ -475,35 +475,3 @@ def _rate(case: RunCase) -> tuple[float | None, bool]:
 
 def _risen(name: str, since: int, lowest: float, last: float) -> str:
     return f"the loss {name!r} rose from {lowest:.4g}, where it was at step {since}, to {last:.4g}"
-
-
-def told_of(finding: Finding) -> str:
-    """What a finding means, with its place where that is not part of its message."""
-    if not finding.site or finding.site in finding.message:
-        return finding.message
-    more = f" and {len(finding.also)} more" if finding.also else ""
-    return f"{finding.message} ({finding.address}{more})"
-
-
-def evidence_of(finding: Finding) -> str:
-    """A finding as a line of evidence: its rule, place, first step and numbers."""
-    numbers = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in finding.numbers.items()
-    )
-    return f"{finding.rule}{finding.place} since step {finding.since}{': ' if numbers else ''}{numbers}"
-
-
-def _origin(finding: Finding) -> tuple[str, ...]:
-    """What is known of the op that made a NaN: its line, why it does, what it was given; else the finding's numbers."""
-    known = finding.evidence
-    if "op" not in known:
-        return (evidence_of(finding),)
-    lines = [f"{known['line']}: {known['code']}"] if known.get("line") and known.get("code") else []
-    return (*lines, finding.cause, *map(str, known.get("inputs", ())), *(str(one) for one in known.get("notes", ())))
-
-
-def by_severity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The findings that hold and are no mere facts, worst first, then in the order in which they began."""
-    lasting = [one for one in findings if not one.is_over and one.severity != "info"]
-    return tuple(sorted(lasting, key=lambda one: (SEVERITIES.index(one.severity), one.since)))

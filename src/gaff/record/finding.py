@@ -6,7 +6,7 @@ several processes. They are written into the log as events, and read back by ``R
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -79,3 +79,35 @@ class Finding:
         if not self.model:
             return self.site or "the run"
         return f"{self.model}{self.site}" if not self.site or self.site[0] == ":" else f"{self.model}.{self.site}"
+
+
+def told_of(finding: Finding) -> str:
+    """What a finding means, with its place where that is not part of its message."""
+    if not finding.site or finding.site in finding.message:
+        return finding.message
+    more = f" and {len(finding.also)} more" if finding.also else ""
+    return f"{finding.message} ({finding.address}{more})"
+
+
+def evidence_of(finding: Finding) -> str:
+    """A finding as a line of evidence: its rule, place, first step and numbers."""
+    numbers = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in finding.numbers.items()
+    )
+    return f"{finding.rule}{finding.place} since step {finding.since}{': ' if numbers else ''}{numbers}"
+
+
+def origin_of(finding: Finding) -> tuple[str, ...]:
+    """What is known of the op that made a NaN: its line, why it does, what it was given; else the finding's numbers."""
+    known = finding.evidence
+    if "op" not in known:
+        return (evidence_of(finding),)
+    lines = [f"{known['line']}: {known['code']}"] if known.get("line") and known.get("code") else []
+    return (*lines, finding.cause, *map(str, known.get("inputs", ())), *(str(one) for one in known.get("notes", ())))
+
+
+def by_severity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings that hold and are no mere facts, worst first, then in the order in which they began."""
+    lasting = [one for one in findings if not one.is_over and one.severity != "info"]
+    return tuple(sorted(lasting, key=lambda one: (SEVERITIES.index(one.severity), one.since)))

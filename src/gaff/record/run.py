@@ -18,10 +18,10 @@ from typing import Any
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.absent import is_absent
-from gaff.record.causes import RunCase, SingleSteps, by_severity
+from gaff.record.causes import RunCase, SingleSteps
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
-from gaff.record.finding import SEVERITIES, Finding
+from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring, steps_of
 from gaff.record.log import MAGIC, LogReader

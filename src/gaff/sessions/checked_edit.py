@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.compat import elements, memory, modes
+from gaff.compat.checkpoints import StopRecomputation
 from gaff.compat.placements import (
     ANY_PARTS,
     BY_HAND,
@@ -81,6 +82,8 @@ class CheckedEdit:
                         "another edit of single elements"
                     )
                 new = part_again(self._made(together(value, placement), run, call), value, placement)
+        except StopRecomputation:
+            raise
         except Exception as error:
             self.has_failed = True
             self._raise_ours(error, value)
@@ -169,7 +172,11 @@ class CheckedEdit:
         with ExitStack() as given:
             for source, held in zip(self._sources, drawn, strict=True):
                 given.enter_context(source.again(held))
-            new = self.change(value, run, call, strength)
+            try:
+                new = self.change(value, run, call, strength)
+            except StopRecomputation:  # what the edit saves was the last that the checkpoint had waited for
+                self.has_failed = False
+                raise
         if checksums and _is_same(_checksum(value), checksums[0]) and not _is_same(_checksum(new), checksums[1]):
             raise ExactnessError(
                 f"{self._site}: the edit returned another value in the recomputation of a checkpoint, so gradients "

@@ -90,15 +90,18 @@ class Reached(Stream):
     def __init__(self, pattern: str, site: Site, told: Site) -> None:
         self.told = told
         self._text = f"{pattern}: what {site} makes in this run is not what comes to {told}, or comes several times"
-        self._made: dict[int, list[weakref.ref[Tensor]]] = {}  # by thread, since the place was last reached
+        # by thread and run, since the place was last reached; runs that ended before it leave theirs behind
+        self._made: dict[int, tuple[int, list[weakref.ref[Tensor]]]] = {}
 
-    def edited(self, new: Tensor) -> None:
+    def edited(self, new: Tensor, run: Any) -> None:
         """The edit has returned this."""
-        self._made.setdefault(get_ident(), []).append(weakref.ref(new))
+        index, made = self._made.get(get_ident(), (-1, []))
+        self._made[get_ident()] = run.index, [*(made if index == run.index else ()), weakref.ref(new)]
 
     def add(self, value: Any, run: Any, call: int) -> None:
         """The place is reached. Raises PlanError where the value is not the one that the edit has returned."""
-        made = self._made.pop(get_ident(), [])
+        index, made = self._made.pop(get_ident(), (-1, []))
+        made = made if index == run.index else []
         new = made[0]() if made else None
         is_there = isinstance(value, Tensor) and new is not None and (value is new or memory.shares(value, new))
         if made and (len(made) > 1 or not is_there):
@@ -160,7 +163,7 @@ class EditedSite(Stream):
             return value
         new = self._apply(value, run, call, strength)
         if self.checked.reached is not None:
-            self.checked.reached.edited(new)
+            self.checked.reached.edited(new, run)
         if memo is not None:
             memo[self] = self.checked.first_pass(value, new, strength, self.checked.event(run, call))
         return new

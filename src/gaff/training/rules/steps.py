@@ -44,9 +44,7 @@ def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
     for key, row in sample.rows.items():
         site, _, port = key[1].rpartition(":")
         kept = past.forbidden.get((key[0], f"{site}:param"), 0)
-        if kept and (
-            (port == "param" and row.nonfinite == row.negative_inf == kept) or (port == "update" and row.nan == kept)
-        ):
+        if kept and {"param": row.negative_inf, "update": row.nan}.get(port) == row.nonfinite == kept:
             continue
         if row.nan or (port in ("param", "grad") and row.nonfinite):
             yield Hit(key, nan=row.nan, positive_inf=row.positive_inf, negative_inf=row.negative_inf,
