@@ -411,3 +411,173 @@ def test_a_rate_that_comes_back_from_zero_is_not_gone(tmp_path):
     record = gaff.load(tmp_path / "run")
     assert "lr_zero" in {one.rule for one in record.findings}
     assert record.verdict.state == "healthy"
+
+
+def steps_with(loss_of, count=24, *, model=None, step=None, classes=3):
+    """A program of ``count`` steps of SGD; ``step(optimizer, scaler)`` makes one."""
+
+    def train():
+        mine = net() if model is None else model()
+        optimizer = torch.optim.SGD(mine.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for x, y in batches(count):
+            optimizer.zero_grad()
+            loss_of(mine, x, y, scaler).backward()
+            (step or (lambda one, _: one.step()))(optimizer, scaler)
+
+    return train
+
+
+def plain_loss(model, x, y, _):
+    return cross_entropy(model, x, y)
+
+
+def scaled_loss(model, x, y, scaler):
+    return scaler.scale(cross_entropy(model, x, y))
+
+
+def by_the_scaler(optimizer, scaler):
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def unscaled_by_hand(optimizer, scaler):
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            one.grad.div_(scaler.get_scale())
+    optimizer.step()
+
+
+def unscaled_first(optimizer, scaler):
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    by_the_scaler(optimizer, scaler)
+
+
+def test_steps_with_gradients_that_a_scaler_has_multiplied_are_told(tmp_path):
+    found, record = told(tmp_path, steps_with(scaled_loss, step=lambda one, _: one.step()))
+    assert found["stepped_while_scaled"].evidence["factor"] == 64
+    assert record.verdict.name == "stepped_while_scaled"
+    assert "gradients that are 64 times too large" in record.verdict.cause
+
+
+@pytest.mark.parametrize("step", [by_the_scaler, unscaled_by_hand, unscaled_first])
+def test_steps_of_a_scaler_are_in_order(tmp_path, step):
+    found, _ = told(tmp_path, steps_with(scaled_loss, step=step))
+    assert "stepped_while_scaled" not in found
+
+
+def test_a_second_step_with_the_same_gradients_is_told(tmp_path):
+    def twice(optimizer, _):
+        optimizer.step()
+        optimizer.step()
+
+    found, record = told(tmp_path, steps_with(plain_loss, step=twice))
+    assert record.verdict.name == "stepped_again"
+    assert "not_cleared" not in found
+
+
+def test_a_second_step_with_gradients_made_by_hand_is_none(tmp_path):
+    def twice(optimizer, _):
+        optimizer.step()
+        for one in optimizer.param_groups[0]["params"]:
+            one.grad = torch.zeros_like(one)  # of a random direction, in evolution strategies
+        optimizer.step()
+
+    assert "stepped_again" not in told(tmp_path, steps_with(plain_loss, step=twice))[0]
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_cross_entropy_over_one_class_is_told(tmp_path, is_one):
+    def loss(model, x, y, _):
+        scores = model(x)[:, :1] if is_one else model(x)
+        return getattr(F, "cross_entropy")(scores, y.float().gt(1).float()[:, None] if is_one else y)  # noqa: B009
+
+    found, record = told(tmp_path, steps_with(loss))
+    assert ("one_class" in found) == is_one
+    if is_one:
+        assert record.verdict.name == "one_class"
+        assert "scores of shape [16, 1], of one class" in record.verdict.cause
+
+
+@pytest.mark.parametrize("given", ["softmax", "scores", "log_softmax"])
+def test_a_kl_divergence_of_probabilities_is_told(tmp_path, given):
+    def loss(model, x, y, _):
+        scores = model(x)
+        mine = scores if given == "scores" else getattr(scores, given)(-1)
+        return getattr(F, "kl_div")(mine, F.one_hot(y, 3).float(), reduction="batchmean")  # noqa: B009
+
+    found, record = told(tmp_path, steps_with(loss))
+    assert ("kl_of_probabilities" in found) == (given != "log_softmax")
+    if given != "log_softmax":
+        assert record.verdict.name == "kl_of_probabilities"
+
+
+class MadeAnew(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(8, 16), nn.Linear(16, 3)
+        self.kept = nn.Linear(16, 16)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.kind == "linear":
+            hidden = nn.Linear(16, 16)(hidden)
+        elif self.kind == "norm":
+            hidden = nn.LayerNorm(16)(hidden)
+        elif self.kind == "without grad":
+            with torch.no_grad():
+                hidden = hidden + nn.Linear(16, 16)(hidden)
+        else:
+            hidden = self.kept(hidden)
+        return self.last(hidden.tanh())
+
+
+@pytest.mark.parametrize("kind", ["linear", "norm", "without grad", "kept"])
+def test_a_layer_that_is_made_in_each_forward_is_told(tmp_path, kind):
+    found, record = told(tmp_path, steps_with(plain_loss, model=lambda: MadeAnew(kind)))
+    assert ("made_in_forward" in found) == (kind == "linear")
+    if kind == "linear":
+        assert record.verdict.name == "made_in_forward"
+        assert "a Linear is made anew in each forward of" in record.verdict.cause
+
+
+@pytest.mark.parametrize("kind", ["prefix", "twice", "whole", "head anew", "later by a part"])
+def test_a_file_that_matches_no_name_is_told(tmp_path, kind):
+    def model():
+        mine, state = net(), net().state_dict()
+        prefixed = {f"module.{name}": one for name, one in state.items()}
+        if kind == "head anew":
+            prefixed = {name: one for name, one in state.items() if name.startswith("0.")} | {
+                "fc.weight": torch.ones(1)
+            }
+        if kind != "whole":
+            mine.load_state_dict(prefixed, strict=False)
+        if kind in ("twice", "whole"):
+            mine.load_state_dict(state)
+        if kind == "later by a part":
+            mine[0].load_state_dict({"weight": state["0.weight"], "bias": state["0.bias"]})
+            mine[2].load_state_dict({"weight": state["2.weight"], "bias": state["2.bias"]})
+        return mine
+
+    found, record = told(tmp_path, steps_with(plain_loss, model=model))
+    assert ("nothing_loaded" in found) == (kind == "prefix")
+    if kind == "prefix":
+        assert record.verdict.name == "nothing_loaded"
+        assert "'0.weight' is missing, and 'module.0.weight' was given" in record.verdict.cause
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_an_optimizer_made_for_weights_that_are_reset_is_meant(tmp_path, is_reset):
+    def train():
+        model = net()
+        state = {name: one.clone() for name, one in model.state_dict().items()}
+        for x, y in batches(24):
+            if is_reset:
+                model.load_state_dict(state)
+            optimizer = torch.optim.Adam(model.parameters(), 0.01)
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            model.zero_grad()
+
+    assert ("optimizer_made_anew" in told(tmp_path, train)[0]) != is_reset

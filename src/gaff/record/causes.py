@@ -186,13 +186,14 @@ def _symptom(finding: Finding) -> Claim:
 READ = ("not_cleared", "double_softmax", "softmax_axis", "nll_of_scores", "loss_sign", "broadcast", "symmetric_units",
          "same_batch", "lr_zero", "updates_round_away", "scaler_stuck", "wrong_parameters", "cleared_before_step",
          "never_trained", "never_updated", "clipped_while_scaled", "targets_no_probabilities", "gradients_lost",
-         "clipped_too_early", "sees_the_future")  # fmt: skip
+         "clipped_too_early", "sees_the_future", "stepped_again", "stepped_while_scaled", "one_class",
+         "kl_of_probabilities", "made_in_forward", "nothing_loaded")  # fmt: skip
 
 # Read from the process, too; but whether it is meant, as frozen parameters may be, it cannot tell.
 FACTS = ("not_owned", "no_gradient", "frozen_by_accident", "eval_mode_in_training", "labels_constant")
 
 _STOPS = ("not_cleared", "nll_of_scores", "lr_zero", "wrong_parameters", "cleared_before_step", "never_trained",
-          "clipped_while_scaled", "targets_no_probabilities")  # fmt: skip
+          "clipped_while_scaled", "targets_no_probabilities", "stepped_while_scaled", "one_class")  # fmt: skip
 
 # Which experiment tells more of a symptom.
 _EXPERIMENTS = {

@@ -39,6 +39,7 @@ class Told:
     iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
     saved: Callable[[Any], None] = lambda file: None  # by torch.save, which has written it: what it was given as file
     backward_ended: Callable[[], None] = lambda: None  # without an exception
+    loaded: Callable[[Any, Any], None] = lambda module, keys: None  # by load_state_dict, with what it has returned
 
 
 _OPEN: list[Told] = []
@@ -72,6 +73,7 @@ class Outer:
             _replace("clip_grad_norm_", _after(_tell_norm), torch.nn.utils, torch.nn.utils.clip_grad)
             _replace("__iter__", _iterate, DataLoader)
             _replace("save", _after(_tell_saved), torch, torch.serialization)
+            _replace("load_state_dict", _after(_tell_loaded), nn.Module)
         _OPEN.append(self._told)
 
     def close(self) -> None:
@@ -199,6 +201,11 @@ def _iterate(original: Any, live: list[bool]) -> Any:
 def _tell_saved(told: Told, result: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     """``torch.save`` has run, which tells what it was given as file, once that is written."""
     told.saved(f)
+
+
+def _tell_loaded(told: Told, keys: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``Module.load_state_dict`` has run, which tells the names that it missed, and those that it does not know."""
+    told.loaded(module, keys)
 
 
 def tell_clipped(norm: Any, most: Any) -> None:

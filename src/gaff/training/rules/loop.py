@@ -48,16 +48,54 @@ def clipped_too_early(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "stepped_again",
+    severity="error",
+    means="an optimizer makes a second step with the gradients that it has used already",
+    cause="optimizer.step() is called twice in the loop, as by hand and by a helper",
+    remedy="call optimizer.step() once after each backward pass, or after each that ends an accumulation",
+    least=3,
+    share=0.3,
+)
+def stepped_again(sample: Sample, past: Past) -> Iterator[Hit]:
+    """No backward pass has begun since the step before, and the first gradient of the optimizer is the one that it has
+    used then, which nobody has written to. Not for steps with a closure. Certain."""
+    name = sample.facts.get("repeated")
+    if name:
+        yield Hit(("", ""), f"{name} makes steps without a backward pass since its last one: it uses the same "
+                  "gradients again", optimizer=name)  # fmt: skip
+
+
+@rule(
+    "stepped_while_scaled",
+    severity="error",
+    means="steps are made with gradients that a GradScaler's factor is still on",
+    cause="optimizer.step() where scaler.step(optimizer) is meant",
+    remedy="call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
+    least=3,
+    share=0.5,
+    hides=("exploding", "update_large", "diverging", "loss_spike"),
+)
+def stepped_while_scaled(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The step uses, element by element, what the last backward pass has left, from a loss that a GradScaler has
+    multiplied by a factor other than 1, and has not taken off. Certain."""
+    found = sample.facts.get("scaled")
+    if found and found["factor"] != 1:
+        yield Hit(("", ""), f"{found['optimizer']} makes steps with gradients that are {found['factor']:.4g} times too "
+                  "large, by a GradScaler", **found)  # fmt: skip
+
+
+@rule(
     "optimizer_made_anew",
     severity="warning",
     means="a new optimizer makes each step: what it averages over steps begins from nothing every time",
     cause="the optimizer is made inside the loop over batches",
     remedy="make the optimizer once, before the loop; Adam's first step moves every weight by the whole learning rate",
     least=5,
-    share=0.9,
+    share=0.8,
 )
 def optimizer_made_anew(sample: Sample, past: Past) -> Iterator[Hit]:
-    """At nearly every look an optimizer with momentum, or Adam's averages, makes its first step of this model."""
+    """At nearly every look an optimizer with momentum, or Adam's averages, makes its first step of this model, whose
+    weights are those that the step before has left: nobody has reset them."""
     for model, name in sample.facts.get("begun", {}).items():
         yield Hit((model, ""), f"every step of {model!r} is the first one of a new {name}", optimizer=name)
 

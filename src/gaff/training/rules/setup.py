@@ -338,6 +338,79 @@ def clipped_while_scaled(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "one_class",
+    severity="error",
+    means="a cross entropy over a single class is zero whatever the model returns: nothing is learned from it",
+    cause="cross_entropy with a model that returns one number for each example",
+    remedy="binary_cross_entropy_with_logits for one number an example, or a last layer with two outputs",
+    least=2,
+    share=0.5,
+    hides=("zero_gradient", "no_gradient", "no_signal", "output_constant", "update_small", "never_updated",
+           "labels_constant", "vanishing"),
+)  # fmt: skip
+def one_class(sample: Sample, past: Past) -> Iterator[Hit]:
+    """cross_entropy is given scores of [batch, 1], or [batch, 1, ...], and no loss is above zero. Certain."""
+    told = [one for one in sample.facts.get("targets", ()) if one["function"] == "cross_entropy"]
+    shapes = [list(one["output"]) for one in told if len(one["output"]) > 1 and one["output"][1] == 1]
+    if shapes and len(shapes) == len(told) and all(value == 0 for value in sample.losses.values()):
+        yield Hit(("", ""), f"cross_entropy is given scores of shape {shapes[0]}, of one class", output=shapes[0])
+
+
+@rule(
+    "kl_of_probabilities",
+    severity="error",
+    means="kl_div is given probabilities, or scores, where it expects their logarithms",
+    cause="kl_div takes log-probabilities as its input; its targets are probabilities",
+    remedy="kl_div(log_softmax(scores, dim=-1), targets)",
+    least=2,
+    share=0.5,
+)
+def kl_of_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The largest element that kl_div is given as its input is above zero, which no logarithm of a probability is, by
+    more than rounding. Certain."""
+    for one in sample.facts.get("targets", ()):
+        if one["function"] == "kl_div" and one.get("highest", 0.0) > 1e-3:
+            told = f"kl_div is given an input with elements up to {one['highest']:.4g}"
+            yield Hit(("", ""), f"{told}: they are no logarithms of probabilities", highest=one["highest"])
+            return
+
+
+@rule(
+    "made_in_forward",
+    severity="error",
+    means="a layer is made anew in each forward: its weights are other random ones each time, and nobody trains them",
+    cause="a layer that is made where it is called, in place of in __init__",
+    remedy="make the layer once, in __init__, as an attribute of the model",
+    least=3,
+    share=0.9,
+)
+def made_in_forward(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A module with parameters, and not a norm, was called with gradients while a model runs, is no part of it, and is
+    gone when the step ends."""
+    for model, kind in sample.facts.get("anew", {}).items():
+        yield Hit((model, ""), f"a {kind} is made anew in each forward of {model!r}, and is gone after the step",
+                  layer=kind)  # fmt: skip
+
+
+@rule(
+    "nothing_loaded",
+    severity="error",
+    means="load_state_dict(strict=False) has found none of a model's parameters: it trains from where it was",
+    cause="the names in the file have another prefix, as 'module.' of DataParallel and '_orig_mod.' of torch.compile",
+    remedy="take the prefix off the names, or load into the part that they belong to; strict=True tells of it",
+    least=1,
+    share=0.0,
+)
+def nothing_loaded(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The last load_state_dict of a model, or of a part of it, knew none of its parameters, but others. Certain."""
+    for one in sample.facts.get("unmatched", ()):
+        where = f"{one['model']!r}" + (f" ({one['path']})" if one["path"] else "")
+        yield Hit((one["model"], one["path"]), f"load_state_dict has found none of the {one['parameters']} parameters "
+                  f"of {where}: {one['missing']!r} is missing, and {one['given']!r} was given", missing=one["missing"],
+                  given=one["given"])  # fmt: skip
+
+
+@rule(
     "dropout_high",
     severity="warning",
     means="a dropout leaves next to nothing of what it is given, and the loss hardly falls",

@@ -98,14 +98,19 @@ class Losses:
         ``is_stale``: they are those of the step before.
         """
         self.unclipped = norm.detach() if isinstance(norm, Tensor) else float(norm)
-        is_scaled = self._scaler is not None and not _has_unscaled(self._scaler)
+        factor = self.factor_on()
         self.facts["clipped"] = {
             "norm": self.unclipped,
             "most": float(most),
-            "factor": self.scale if is_scaled else 1.0,
+            "factor": 1.0 if factor is None else factor,
             "passes": self.in_step,
             "is_stale": is_stale,
         }
+
+    def factor_on(self, optimizer: Any = None) -> Any:
+        """By what gradients are too large now, by a GradScaler, if an ``optimizer`` does not take that off itself."""
+        is_scaled = self._scaler is not None and getattr(optimizer, "grad_scale", None) is None
+        return self.scale if is_scaled and not _has_unscaled(self._scaler) else None
 
     def note(self, tensor: Tensor, at: int = 0, *, whose: str = "", is_sampled: bool = False) -> Noted:
         """Backward is about to run from ``tensor``. Tells a spike where the value can be read without waiting.

@@ -6,14 +6,16 @@ progress.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
+
+from torch import Tensor
 
 from gaff.record.sample import Key
 from gaff.training.watch import ownership, step_facts
 from gaff.training.watch.idle_optimizers import IdleOptimizers
-from gaff.training.watch.lost_passes import LostPasses
+from gaff.training.watch.lost_passes import LostPasses, are_alike, norms_of
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
@@ -45,6 +47,7 @@ class OptimizerSteps:
         self._models = models
         self._skipper: int | None = None  # whose skipped steps count: others of the step skip theirs, too
         self._stepped: set[int] = set()  # optimizers that made theirs in the step in progress
+        self._weights: dict[str, list[Tensor]] = {}  # by model, their norms as a look begins
 
     def has_stepped(self, optimizer: Any) -> bool:
         """Whether it made its step already in the step in progress: the next one belongs to another."""
@@ -56,6 +59,7 @@ class OptimizerSteps:
             if not self._stepped or id(optimizer) in self._stepped or self.clearing.is_as_marked(optimizer):
                 self.clearing.stepped(optimizer)
         self.lost = LostPasses(self.optimizers.counts)
+        self._weights = self._norms()
         self.looks += 1
 
     def backward_begins(self, count: int, losses: Any, *, is_sampled: bool) -> None:
@@ -74,23 +78,32 @@ class OptimizerSteps:
         """What to call when gradients are clipped: ``note`` with norm, limit, and whether they are the last step's."""
         return lambda norm, most: note(norm, most, is_stale=self.lost.is_stale(self.optimizers.counts))
 
-    def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool) -> None:
+    def begins(self, optimizer: Any, sampled: SampledStep | None, factor: Any = None, *, has_closure: bool) -> None:
         """An optimizer is about to step; in a sampled step its gradients and weights are counted now.
 
-        With a closure the gradients are still to come, and are counted at the end. What the optimizer keeps (its
-        moments) is read at every fourth look only.
+        ``factor``: by what a GradScaler has made them too large, if it has not taken that off. With a closure the
+        gradients are still to come, and are counted at the end. What the optimizer keeps (its moments) is read at every
+        fourth look only.
         """
         if sampled is None:
             return
         has_moments = self.looks % _MOMENTS == 0
         update = Update(optimizer, self._models, sampled.numbers, has_closure=has_closure, has_moments=has_moments)
-        update.was_cleared = self.clearing.was_cleared(optimizer)
+        name = type(optimizer).__name__
+        is_repeated = not has_closure and self.lost.repeats(optimizer)
+        if is_repeated:
+            sampled.facts["repeated"] = name
+        elif not has_closure and factor is not None and self.lost.is_as_left(optimizer):
+            sampled.facts["scaled"] = {"optimizer": name, "factor": factor}
+        update.was_cleared = is_repeated or self.clearing.was_cleared(optimizer)
         self.lost.used(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
         if optimizer not in self.optimizers.counts and _averages(optimizer):
-            sampled.facts.setdefault("begun", {}).update(dict.fromkeys((one.model for one in update.owned),
-                                                                       type(optimizer).__name__))  # fmt: skip
+            now = self._norms()
+            same = {model for model, norms in self._weights.items() if norms and are_alike(now.get(model, []), norms)}
+            owned = {one.model for one in update.owned}
+            sampled.facts.setdefault("begun", {}).update(dict.fromkeys(same & owned, name))
         if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
             sampled.facts["searches"] = True
 
@@ -132,7 +145,12 @@ class OptimizerSteps:
         self.in_a_row += 1
         return True
 
-    def facts(self, step: int, strays: ownership.Strays) -> dict[str, Any]:
+    def _norms(self) -> dict[str, list[Tensor]]:
+        """The norms of some parameters of every model, which tell whether somebody changes them between two steps."""
+        roots = [(model.name, model.root()) for model in self._models.all]
+        return {name: norms_of(root.parameters()) for name, root in roots if root is not None}
+
+    def facts(self, step: int, strays: Mapping[int, ownership.Stray]) -> dict[str, Any]:
         """What rules read of the optimizers in the sampled step of this number; ``strays``: see ``ownership``."""
         counts = self.optimizers.counts
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, MutableMapping
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,7 +14,21 @@ from gaff.training.watch.models import Model, Models
 from gaff.training.watch.updates import Update, parameters_of
 
 _LEAST, _NEAR = 64, 0.1  # elements of a weight that tell how it was made, and how near they have to be
-Strays = dict[int, tuple[weakref.ref[nn.Module], str]]  # by identity, with the model whose forward has called it
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # made anew they are what they were
+
+
+class Stray(NamedTuple):
+    """A module with parameters that the forward of ``model`` has called, and that is part of no model."""
+
+    module: weakref.ref[nn.Module]
+    model: str
+    kind: type[nn.Module]
+    is_trained: bool  # with grad mode
+
+    @property
+    def is_made_anew(self) -> bool:
+        """Whether it is gone already, with weights that were drawn at random: each forward makes one of its own."""
+        return self.is_trained and self.module() is None and not issubclass(self.kind, _NORMS)
 
 
 def owned_by(optimizers: Iterable[Any]) -> set[int]:
@@ -22,14 +36,17 @@ def owned_by(optimizers: Iterable[Any]) -> set[int]:
     return {id(one) for optimizer in optimizers for _, one in parameters_of(optimizer)}
 
 
-def facts(models: Models, updates: Iterable[Update], optimizers: Iterable[Any], strays: Strays) -> dict[str, Any]:
+def facts(
+    models: Models, updates: Iterable[Update], optimizers: Iterable[Any], strays: Mapping[int, Stray]
+) -> dict[str, Any]:
     """What of a step that was looked at gets gradients and is in no optimizer that steps, where that tells a fault.
 
     ``adrift``: none of the parameters of any optimizer that made a step (``updates``) had a gradient, while those of
     models had: the optimizers' classes, and how many parameters of which model; ``strays``: modules that a model has
-    called in its forward without having them as parts: by model, how many, and the class of the first; ``untrained``:
-    models whose parameters all get gradients, of which no optimizer owns one, and whose weights lie as torch makes
-    them, with how many parameters they have. Models in evaluation mode are left out of the first and the last.
+    called in its forward without having them as parts: by model, how many, and the class of the first; ``anew``: by
+    model the class of one that is made in each forward; ``untrained``: models whose parameters all get gradients, of
+    which no optimizer owns one, and whose weights lie as torch makes them, with how many parameters they have. Models
+    in evaluation mode are left out of the first and the last.
 
     Notes in ``models`` which parameters in no optimizer have got a gradient.
     """
@@ -47,11 +64,13 @@ def facts(models: Models, updates: Iterable[Update], optimizers: Iterable[Any], 
         fresh = {model: len(held) for model, held in unowned.items() if _is_untrained(models.named(model), held)}
         if fresh:
             told["untrained"] = fresh
-    for called, model in strays.values():
-        module = called()
+    for one in strays.values():
+        module = one.module()
         if module is not None and _is_stray(module, models, owned):
-            known = told.setdefault("strays", {}).setdefault(model, {"count": 0, "class": type(module).__name__})
+            known = told.setdefault("strays", {}).setdefault(one.model, {"count": 0, "class": type(module).__name__})
             known["count"] += 1
+        elif one.is_made_anew:
+            told.setdefault("anew", {}).setdefault(one.model, one.kind.__name__)
     return told
 
 

@@ -25,7 +25,7 @@ from gaff.record.statistics import NAN, NEGATIVE
 from gaff.training.watch import attention
 from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models, Place, WatchedModule, units_of
-from gaff.training.watch.ownership import Strays
+from gaff.training.watch.ownership import Stray
 from gaff.training.watch.routers import Routes
 from gaff.training.watch.shield import Shield
 
@@ -108,12 +108,13 @@ class RunCount:
     all: int = 0
     looked: int = 0
     inside: str = ""
-    strays: Strays = field(default_factory=dict)
+    strays: dict[int, Stray] = field(default_factory=dict)
 
     def passed_by(self, module: nn.Module) -> None:
         """A module has returned that is part of no model: note one that has parameters and was called inside a run."""
-        if self.inside and module._parameters and id(module) not in self.strays:
-            self.strays[id(module)] = weakref.ref(module), self.inside
+        known = self.strays.get(id(module))
+        if self.inside and module._parameters and (known is None or known.module() is not module):
+            self.strays[id(module)] = Stray(weakref.ref(module), self.inside, type(module), torch.is_grad_enabled())
 
 
 class SampledStep:

@@ -1,17 +1,20 @@
-"""How a training is set up, as far as torch's own functions are told: targets of losses, DataLoaders."""
+"""How a training is set up, as far as torch's own functions tell it: targets of losses, DataLoaders, what is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from gaff.address.resolve import unwrap
 from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
 from gaff.engine.process.functions import ATTENTION, FunctionCalls, loss_calls
 from gaff.training.watch import step_facts
+from gaff.training.watch.models import Models
 from gaff.training.watch.shield import Shield
 from gaff.training.watch.token_facts import TokenFacts
 
@@ -19,13 +22,14 @@ _MOST_TARGETS = 8  # calls of loss functions in a step
 
 
 class SetupFacts:
-    """Collects them for the step that is looked at; between looks only DataLoaders that begin anew are counted.
+    """Collects them for the step that is looked at; between looks only DataLoaders and ``load_state_dict`` are heard.
 
     ``attended`` is told of each fused attention meanwhile, as ``FunctionCalls`` tells it. Used on the thread that
     trains.
     """
 
-    def __init__(self, shield: Shield, attended: Callable[..., None]) -> None:
+    def __init__(self, models: Models, shield: Shield, attended: Callable[..., None]) -> None:
+        self._models = models
         self._note_target = shield.around(self._target)
         self._attended = attended
         heard = FunctionCalls((ATTENTION,), shield.around(self._attention_called), is_after=True)
@@ -35,6 +39,7 @@ class SetupFacts:
         self._latest = self._fingerprint = ""  # of the first batch of the look before, and of this one
         self._begun = 0
         self._batches = 0  # of the largest DataLoader so far
+        self._unmatched: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
     def look(self, *, is_on: bool) -> None:
         """A look begins, or has ended. torch's functions are followed meanwhile, unless code is compiled somewhere."""
@@ -65,9 +70,25 @@ class SetupFacts:
             self._begun = self._begun + 1 if batches == self._batches else 1
             self._batches = batches
 
+    def loaded(self, module: nn.Module, keys: Any) -> None:
+        """``load_state_dict`` has run: note a module of whose parameters it found none, but others that it has not.
+
+        What is loaded later into it, into a part of it, or into what it is a part of, takes that back.
+        """
+        names = [name for name, _ in module.named_parameters()]
+        is_unmatched = names and keys.unexpected_keys and set(names) <= set(keys.missing_keys)
+        for known in list(self._unmatched) if not is_unmatched else ():
+            if any(one is known for one in module.modules()) or any(one is module for one in known.modules()):
+                del self._unmatched[known]
+        if is_unmatched:
+            self._unmatched[module] = {"parameters": len(names), "missing": names[0], "given": keys.unexpected_keys[0]}
+
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
         facts: dict[str, Any] = {"targets": tuple(self._targets), **self._tokens.take()}
+        entries = self._models.entries
+        unmatched = [(entries.get(unwrap(module)), told) for module, told in self._unmatched.items()]
+        facts["unmatched"] = [{**told, "model": one.model, "path": one.path} for one, told in unmatched if one]
         if self._fingerprint:
             facts["fingerprint"] = self._fingerprint
             facts["is_repeated"] = self._fingerprint == self._latest

@@ -63,6 +63,8 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     shape = tuple(getattr(output, "shape", ()))
     told: dict[str, Any] = {"function": name, "output": shape, "shape": tuple(target.shape), "count": plain.numel(),
                             "low": low, "high": high}  # fmt: skip
+    if name == "kl_div" and isinstance(output, Tensor) and output.numel() and elements.is_plain(output):
+        told["highest"] = output.detach().max()
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         told["entropy"] = _entropy(plain.flatten(), classes[0])
