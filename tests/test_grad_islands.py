@@ -202,3 +202,18 @@ def test_a_recomputation_may_end_inside_an_edit(site, name, strength):
             model(torch.randn(3, 4)).square().sum().backward()
         gradients.append(model.a.weight.grad)
     assert torch.equal(*gradients)
+
+
+class Marked(torch.Tensor):
+    """A subclass that adds nothing, and goes through torch's protocol for subclasses."""
+
+
+@pytest.mark.parametrize("port", ["0:grad_input", "0:input_grad", ":grad_input"])
+def test_a_leaf_of_a_subclass_has_its_gradient(port):
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    leaf = x.as_subclass(Marked).requires_grad_()
+    with gaff.capture(model, port) as got:
+        model(leaf).sum().backward()
+    plain = x.clone().requires_grad_()
+    model(plain).sum().backward()
+    assert torch.equal(got[port].as_subclass(torch.Tensor), plain.grad)

@@ -179,3 +179,26 @@ def test_a_run_before_any_autograd_node_claims_none():
         first = torch._C._autograd._get_sequence_nr()
         model(torch.ones(1, 2))
     assert run.made == range(first, first)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_tensor_made_before_several_runs_is_that_of_the_pass_that_comes(is_view):
+    """As an encoder's output that a decoder is given twice: no leaf, and older than both runs."""
+    encoder, decoder, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3)
+    middle = encoder(x)
+    hidden = middle.view(2, 3) if is_view else middle
+    with gaff.capture(decoder, ":input_grad") as got:
+        first, second = decoder(hidden).sum(), decoder(hidden).square().sum()
+        second.backward(retain_graph=True)
+    expected = torch.autograd.grad(second, hidden, retain_graph=True)[0]
+    assert torch.equal(got.run(1)[":input_grad"], expected)
+    with pytest.raises(gaff.SiteError, match="no event in run 0"):
+        got.run(0)[":input_grad"]
+    encoder.zero_grad()
+    with gaff.edit(decoder, {":input_grad": gaff.edits.scale(2.0)}) as changed:
+        first, second = decoder(hidden).sum(), decoder(hidden).square().sum()
+        second.backward()
+    bias = expected.sum(0)
+    torch.testing.assert_close(encoder.bias.grad, 2 * bias)
+    assert "  1  " in str(changed.receipt).splitlines()[-1]
+    assert first.requires_grad

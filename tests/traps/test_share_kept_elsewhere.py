@@ -1,5 +1,6 @@
 """A module's own share, where something that the module made of its input leaves it by another way than its output."""
 
+import functools
 import gc
 
 import pytest
@@ -139,3 +140,63 @@ def test_a_pass_for_chosen_inputs_tells_no_part_of_a_share():
     with gaff.capture(model, ":grad_input") as got:
         (total,) = torch.autograd.grad(model(x).sum(), [x])
     torch.testing.assert_close(got[":grad_input"], total)
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+
+WAYS_TO_KEEP = {
+    "closure": lambda block, x: setattr(block, "read", lambda: x),
+    "default": lambda block, x: setattr(block, "read", lambda x=x: x),
+    "partial": lambda block, x: setattr(block, "read", functools.partial(torch.Tensor.view_as, x, x)),
+    "method": lambda block, x: setattr(block, "read", x.abs),
+    "slots": lambda block, x: (setattr(block.held, "x", x), setattr(block, "read", lambda: block.held.x)),
+    "set": lambda block, x: (setattr(block, "some", {x}), setattr(block, "read", lambda: next(iter(block.some)))),
+    "list": lambda block, x: (KEPT.append(x), setattr(block, "read", lambda: KEPT[-1])),
+    "nowhere": lambda block, x: None,
+}
+
+
+class KeepsInput(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.lin, self.way, self.held, self.read = nn.Linear(4, 4), way, Slotted(), None
+
+    def forward(self, x):
+        WAYS_TO_KEEP[self.way](self, x)
+        return self.lin(x)
+
+
+class ReadsLater(nn.Module):
+    """A residual block; what its inner part has kept of its input is used after the call, if ``is_used``."""
+
+    def __init__(self, way, *, is_used):
+        super().__init__()
+        self.first, self.inner, self.is_used = nn.Linear(4, 4), KeepsInput(way), is_used
+
+    def forward(self, x):
+        hidden = self.first(x)
+        output = self.inner(hidden)
+        later = self.inner.read().square() if self.is_used else 0
+        return output.square() + later + (hidden if self.is_used or self.inner.way == "nowhere" else 0)
+
+
+@pytest.mark.parametrize("way", list(WAYS_TO_KEEP)[:-1])
+def test_an_input_that_is_kept_anywhere_and_used_later_is_refused(way):
+    model = ReadsLater(way, is_used=True)
+    with gaff.capture(model, "inner:grad_input") as got:
+        model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="the module kept the input, and this backward pass came by it"):
+        got["inner:grad_input"]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_KEEP)
+def test_an_input_that_is_kept_for_nothing_costs_no_share(way):
+    """Also a residual connection, as long as the inner part keeps nothing: a graph's own hold is no reference."""
+    model, x = ReadsLater(way, is_used=False), torch.randn(2, 4)
+    with gaff.capture(model, "inner:grad_input") as got:
+        model(x).sum().backward()
+    hidden = model.first(x)
+    share = torch.autograd.grad(model.inner(hidden).square().sum(), hidden)[0]
+    assert torch.equal(got["inner:grad_input"], share)

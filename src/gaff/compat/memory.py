@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +22,24 @@ memory_of: Callable[[Tensor], int] = torch._C._data_address  # type: ignore[attr
 def storage_life(tensor: Tensor) -> Callable[[], object]:
     """A function that returns None once nobody holds the memory of ``tensor`` any more; it does not hold it itself."""
     return weakref.ref(tensor.untyped_storage())
+
+
+def holders_of(tensor: Tensor) -> int:
+    """How many references Python's objects hold to ``tensor``; what autograd graphs hold is left out.
+
+    Two counts are comparable that the same function takes. torch 2.13 counts all that it holds as one more reference.
+    """
+    return sys.getrefcount(tensor) - (_is_held_by_torch() and tensor._use_count() > 1)  # type: ignore[attr-defined]
+
+
+@cache
+def _is_held_by_torch() -> bool:
+    """Whether a tensor of which torch keeps hold counts one reference more: tried on one."""
+    with outside_modes(), torch.inference_mode(False), torch.enable_grad():
+        tensor = torch.zeros(1, requires_grad=True, device="cpu") + 1
+        before = sys.getrefcount(tensor)
+        graph = tensor.sin()  # holds it
+        return sys.getrefcount(tensor) > before and graph.requires_grad
 
 
 def is_freed(tensor: Tensor) -> bool:

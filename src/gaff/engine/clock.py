@@ -106,6 +106,11 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self.index})"
 
+    def is_younger(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which must require grad, was there before the run: a leaf, or made by what ran before."""
+        node = tensor.grad_fn
+        return node is None or autograd.sequence_of(node) < self.made.start
+
     def fail(self, error: Exception) -> None:
         """Note what an edit, or a look, has raised inside the model: the first error of the run is kept, as text."""
         if not isinstance(error, StopForward):

@@ -1,8 +1,8 @@
 """Hooks that wait for the gradient of one call: what each kind of tensor needs for that.
 
 An ordinary tensor, a view, of which torch may tell only a part (``ArmedView``), the view that a module was given to
-find its share (``ArmedShare``), a leaf, which serves many runs (``ArmedLeaf``). They are set and found again by
-``pending.Gradients``.
+find its share (``ArmedShare``); one that is older than the run, as a leaf, and may serve many (``Meetings``). They are
+set and found again by ``pending.Gradients``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Passes(Protocol):
     """What a hook asks about the backward passes of its session; ``Gradients`` answers."""
 
     is_open: bool
-    met: MetLeaves
     pass_graph: PassGraph
 
     def seen(self, run: Run) -> None:
@@ -49,10 +48,12 @@ class Armed:
     Made by ``Gradients.arm`` in a forward, called by the hook in each backward pass that comes by, removed when the
     session closes or forgotten when the autograd graph is gone. ``fired``: the stream has heard something of it.
     ``is_plain``: what arrives is the gradient, without further questions. ``placement``: where the gradient lies, if
-    the tensor is this process's part of one that is spread.
+    the tensor is this process's part of one that is spread. ``met``: the calls that have met the tensor, if it is older
+    than the run; ``life`` then lives as long as the autograd graph of what the call made of it, None as long as nothing
+    is known of that.
     """
 
-    __slots__ = ("call", "fired", "handle", "placement", "run", "stream")
+    __slots__ = ("call", "fired", "handle", "life", "met", "placement", "run", "stream")
     is_plain = True
 
     def __init__(self, stream: Stream, run: Run, call: int) -> None:
@@ -62,6 +63,8 @@ class Armed:
         self.fired = False
         self.handle: Any = None
         self.placement: Placement | None = None
+        self.met: Meetings | None = None
+        self.life: Callable[[], Any] | None = None
 
     def lie_as(self, tensor: Tensor) -> None:
         """Note where the gradient lies: as ``tensor`` does, if that is known to be this process's part."""
@@ -69,11 +72,12 @@ class Armed:
             self.placement = PARTS[tensor].of_gradient
 
     def receive(self, gradients: Passes, gradient: Tensor) -> Any:
-        """Take a gradient that has arrived, and return what ``deliver`` does; called for kinds that are not plain.
+        """Take a gradient that has arrived, if it is this run's, and return what ``deliver`` does; not called for those
+        that are plain, and of one run for certain.
 
         Here is the place to find that it is not the gradient that was asked for, and to refuse it.
         """
-        return self.deliver(gradient)
+        return self.deliver(gradient) if self.met is None or self.met.is_brought(self, gradients) else None
 
     def deliver(self, gradient: Tensor) -> Any:
         """Tell the stream; returns the gradient that an edit puts in its place, else None."""
@@ -92,8 +96,14 @@ class Armed:
         return self.handle is None or self.handle.hooks_dict_ref() is None
 
     def is_over(self) -> bool:
-        """Whether the autograd graph of its call is gone."""
-        return self.is_dead()
+        """Whether the autograd graph of its call is gone; the accumulator of a leaf is there to stay."""
+        return self.is_dead() or (self.life is not None and self.life() is None)
+
+    def let_go(self, *, is_shared: bool) -> None:
+        """Listen no more; ``is_shared``: the hook is that of a chain of edits, and stays for the others."""
+        if not is_shared:
+            self.remove()
+        self.handle = None
 
     def remove(self) -> None:
         """Take the hook from the tensor, if it is there."""
@@ -129,7 +139,7 @@ class ArmedView(Armed):
     def receive(self, gradients: Passes, gradient: Tensor) -> Any:
         """Deliver the gradient if nobody wrote to the view since; else wait for the base's, or refuse."""
         if not self._is_stale():
-            return self.deliver(gradient)
+            return super().receive(gradients, gradient)
         if self._base_handle is None:
             self.refuse(STALE)
         return None
@@ -144,7 +154,10 @@ class ArmedView(Armed):
             """The tensor hook of the base: its gradient, where the view's own hook did not see it."""
             if not gradients.is_open or total is None or not self._is_stale():
                 return None
-            gradients.seen(self.run)
+            if self.met is None:
+                gradients.seen(self.run)
+            elif not self.met.is_brought(self, gradients):
+                return None
             if not self.is_whole:
                 self.refuse(STALE)
                 return None
@@ -205,87 +218,80 @@ class ArmedShare(ArmedView):
             self.total.remove()
 
 
-class ArmedLeaf(Armed):
-    """On a leaf, which outlives the autograd graph: the gradient belongs to the run whose backward pass brings it.
+class Meetings:
+    """The calls that have met one tensor which is older than their runs: a leaf, or what was made before them.
 
-    A leaf that one run met is that run's. Where several did, each has a hook of its own on it, and all of them fire;
-    which run's pass it is, is known by then: a gradient of what the module made of the leaf has come by before
-    (``Gradients.mark``). One pass over several runs sums their gradients before the leaf hears of them; that total is
+    What one run alone met is that run's. Where several did, each has a hook of its own on it, and all of them fire;
+    which run's pass it is, is known by then: a gradient of what the call made of the tensor has come by before
+    (``Gradients.mark``). One pass over several runs sums their gradients before the tensor hears of them; that total is
     told to each of these runs.
-
-    ``life`` lives as long as the autograd graph of what the module made of the leaf; None as long as nothing is known.
     """
 
-    __slots__ = ("leaf", "life")
-    is_plain = False
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.calls: list[Armed] = []
+        self._kind = "leaf" if tensor.is_leaf else "tensor"
+        self._position = tensor.output_nr
 
-    def __init__(self, stream: Stream, run: Run, call: int, leaf: Tensor) -> None:
-        super().__init__(stream, run, call)
-        self.leaf = weakref.ref(leaf)
-        self.life: Callable[[], Any] | None = None
+    def add(self, armed: Armed, *, is_shared: bool) -> None:
+        """Note one more call, and let go of those of which nothing will come any more.
 
-    def is_over(self) -> bool:
-        """Whether the autograd graph of its call is gone; the leaf's own accumulator is there to stay."""
-        return self.life is not None and self.life() is None
+        A call whose autograd graph is gone and that has heard nothing may still bring a gradient, by other uses in its
+        run. Of such calls the last ones are kept (64, chosen). ``is_shared`` is for ``Armed.let_go``.
+        """
+        armed.met = self
+        unheard = [one for one in self.calls if one.is_over() and not one.fired]
+        gone = {id(one) for one in self.calls if one.is_over() and one.fired} | set(map(id, unheard[:-64]))
+        for one in self.calls if gone else ():
+            if id(one) in gone:
+                one.let_go(is_shared=is_shared)
+        self.calls = [*(one for one in self.calls if id(one) not in gone), armed]
 
-    def let_go(self, *, is_shared: bool) -> None:
-        """Listen no more; ``is_shared``: the hook is that of a chain of edits, and stays for the others."""
-        if not is_shared:
-            self.remove()
-        self.handle = None
+    def is_brought(self, armed: Armed, gradients: Passes) -> bool:
+        """Whether the pass is one of the run of ``armed``, or no other run may have brought it.
 
-    def receive(self, gradients: Passes, gradient: Tensor) -> Any:
-        """Deliver the gradient if the pass is one of the run, or no other run may have brought it."""
-        if self.handle is None:
-            return None
-        met, is_any = gradients.met.runs_of(self), getattr(self.leaf(), "is_of_any_run", False)
+        Where nothing tells, the stream of ``armed`` is told so.
+        """
+        if armed.handle is None:
+            return False
+        met, is_any = list(dict.fromkeys(one.run for one in self.calls)), getattr(self.tensor(), "is_of_any_run", False)
         marked = [run for run in gradients.runs_of(autograd.backward_task()) if is_any or run in met]
-        if self.run in marked or (met == [self.run] and not is_any):
-            gradients.heard(self.run)
-            return self.deliver(gradient)
-        if not marked or self._is_used(gradients, marked if is_any else None):
-            self.refuse(f"{'some' if is_any else len(met)} runs used this leaf, and nothing tells whose pass it was")
-        return None
+        if armed.run in marked or (met == [armed.run] and not is_any):
+            gradients.heard(armed.run)
+            return True
+        if not marked or self._is_used(armed.run, gradients, marked if is_any else None):
+            count = "some" if is_any else len(met)
+            armed.refuse(f"{count} runs used this {self._kind}, and nothing tells whose pass it was")
+        return False
 
-    def _is_used(self, gradients: Passes, others: list[Run] | None) -> bool:
+    def _is_used(self, run: Run, gradients: Passes, others: list[Run] | None) -> bool:
         """Whether the pass comes from a node that may be one of the run's, though by nothing that the run returned.
 
         ``others``, where it is not known which runs met the leaf: what none of these has made may be this run's, too.
         """
-        nodes = gradients.pass_graph.handing_to(0)
+        nodes = gradients.pass_graph.handing_to(self._position)
         due = [autograd.sequence_of(node) for node in nodes or () if autograd.is_due(node)]
-        if others is not None and not all(any(number in run.made for run in others) for number in due):
+        if others is not None and not all(any(number in one.made for one in others) for number in due):
             return True
-        return nodes is None or any(number in self.run.made for number in due)
+        return nodes is None or any(number in run.made for number in due)
 
 
-class MetLeaves:
-    """The calls that have met each leaf, as far as they may still bring it a gradient."""
+class Met:
+    """The meetings of each tensor that is older than the runs which have met it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[ArmedLeaf]] = {}  # by identity of the leaf
+        self._known: dict[int, Meetings] = {}  # by identity of the tensor
 
-    def add(self, leaf: Tensor, armed: ArmedLeaf, *, is_shared: bool) -> None:
-        """Note that one more call has met a leaf, and let go of calls of which nothing will come any more.
-
-        A call whose autograd graph is gone and that has heard nothing may still bring the leaf a gradient, by other
-        uses in its run. Of such calls the last ones are kept (64, chosen). ``is_shared`` is for ``ArmedLeaf.let_go``.
-        """
-        known = [one for one in self._known.get(id(leaf), ()) if one.leaf() is leaf]
-        unheard = [one for one in known if one.is_over() and not one.fired]
-        gone = {id(one) for one in known if one.is_over() and one.fired} | set(map(id, unheard[:-64]))
-        for one in known if gone else ():
-            if id(one) in gone:
-                one.let_go(is_shared=is_shared)
-        self._known[id(leaf)] = [*(one for one in known if id(one) not in gone), armed]
-
-    def runs_of(self, armed: ArmedLeaf) -> list[Run]:
-        """The runs that met the leaf of ``armed`` and may bring it a gradient, in their order."""
-        return list(dict.fromkeys(one.run for one in self._known.get(id(armed.leaf()), (armed,))))
+    def of(self, tensor: Tensor) -> Meetings:
+        """Those of a tensor, made when they are first asked for."""
+        known = self._known.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            known = self._known[id(tensor)] = Meetings(tensor)
+        return known
 
     def prune(self) -> None:
-        """Forget leaves that are gone."""
-        self._known = {at: known for at, known in self._known.items() if known[-1].leaf() is not None}
+        """Forget tensors that are gone."""
+        self._known = {at: known for at, known in self._known.items() if known.tensor() is not None}
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -19,7 +19,7 @@ from gaff.compat import autograd, memory
 from gaff.compat.autograd import is_wrapper
 from gaff.compat.compiler import uncompiled
 from gaff.engine.clock import Run
-from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedShare, ArmedView, MetLeaves
+from gaff.engine.gradients.armed import Armed, ArmedShare, ArmedView, Met
 from gaff.engine.gradients.later import Later
 from gaff.engine.gradients.reach import PassGraph
 from gaff.engine.gradients.tensor_hooks import EDGE, ORIGINALS, is_at_edge, on_gradient, original
@@ -49,7 +49,7 @@ class Gradients:
         self.has_edits = has_edits
         self.has_backward = False  # a backward pass of any run has been seen
         self._armed: list[Armed] = []
-        self.met = MetLeaves()
+        self.met = Met()
         self._prune_at = 256
         self._tasks: dict[int, list[Run]] = {}
         self.later = Later()
@@ -75,12 +75,11 @@ class Gradients:
         if tensor._is_view():
             armed = ArmedView(stream, run, call, tensor)
             armed.follow_base(tensor, self)
-        elif tensor.is_leaf:
-            self.has_leaves = True
-            armed = ArmedLeaf(stream, run, call, tensor)
-            self.met.add(tensor, armed, is_shared=self.has_edits)
         else:
             armed = Armed(stream, run, call)
+        if run.is_younger(tensor):
+            self.has_leaves = True
+            self.met.of(tensor).add(armed, is_shared=self.has_edits)
         if self.has_edits and hasattr(stream, "expect"):
             stream.expect(tensor)
         armed.lie_as(tensor)
@@ -158,7 +157,10 @@ class Gradients:
 
     def mark(self, tensor: Tensor, run: Run) -> None:
         """Take a backward pass for one of ``run`` when it comes by ``tensor``, which a call of the run has made."""
-        self._hook(tensor, Armed(_UNHEARD, run, 0), has_edits=False)
+        armed = Armed(_UNHEARD, run, 0)
+        if run.is_younger(tensor):  # it was passed on, and may be in the passes of other runs
+            armed.met = self.met.of(tensor)
+        self._hook(tensor, armed, has_edits=False)
 
     def add(self, armed: Armed) -> None:
         """Keep an armed hook until its autograd graph is gone, to remove it at closing."""
@@ -288,15 +290,18 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any
     """
     if not gradients.is_open or gradient is None:  # a custom Function hands None to what it does not need
         return None
-    if not isinstance(armed, ArmedLeaf):  # which does not tell by itself whose backward pass it is
+    is_marked = armed.stream is _UNHEARD
+    if armed.met is None or is_marked:
         armed.run.has_backward = True
-        if gradients.has_leaves:
+        if gradients.has_leaves and armed.met is None:  # an older tensor does not tell by itself whose pass it is
             gradients.seen(armed.run)
+    if is_marked:
+        return None
     if is_wrapper(gradient):
         armed.refuse(BATCHED)
-    elif gradients.has_edges and not isinstance(armed.stream, _Unheard) and is_at_edge():
+    elif gradients.has_edges and is_at_edge():
         armed.refuse(EDGE)
-    elif armed.is_plain:
+    elif armed.is_plain and armed.met is None:
         return armed.deliver(gradient)
     else:
         return armed.receive(gradients, gradient)

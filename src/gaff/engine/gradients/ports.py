@@ -17,7 +17,7 @@ from gaff.address.nested import Arguments, dig, first_tensor, iter_tensors, opaq
 from gaff.compat import autograd, checkpoints
 from gaff.engine.clock import Frame, Run
 from gaff.engine.crossing import Crossing
-from gaff.engine.gradients.armed import Armed, ArmedLeaf, ArmedView
+from gaff.engine.gradients.armed import Armed, ArmedView
 from gaff.engine.gradients.later import NO_GRAD_MODE
 from gaff.engine.gradients.pending import Gradients
 from gaff.engine.node import Node
@@ -174,7 +174,7 @@ class InputGradient(GradientArm):
                 self._arm_late(tensor, self._stream, crossing)
             elif autograd.is_grad_enabled() or run.functions is None:  # the run began with grad mode
                 armed = self._gradients.arm(tensor, self._stream, run, call)
-                if isinstance(armed, ArmedLeaf):
+                if armed.met is not None:
                     self._frame(run).notes[self] = armed
             else:  # unless the call turns grad mode on, there is nothing in the run to bring a gradient
                 self._frame(run).notes[self] = tensor, call
@@ -196,7 +196,7 @@ class InputGradient(GradientArm):
                     known = self._armed_before = {at: row for at, row in known.items() if not row[0].is_over()}
                 armed = self._gradients.arm(tensor, self._stream, run, call)
                 known[run, call] = armed, crossing.is_again
-                if isinstance(armed, ArmedLeaf) and (functions := checkpoints.enclosing_functions()):
+                if armed.met is not None and (functions := checkpoints.enclosing_functions()):
                     armed.life = weakref.ref(functions[-1])  # the graph of what the checkpoint makes of the leaf
 
     def give_up(self, run: Run, call: int) -> None:
@@ -211,14 +211,14 @@ class InputGradient(GradientArm):
         if armed is None:
             return
         roots = [tensor for _, tensor in iter_tensors(output) if autograd.takes_gradient(tensor)]
-        made = [tensor for tensor in roots if not tensor.is_leaf]
+        made = [tensor for tensor in roots if not run.is_younger(tensor)]
         if isinstance(armed, tuple):
             given_one, call = armed
             if not made or all(tensor is given_one for tensor in made):
                 self._stream.absent(run, call, NO_GRAD_MODE)
                 return
             armed = self._gradients.arm(given_one, self._stream, run, call)
-        if isinstance(armed, ArmedLeaf):
+        if armed.met is not None:
             armed.life = autograd.graph_life(made) if made else _gone
             for tensor in made:
                 self._gradients.mark(tensor, run)

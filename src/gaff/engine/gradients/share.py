@@ -6,6 +6,7 @@ then the sum of several parts, of which autograd keeps none. This is about the p
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from functools import partial
@@ -83,7 +84,8 @@ class InputShare(GradientArm):
             # a stale view gets its node when it is asked for: before the call, not inside it
             stops = {other.grad_fn for other in iter_deep(value) if autograd.takes_gradient(other)} - {None}
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
-            self._frame(run).notes[self] = tensor, edge, since, memory.version_of(tensor), call, value, stops
+            version, holders = memory.version_of(tensor), memory.holders_of(tensor)
+            self._frame(run).notes[self] = weakref.ref(tensor), edge, since, version, holders, call, value, stops
 
     without_graph = Act.without_graph  # a share is of what the call makes, whatever becomes of its input later
 
@@ -93,7 +95,9 @@ class InputShare(GradientArm):
         noted = self._frame(run).notes.pop(self, None)
         if noted is None:
             return
-        tensor, edge, since, version, call, given, stops = noted
+        ref, edge, since, version, holders, call, given, stops = noted
+        tensor = ref()
+        is_kept = memory.holders_of(tensor) > holders  # whatever it is kept in
         outputs = [found for found in iter_deep(output) if autograd.takes_gradient(found)]
         is_changed = memory.version_of(tensor) != version
         if any((found.grad_fn is edge[0] and found.output_nr == edge[1]) or found is tensor for found in outputs) and (
@@ -109,7 +113,7 @@ class InputShare(GradientArm):
                 roots.append(tensor)
             made: set[GraphNode] = set()
             feeding, older, unseen = find_feeding(roots, edge, since, stops, made)
-            if holds_code(output) or any(other is tensor for other in kept):
+            if is_kept or holds_code(output):
                 unseen = range(since, NEVER)  # whatever is made of it from now on may be the module's, too
             if older and _lead_to(older, edge, stops):
                 self._stream.refuse(run, call, OLDER)
