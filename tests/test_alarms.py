@@ -1,5 +1,7 @@
 """Programs that people write, in which nothing is wrong, or in which the fault is another than it seems."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -946,3 +948,25 @@ def test_no_learning_rate_is_blamed_in_a_search_for_one(tmp_path, rates):
 
     told = watched(tmp_path, program).verdict
     assert told.name not in ("learning_rate_too_low", "learning_rate_too_high", "learning_rate_is_gone"), told
+
+
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_models_that_were_not_given_are_not_judged(tmp_path, has_nan):
+    """Another model is trained in the same process, with dead units or NaN in it: its losses are none of ours."""
+    torch.manual_seed(0)
+    model, other = (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)) for _ in range(2))
+    nn.init.constant_(other[0].bias, math.nan if has_nan else -100.0)
+    optimizer, theirs = torch.optim.SGD(model.parameters(), 0.05), torch.optim.SGD(other.parameters(), 0.05)
+    x = torch.randn(32, 4)
+    with gaff.watch(model, optimizer, every=1, out=tmp_path / "run") as seen:
+        for _ in range(40):
+            optimizer.zero_grad()
+            (model(x) - x[:, :2]).square().mean().backward()
+            optimizer.step()
+            theirs.zero_grad()
+            other(x).square().mean().backward()
+            theirs.step()
+    record = gaff.load(tmp_path / "run")
+    assert not seen.findings
+    assert len([name for name in record.scalars if name.startswith("loss:")]) == 1
+    assert len(record.series("1", "rms").values) == 40  # as there is one model, it needs no name

@@ -53,6 +53,10 @@ CACHED = (
     "autocast keeps the copy of a leaf in the lower precision for everybody who uses the leaf: shares cannot be told "
     "apart; ask for :input_grad, the total gradient"
 )
+IN_COMPILED_PASS = (
+    "the backward pass is compiled as a whole (compiled autograd), which does not tell who hands what to whom; ask for "
+    ":input_grad, the total gradient"
+)
 _NESTED = 16  # backward passes inside one another
 
 
@@ -248,7 +252,11 @@ class _Share(Armed):
 
 def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ...], _given: Any) -> None:
     """The hook of a node that hands a part of the share to the input, as ``handed[position]``."""
-    target = autograd.current_node().next_functions[position][0]  # type: ignore[union-attr]  # it is in a pass
+    node = autograd.current_node()
+    if node is None:
+        share.refuse(IN_COMPILED_PASS)
+        return
+    target = node.next_functions[position][0]
     if not share._gradients.is_open or target is None or not autograd.is_due(target):
         return
     gradient = handed[position]

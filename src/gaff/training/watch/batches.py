@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gaff.address.nested import size_bytes
 from gaff.inspection.nonfinite.rerun import Batch
-from gaff.training.watch.loss_graph import leaf_behind
+from gaff.training.watch.loss_graph import leaves_behind
 from gaff.training.watch.models import Model, Models
 
 _KEPT = 16  # batches of one step
@@ -64,16 +64,21 @@ class StepBatches:
             self.samples += self._size
         return batch
 
-    def whose(self, models: Models, loss: Tensor) -> str:
+    def whose(self, models: Models, loss: Tensor) -> str | None:
         """The names of the models that ran since this was last asked; where none did, what was told then.
 
         That is so where no model was seen to run, too: if the parameter behind ``loss`` is of another one, it is that.
+        None where the models were given, and this is the loss of another one.
         """
         if self._ran:
             self._whose = ", ".join(sorted(self._ran))
             self._ran.clear()
             return self._whose
-        owner = models.owner_of(leaf_behind(loss))
+        leaves = leaves_behind(loss)
+        if models.is_given:
+            owners = {models.owner_of(leaf) for leaf in leaves}
+            return self._whose if not owners or owners - {""} else None
+        owner = models.owner_of(next(leaves, None))
         return owner if owner and owner not in self._whose.split(", ") else self._whose
 
     def is_rest(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -170,13 +170,12 @@ def _bad(node: Any, name: str, targets: Tensor) -> str:
     return f"{count} of {targets.numel()} targets are not finite" if count else ""
 
 
-def leaf_behind(loss: Tensor) -> Tensor | None:
-    """A parameter that a loss depends on, the first that is met; None where the first 1,000 nodes lead to none."""
+def leaves_behind(loss: Tensor) -> Iterator[Tensor]:
+    """The parameters that a loss depends on, as far as the first 1,000 nodes behind it lead to them."""
     for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
         variable: Tensor | None = getattr(node, "variable", None)
         if variable is not None:
-            return variable
-    return None
+            yield variable
 
 
 def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:

@@ -44,19 +44,18 @@ class CallsTold:
 
 
 class ModelCalls:
-    """Follows the calls of ``models``, and finds new ones unless ``is_given``.
+    """Follows the calls of ``models``, and finds new ones unless they were given.
 
     The watcher makes it, tells it when to ``look``, and closes it. Module hooks are on only while something is looked
     at; compiled models have hooks of their own, inside their compiled code. One call is outermost at a time: what is
     called inside it, in a backward pass or on another thread opens no run.
     """
 
-    def __init__(self, models: Models, told: CallsTold, shield: Shield, *, is_given: bool) -> None:
+    def __init__(self, models: Models, told: CallsTold, shield: Shield) -> None:
         self.has_compiled_function = False
         self._models = models
         self._told = told
         self._shield = shield
-        self._is_given = is_given
         self._calls = ClassCalls(self._called, self._wants)
         self._hooks = ModuleHooks(self._entered, self._left)
         self._known: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
@@ -209,7 +208,7 @@ class ModelCalls:
             model = self._models.named(entry.model)
         else:
             before = len(self._models.all)
-            found = None if self._is_given else self._models.find(module)
+            found = None if self._models.is_given else self._models.find(module)
             if found is None:
                 return
             model = found

@@ -102,11 +102,12 @@ class Model:
 class Models:
     """All watched models of a process, and their modules.
 
-    ``only``, ``skip``: patterns of the modules that count; raises SiteError for one that names more than modules. Used
-    on the thread that trains.
+    ``only``, ``skip``: patterns of the modules that count; raises SiteError for one that names more than modules.
+    ``is_given``: the user has said which they are, and no others are found. Used on the thread that trains.
     """
 
-    def __init__(self, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> None:
+    def __init__(self, only: tuple[str, ...] = (), skip: tuple[str, ...] = (), *, is_given: bool = False) -> None:
+        self.is_given = is_given
         self.all: list[Model] = []
         self.entries: weakref.WeakKeyDictionary[nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
         self.called_often: set[Key] = set()  # outputs of modules that are called several times in a step
@@ -191,14 +192,15 @@ class Models:
     def owner_of(self, leaf: Tensor | None) -> str:
         """The name of the model that a parameter belongs to; empty where none has it.
 
-        A model that nobody was there to see called is made known, if a variable of a running function holds it.
+        A model that nobody was there to see called is made known, if a variable of a running function holds it, unless
+        the models were given.
         """
         if leaf is None or leaf in self._strangers:
             return ""
         known = next((one.name for one in self.all if one.name_of(leaf)), None)
         if known is not None:
             return known
-        found = holder_of_parameter(leaf)
+        found = None if self.is_given else holder_of_parameter(leaf)
         if found is None:
             self._strangers[leaf] = True
             return ""

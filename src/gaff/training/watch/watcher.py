@@ -59,12 +59,12 @@ class Watcher:
         self.step = 0  # steps of the run that are complete
         self.pace = Pace(settings.budget, settings.every)
         self.shield = Shield(self._failed)
-        self._models = Models(settings.only, settings.skip)
+        self._models = Models(settings.only, settings.skip, is_given=models is not None)
         self._flight = FlightRecorder(settings.out, keeps_batches=settings.keep_batch)
         self._alone, self._batches = Alone(), StepBatches()
         told = CallsTold(lambda model: self.reporter.model(model, self.step), self._run_begins, self._run_ends,
                          self._run_ends_late, lambda *given: self._looks.left(*given))  # fmt: skip
-        self._calls = ModelCalls(self._models, told, self.shield, is_given=models is not None)
+        self._calls = ModelCalls(self._models, told, self.shield)
         setup = SetupFacts(self._models, self.shield, lambda *given: self._looks.attended(*given))
         self._looks = Looks(self._models, self._calls, setup, self.shield,
                             lambda one: self.reporter.look(one, {}, {}),
@@ -196,17 +196,22 @@ class Watcher:
             self._complete()
 
     def _backward_begins(self, losses: Any) -> None:
-        """A backward pass is about to begin from ``losses``: note each, and tell a spike or one that is not finite."""
+        """A backward pass is about to begin from ``losses``: note each, and tell a spike or one that is not finite.
+
+        A pass of other models than those that were given is none of ours.
+        """
         self._calls.left_model()
+        owned = [(at, loss, self._batches.whose(self._models, loss)) for at, loss in _scalars(losses)]
+        if owned and all(whose is None for *_, whose in owned):
+            return
         self._enter(LoopEvent.BACKWARD_BEGINS)
         self._alone.backward_begins()
         sampled = self._looks.sampled
         if sampled is not None:
             self._calls.switch(is_on=True)  # for recomputations
         self._steps.backward_begins(self._losses.count, losses, is_sampled=sampled is not None)
-        for at, loss in _scalars(losses):
-            noted = self._losses.note(loss, at, whose=self._batches.whose(self._models, loss),
-                                      is_sampled=sampled is not None)  # fmt: skip
+        for at, loss, whose in owned:
+            noted = self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None)
             if sampled is not None:
                 sampled.scale = noted.scale
             if noted.spike is not None and not self._batches.is_rest():
