@@ -94,7 +94,10 @@ class Readable(Mapping[str, Any]):
         if placement is not None:
             return whole_of(value, placement)
         if not is_equal_everywhere(value, meshes):
-            raise PlanError(f"got.full({str(address)!r}): {UNKNOWN_PART}; of what reduce= has kept of parts nothing tells how it makes up the whole")
+            raise PlanError(
+                f"got.full({str(address)!r}): {UNKNOWN_PART}; of what reduce= has kept of parts nothing tells how it "
+                "makes up the whole"
+            )
         return value
 
     def stack(self, *addresses: Wanted | Iterable[Wanted]) -> Tensor:
