@@ -12,7 +12,7 @@ from torch import nn
 import gaff
 from gaff.cli import main
 from gaff.inspection.diff.difference import DiffRow
-from gaff.inspection.diff.pairs import pair_up
+from gaff.inspection.diff.pairs import Pairing
 from gaff.inspection.sketches import digest, sketch
 
 
@@ -323,9 +323,120 @@ def test_a_weight_that_changes_on_the_way_is_found_in_its_step(tmp_path):
 
 
 def test_pairs_prefer_names_then_the_longest_rows_of_equals():
-    pairs, left_a, left_b = pair_up(["x1", "y2", "z3"], ["a1", "y2", "b2", "c3"], str, [("digit", lambda one: one[1])])
-    assert [(pair.a, pair.b, pair.how) for pair in pairs] == [(0, 0, "digit"), (1, 1, "address"), (2, 3, "digit")]
-    assert (left_a, left_b) == ([], [2])
+    pairing = Pairing(["x1", "y2", "z3"], ["a1", "y2", "b2", "c3"])
+    pairing.by_name(str)
+    pairing.by_likeness("digit", *([one[1] for one in rows] for rows in (pairing.a, pairing.b)))
+    assert [tuple(pair) for pair in pairing.pairs] == [(0, 0, "digit"), (1, 1, "address"), (2, 3, "digit")]
+    assert pairing.left() == ([], [2])
+
+
+def test_pairs_between_others_do_not_cross_them():
+    pairing = Pairing(["x", "same", "y"], ["same", "a", "b"])
+    pairing.by_name(str)
+    pairing.by_likeness("any", ["k", None, "k"], [None, "k", "k"], is_between=True)
+    assert [tuple(pair) for pair in pairing.pairs] == [(1, 0, "address"), (2, 1, "any")]
+
+
+class Apart(nn.Module):
+    """Attention with a layer each for queries, keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        y = self.norm(x)
+        return self.out(x + self.o(F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))))
+
+
+class Fused(nn.Module):
+    """The same by other names, with one layer for all three, and the attention by hand."""
+
+    def __init__(self, original, scale=8**-0.5):
+        super().__init__()
+        self.wte, self.ln, self.attn, self.head = (
+            nn.Linear(6, 8),
+            nn.LayerNorm(8),
+            FusedAttention(scale),
+            nn.Linear(8, 3),
+        )
+        with torch.no_grad():
+            for name in ("weight", "bias"):
+                parts = [getattr(getattr(original, one), name) for one in "qkv"]
+                getattr(self.attn.qkv, name).copy_(torch.cat(parts))
+        for mine, theirs in ((self.wte, "embed"), (self.ln, "norm"), (self.attn.proj, "o"), (self.head, "out")):
+            mine.load_state_dict(getattr(original, theirs).state_dict())
+
+    def forward(self, x):
+        x = self.wte(x)
+        return self.head(x + self.attn(self.ln(x)))
+
+
+class FusedAttention(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.qkv, self.proj, self.scale = nn.Linear(8, 24), nn.Linear(8, 8), scale
+
+    def forward(self, y):
+        q, k, v = self.qkv(y).chunk(3, -1)
+        return self.proj((q @ k.transpose(-1, -2) * self.scale).softmax(-1) @ v)
+
+
+def test_a_port_that_fuses_layers_is_the_same_where_it_returns_the_same():
+    torch.manual_seed(0)
+    a = Apart()
+    x = torch.randn(2, 5, 6)
+    traces = [gaff.trace(one, x, backward=lambda y: y.square().sum()) for one in (a, Fused(a))]
+    found = gaff.diff(*traces)
+    assert not found
+    assert {(row.site, row.other) for row in found.rows} >= {("o", "attn.proj"), ("embed", "wte"), ("norm", "ln")}
+    assert set(found.only_a) == {"q", "k", "v"}
+
+
+def test_a_port_with_a_fault_is_told_at_the_first_layer_behind_it():
+    torch.manual_seed(0)
+    a = Apart()
+    x = torch.randn(2, 5, 6)
+    found = gaff.diff(gaff.trace(a, x), gaff.trace(Fused(a, scale=1.0), x))
+    assert (found.first.site, found.first.other) == ("o", "attn.proj")
+    assert "note: between norm, which agrees, and that: q, k, v in A; attn.qkv in B" in str(found)
+
+
+def test_weights_that_were_not_copied_are_named():
+    torch.manual_seed(0)
+    a, b = Apart(), Apart()
+    b.load_state_dict(a.state_dict())
+    with torch.no_grad():
+        b.v.weight.copy_(a.v.weight.roll(1, 0))
+    found = gaff.diff(gaff.trace(a, torch.ones(1, 2, 6)), gaff.trace(b, torch.ones(1, 2, 6)))
+    assert found.first.site == "v"
+    assert "the values of v.weight are not the same in both, the first of 1 of 14 parameters" in str(found)
+
+
+def test_modules_are_paired_by_hand(tmp_path, capsys):
+    torch.manual_seed(0)
+    a, x = Apart(), torch.randn(2, 5, 6)
+    b = Fused(Apart())  # of other weights
+    traces = gaff.trace(a, x), gaff.trace(b, x)
+    found = gaff.diff(*traces, pairs={"o": "attn.proj", "out": "head"})
+    assert {(row.site, row.other) for row in found.rows if row.how == "address"} >= {
+        ("o", "attn.proj"),
+        ("out", "head"),
+    }
+    for name, one in zip("ab", traces, strict=True):
+        one.save(tmp_path / f"{name}.json")
+    files = [str(tmp_path / f"{name}.json") for name in "ab"]
+    assert main(["diff", *files, "--pair", "o=attn.proj", "--json"]) == 3
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert ("o", "attn.proj", "address") in {(row["site"], row["other"], row["how"]) for row in rows}
+    assert main(["diff", *files, "--pair", "o"]) == 1
+    assert "--pair o: expected A=B" in capsys.readouterr().err
+    with pytest.raises(gaff.PlanError, match="pairs names 'x', which is no module of A"):
+        gaff.diff(*traces, pairs={"x": "head"})
 
 
 def test_the_command_tells_saves_and_says_by_its_exit_code(tmp_path, capsys):

@@ -10,6 +10,7 @@ import argparse
 
 from gaff.cli.options import add_columns, add_debug, add_json
 from gaff.cli.parser import number
+from gaff.errors import PlanError
 
 SUMMARY = "tell where two runs, or two traces, first part"
 
@@ -20,6 +21,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), help="a watched run, or a file of gaff trace --out")
     parser.add_argument("--tolerance", type=number, metavar="SHARE", help="the relative difference that is allowed")
+    parser.add_argument(
+        "--pair",
+        action="append",
+        default=[],
+        metavar="A=B",
+        help="of two traces: a module of A and its name in B, with all that is inside; repeatable",
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page")
     add_columns(parser)
     add_json(parser)
@@ -36,7 +44,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.html:
         need_numpy("--html")
-    found = diff(options.a, options.b, tolerance=options.tolerance)
+    pairs = dict(one.split("=", 1) for one in options.pair if "=" in one)
+    if len(pairs) < len(options.pair):
+        raise PlanError(f"--pair {', '.join(options.pair)}: expected A=B, each A once, such as encoder.layer=blocks")
+    found = diff(options.a, options.b, tolerance=options.tolerance, pairs=pairs)
     if options.html:
         found.save(options.html)
     (print if options.json else show)(found.to_json() if options.json else printable(str(found)))

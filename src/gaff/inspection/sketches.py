@@ -29,6 +29,7 @@ from gaff.record.picture import LENGTH
 _PERIOD = 1 << 20
 _LEAST = 0.7  # the smallest size of a weight; chosen, for how well two elements that are exchanged are told apart
 _SIZE = math.sqrt((1 + _LEAST + _LEAST**2) / 3)  # the root of the mean square of numbers between that and 1
+_SOME = 1 << 16  # elements of a parameter that stand for all
 _DENSE = 1 << 24  # elements of a sparse tensor that is written out
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -117,6 +118,15 @@ def digest(tensor: Tensor) -> Tensor:
         part = words[begin : begin + _PERIOD].to(torch.int64)
         total = total * 1000003 + ((part + 1) * factors[: part.numel()]).sum()  # wraps, which is meant
     return total
+
+
+def digest_of_some(tensor: Tensor) -> str:
+    """The digest of all elements of a tensor, or of every nth of a large one; empty of what cannot be read. Waits."""
+    value = readable(tensor.detach())
+    if value is None:
+        return ""
+    flat = value.reshape(-1)
+    return f"{digest(flat[:: (flat.numel() // _SOME) | 1]).item():x}"
 
 
 @lru_cache(maxsize=8)

@@ -96,7 +96,10 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """One parameter and, after a backward pass, its gradient; ``grad`` is None where the trace ran no backward pass."""
+    """One parameter and, after a backward pass, its gradient; ``grad`` is None where the trace ran no backward pass.
+
+    ``digest``: equal for equal bits, as far as they were read (some of a large one); empty where they could not be.
+    """
 
     site: str
     shape: str
@@ -104,6 +107,7 @@ class ParameterRow:
     elements: int
     requires_grad: bool
     grad: Gradient | None = None
+    digest: str = ""
 
 
 _KINDS: dict[str, Any] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gaff.inspection.trace import Trace
 from gaff.record.run import Record
 
 
-def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
+def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, str] | None = None) -> Difference:
     """Where two runs, or two models, first part: ``print(gaff.diff("runs/a", "runs/b"))``.
 
     Args:
@@ -29,11 +30,16 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
         tolerance: the relative difference that is allowed. None: what rounding explains, of traces; of runs their own
             noise from look to look.
 
-    Sites are matched by address, what has no namesake by order and shape. Returns a ``Difference``, which is True where
+        pairs: of two traces, modules of ``a`` that go by another name in ``b``, with all that is inside them:
+            ``{"encoder.layer": "blocks"}``.
+
+    Sites are matched by address. Of traces what has no namesake is matched by its weights, then by what it returns,
+    then, as a guess, by order and shapes; of runs by order and size. Returns a ``Difference``, which is True where
     they part: ``first``, ``rows``, ``verdict``, ``to_json()``, ``save("diff.html")``. Needs no torch; runs need numpy.
 
     Raises:
-        PlanError: for two things that cannot be compared. RecordError: for what cannot be read.
+        PlanError: for two things that cannot be compared, and for ``pairs`` of runs, or that name no module.
+        RecordError: for what cannot be read.
     """
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise PlanError(f"tolerance {tolerance}: expected a relative difference of 0 or more, such as 1e-5")
@@ -42,9 +48,11 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None) -> Difference:
     if isinstance(one, Trace) and isinstance(other, Trace):
         from gaff.inspection.diff.traces import part_traces
 
-        found, why = part_traces(one, other, names, tolerance), "rounding"
+        found, why = part_traces(one, other, names, tolerance, pairs or {}), "rounding"
     elif isinstance(one, Record) and isinstance(other, Record):
         extras.need("numpy", "page", for_="a comparison of two runs")
+        if pairs:
+            raise PlanError("pairs was given for two runs: expected two traces, whose modules may have other names")
         from gaff.inspection.diff.runs import part_records
 
         found, why = part_records(one, other, names, tolerance), "rounding or noise"

@@ -1,13 +1,17 @@
-"""Which rows of two lists are the same thing: by address, then by order and shape.
+"""Which rows of two lists are the same thing: by address, then by what else is asked, in order.
 
 A model that was written anew names its modules differently and keeps their order: the second way relies on that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+from gaff.address.grammar import nearest, parse_site
+from gaff.errors import PlanError
 
 Item = TypeVar("Item")
 
@@ -20,26 +24,72 @@ class Pair(NamedTuple):
     how: str
 
 
-def pair_up(
-    a: Sequence[Item],
-    b: Sequence[Item],
-    name: Callable[[Item], str],
-    likeness: Sequence[tuple[str, Callable[[Item], Hashable]]],
-) -> tuple[list[Pair], list[int], list[int]]:
-    """Pairs in the order of ``a``, and what is left of each.
+class Pairing(Generic[Item]):
+    """The pairs of two lists, found one way after the other; ``pairs`` are in the order of ``a``."""
 
-    ``likeness``: what else is asked of those without a namesake, one after the other, such as ("shape", shape_of):
-    the longest runs of equal ones are paired, as a diff of two texts pairs lines (Ratcliff & Metzener, 1988).
+    def __init__(self, a: Sequence[Item], b: Sequence[Item]) -> None:
+        self.a = a
+        self.b = b
+        self.pairs: list[Pair] = []
+
+    def by_name(self, name: Callable[[Item], str], renamed: Callable[[str], str] = str) -> None:
+        """Pair those of one name; ``renamed`` tells what a name of ``a`` is called in ``b``."""
+        places = {name(item): at for at, item in enumerate(self.b)}
+        names = [renamed(name(item)) for item in self.a]
+        self.pairs += [Pair(at, places[one], "address") for at, one in enumerate(names) if one in places]
+
+    def by_likeness(self, how: str, a: Sequence[Hashable], b: Sequence[Hashable], *, is_between: bool = False) -> None:
+        """Pair those that are left and have equal keys: the longest runs of them, as a diff of two texts pairs lines.
+
+        (Ratcliff & Metzener, 1988.) ``a``, ``b``: the keys of all rows; one whose key is None is left. ``is_between``:
+        both must lie between the same two of the pairs found so far.
+        """
+        left_a, left_b = self.left()
+        between = self._between() if is_between else ([0] * len(self.a), [0] * len(self.b))
+        keys = [
+            [object() if keys[at] is None else (keys[at], places[at]) for at in left]
+            for keys, left, places in ((a, left_a, between[0]), (b, left_b, between[1]))
+        ]
+        for block in SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
+            self.pairs += [Pair(left_a[block.a + at], left_b[block.b + at], how) for at in range(block.size)]
+        self.pairs.sort()
+
+    def left(self) -> tuple[list[int], list[int]]:
+        """The places in either list that have no partner yet."""
+        taken_a, taken_b = {pair.a for pair in self.pairs}, {pair.b for pair in self.pairs}
+        return ([at for at in range(len(self.a)) if at not in taken_a],
+                [at for at in range(len(self.b)) if at not in taken_b])  # fmt: skip
+
+    def _between(self) -> tuple[list[int], list[int]]:
+        """For each place of either list, which pair is the last before it."""
+        numbers = {pair.a: at for at, pair in enumerate(self.pairs)}, {pair.b: at for at, pair in enumerate(self.pairs)}
+        found: tuple[list[int], list[int]] = [], []
+        for known, places, rows in zip(numbers, found, (self.a, self.b), strict=True):
+            last = -1
+            for at in range(len(rows)):
+                last = known.get(at, last)
+                places.append(last)
+        return found
+
+
+def renaming(pairs: Mapping[str, str], paths: tuple[set[str], set[str]]) -> Callable[[str], str]:
+    """What an address of A is called in B, where modules, or parents of them, go by other names there: ``pairs``.
+
+    ``paths``: those of the modules of both. The longest path counts. Raises PlanError for one that none of them has.
     """
-    places = {name(item): at for at, item in enumerate(b)}
-    pairs = [Pair(at, places[name(item)], "address") for at, item in enumerate(a) if name(item) in places]
-    for how, key in likeness:
-        taken_a, taken_b = {pair.a for pair in pairs}, {pair.b for pair in pairs}
-        left_a = [at for at in range(len(a)) if at not in taken_a]
-        left_b = [at for at in range(len(b)) if at not in taken_b]
-        matcher = SequenceMatcher(None, [key(a[at]) for at in left_a], [key(b[at]) for at in left_b], autojunk=False)
-        for block in matcher.get_matching_blocks():
-            pairs += [Pair(left_a[block.a + at], left_b[block.b + at], how) for at in range(block.size)]
-    pairs.sort()
-    taken_a, taken_b = {pair.a for pair in pairs}, {pair.b for pair in pairs}
-    return pairs, [at for at in range(len(a)) if at not in taken_a], [at for at in range(len(b)) if at not in taken_b]
+    for path, known, name in (
+        (path, known, name) for pair in pairs.items() for path, known, name in zip(pair, paths, "AB", strict=True)
+    ):
+        if path not in known:
+            raise PlanError(f"pairs names {path!r}, which is no module of {name}: {nearest(path, sorted(known))}")
+
+    def renamed(address: str) -> str:
+        site = parse_site(address)
+        parents = [path for path in pairs if site.path == path or site.path.startswith(f"{path}.") or not path]
+        if not parents:
+            return address
+        longest = max(parents, key=len)
+        rest = site.path[len(longest) :].lstrip(".")
+        return str(replace(site, path=".".join(part for part in (pairs[longest], rest) if part)))
+
+    return renamed

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown, state_of
-from gaff.inspection.diff.pairs import pair_up
+from gaff.inspection.diff.pairs import Pairing
 from gaff.record.cube import Cube, read_cubes
 from gaff.record.run import Record
 from gaff.record.sample import port_of
@@ -57,12 +57,11 @@ def part_records(a: Record, b: Record, names: tuple[str, str], tolerance: float 
     others follow.
     """
     lines_a, lines_b = _lines(a), _lines(b)
-    pairs, left_a, left_b = pair_up(
-        lines_a,
-        lines_b,
-        lambda line: line.name,
-        [("order and size", lambda line: (line.phase, line.port, line.elements))],
-    )
+    pairing = Pairing(lines_a, lines_b)
+    pairing.by_name(lambda line: line.name)
+    sizes = [[(line.phase, line.port, line.elements) for line in lines] for lines in (lines_a, lines_b)]
+    pairing.by_likeness("order and size", *sizes)
+    pairs, (left_a, left_b) = pairing.pairs, pairing.left()
     types = _types(a), _types(b)
     rounding = max([_ROUNDING, *(_COARSE * ROUNDOFF.get(one, 0.0) for one in types[0] | types[1])])
     rows = _batches(a, b, types, (lines_a, lines_b)) + _losses(a, b, tolerance, rounding)

@@ -8,11 +8,12 @@ norm of the difference, or where there are none by their moments. What rounding 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 
+from gaff.address.grammar import parse_site
 from gaff.inspection.diff.difference import ROUNDOFF, Difference, DiffRow, shown, state_of
-from gaff.inspection.diff.pairs import Pair, pair_up
+from gaff.inspection.diff.pairs import Pair, Pairing, renaming
 from gaff.inspection.trace import Trace
 from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
 
@@ -20,32 +21,27 @@ _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error
 _LITTLE = 2.0**-60  # a difference too small to be told
 _LEAST = 1e-3  # of the median norm of gradients
 _NUMBERS = ("mean", "std", "min", "max")
+_GUESSED = ("class and shapes", "shape")  # what may be another thing after all
 _WHOLE = ("int", "uint", "bool")  # beginnings of the names of types
 
 
-def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | None) -> Difference:
+def part_traces(
+    a: Trace, b: Trace, names: tuple[str, str], tolerance: float | None, renamed: Mapping[str, str]
+) -> Difference:
     """The difference of two traces, under these names; ``tolerance`` None: what rounding explains.
 
-    Rows come in the order in which values were made: the input, forward, backward from the end, then the gradients of
-    parameters. Gradients are compared where both traces have a backward pass.
+    ``renamed``: modules of A by the names that they have in B. Calls that were only guessed to be the same, by their
+    order and shapes, are not where two models part that return the same in the end. Rows come in the order in which
+    values were made: the input, forward, backward from the end, then the gradients of parameters. Gradients are
+    compared where both traces have a backward pass.
     """
-    pairs, left_a, left_b = pair_up(
-        a.rows,
-        b.rows,
-        lambda row: row.site,
-        [("class and shapes", lambda row: (row.cls, row.input, row.output)), ("shape", lambda row: row.output)],
-    )
-    made = _made(a)
-    pairs.sort(key=lambda pair: made[pair.a])
-    rows: list[DiffRow] = []
+    pairing = _paired(a, b, renamed)
+    pairs, rows = _forwards(a, b, pairing, tolerance)
+    pairing.pairs = sorted(pairs)
+    left_a, left_b = pairing.left()
+    compared = len(rows)
     if a.given.digest and b.given.digest:
-        rows.append(_input(a, b, tolerance))
-    compared = 0
-    for order, pair in enumerate(pairs):
-        one, other = a.rows[pair.a], b.rows[pair.b]
-        found = _forward(one, other, pair.how, _allowed(tolerance, order, one, other))
-        rows += found
-        compared += bool(found)
+        rows.insert(0, _input(a, b, tolerance))
     forward = len(pairs)
     if a.has_backward and b.has_backward:
         least = _LEAST * _middle([row.grad_output for row in (*a.rows, *b.rows)])
@@ -54,17 +50,129 @@ def part_traces(a: Trace, b: Trace, names: tuple[str, str], tolerance: float | N
             allowed = _allowed(tolerance, forward + order, one, other)
             sites = one.site, other.site
             rows += _backward(sites, (one.grad_output, other.grad_output), "backward", pair.how, allowed, least)
-        rows += _parameters(a, b, tolerance, 2 * forward)
-    notes = _remarks(a, b, pairs, rows)
+        rows += _parameters(a, b, pairing, tolerance, 2 * forward)
+    notes = [*_remarks(a, b, pairs, rows), *_weights(a, b, pairing), *_between(a, b, pairs, rows)]
     if compared < len(pairs):
         notes.append(f"{len(pairs) - compared} calls returned nothing that can be compared: no real elements")
     if a.has_backward != b.has_backward:
         notes.append("only one of them has a backward pass: gradients were not compared")
-    by_order = sum(pair.how != "address" for pair in pairs)
-    if by_order:
-        notes.append(f"{by_order} of {len(pairs)} calls have no namesake: matched by their order and shape")
+    others = [pair.how for pair in pairs if pair.how != "address"]
+    if others:
+        ways = ", ".join(f"{others.count(how)} by {how}" for how in dict.fromkeys(others))
+        notes.append(f"{len(others)} of {len(pairs)} calls have no namesake: {ways}")
     only_a, only_b = tuple(a.rows[at].site for at in left_a), tuple(b.rows[at].site for at in left_b)
     return Difference(*names, tuple(rows), only_a, only_b, tuple(notes))
+
+
+def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
+    """Which calls are the same thing: by address, by weights, by what they return, then by order and shapes.
+
+    The last are guesses, between two calls that are known to be the same; what has calls inside is none that has none.
+    """
+    pairing = Pairing(a.rows, b.rows)
+    paths = {row.path for row in a.rows}, {row.path for row in b.rows}
+    pairing.by_name(lambda row: row.site, renaming(renamed, paths) if renamed else str)
+    pairing.by_likeness("weights", *(_weights_of_calls(trace) for trace in (a, b)))
+    pairing.by_likeness("what they return", *_returned(a, b))
+    leaves = [_has_no_calls(trace) for trace in (a, b)]
+    shapes = [
+        [(row.output, is_leaf) for row, is_leaf in zip(trace.rows, known, strict=True)]
+        for trace, known in zip((a, b), leaves, strict=True)
+    ]
+    classes = [
+        [(row.cls, row.input, *key) for row, key in zip(trace.rows, keys, strict=True)]
+        for trace, keys in zip((a, b), shapes, strict=True)
+    ]
+    pairing.by_likeness(_GUESSED[0], *classes, is_between=True)
+    pairing.by_likeness(_GUESSED[1], *shapes, is_between=True)
+    return pairing
+
+
+def _weights_of_calls(trace: Trace) -> list[Hashable]:
+    """For each call the digests of its module's own parameters; None of ops, and where there are none to compare."""
+    known: dict[str, list[str]] = {}
+    for row in trace.parameters:
+        known.setdefault(_owner(row), []).append(row.digest)
+    found = [known.get(row.path, []) if row.parameters else [] for row in trace.rows]
+    return [tuple(sorted(digests)) if digests and all(digests) else None for digests in found]
+
+
+def _owner(row: ParameterRow) -> str:
+    """The path of the module that has a parameter."""
+    return parse_site(row.site).path.rpartition(".")[0]
+
+
+def _returned(a: Trace, b: Trace) -> tuple[list[Hashable], list[Hashable]]:
+    """For each call a key that is equal where two calls have returned the same, but for rounding; None without any."""
+    near: list[Hashable] = []
+    for other in b.rows:
+        size = math.hypot(*other.fingerprint.sketch)
+        found = None
+        for at, one in enumerate(a.rows if other.fingerprint.digest else ()):
+            if one.output == other.output and one.fingerprint.odd == other.fingerprint.odd:
+                allowed = _allowed(None, at, one, other)
+                is_near = abs(math.hypot(*one.fingerprint.sketch) - size) <= 2 * allowed * size
+                delta = _sketched(one.fingerprint, other.fingerprint) if is_near else math.inf
+                if delta <= allowed and (found is None or delta < found[0]):
+                    found = delta, at
+        near.append(None if found is None else found[1])
+    kept: list[Hashable] = [at if at in set(near) else None for at in range(len(a.rows))]
+    return kept, near
+
+
+def _has_no_calls(trace: Trace) -> list[bool]:
+    """For each call whether no other was made inside it."""
+    depths = [*(row.depth for row in trace.rows), 0]
+    return [inner <= outer for outer, inner in pairwise(depths)]
+
+
+def _forwards(
+    a: Trace, b: Trace, pairing: Pairing[CallRow], tolerance: float | None
+) -> tuple[list[Pair], list[DiffRow]]:
+    """The pairs in the order in which values were made, and a row for each that can be compared.
+
+    Guesses that part are left out where the whole models, or what they return, agree: such a pair is none.
+    """
+    made = _made(a)
+    told = []
+    for order, pair in enumerate(sorted(pairing.pairs, key=lambda pair: made[pair.a])):
+        one, other = a.rows[pair.a], b.rows[pair.b]
+        told.append((pair, _forward(one, other, pair.how, _allowed(tolerance, order, one, other))))
+    if told and all(row.state != "parted" for row in told[-1][1]) and told[-1][0].how not in _GUESSED:
+        told = [(pair, rows) for pair, rows in told
+                if pair.how not in _GUESSED or all(row.state != "parted" for row in rows)]  # fmt: skip
+    return [pair for pair, _ in told], [row for _, rows in told for row in rows]
+
+
+def _between(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
+    """A note about what either model does between the last place that agrees and the first that does not, alone."""
+    forward = [row for row in rows if row.phase == "forward"]
+    parted = next((at for at, row in enumerate(forward) if row.state == "parted"), 0)
+    if not parted or any(row.state == "parted" for row in rows[: rows.index(forward[parted])]):
+        return []
+    told = []
+    for name, trace, taken, sites in (
+        ("A", a, {pair.a for pair in pairs}, [row.site for row in forward[parted - 1 : parted + 1]]),
+        ("B", b, {pair.b for pair in pairs}, [row.other for row in forward[parted - 1 : parted + 1]]),
+    ):
+        made = _made(trace)
+        first, last = (made[next(at for at, row in enumerate(trace.rows) if row.site == site)] for site in sites)
+        alone = [row.site for at, row in enumerate(trace.rows) if first < made[at] < last and at not in taken]
+        told += [f"{', '.join(alone[:4])}{' ...' if alone[4:] else ''} in {name}"] if alone else []
+    return [f"between {forward[parted - 1].site}, which agrees, and that: {'; '.join(told)}"] if told else []
+
+
+def _weights(a: Trace, b: Trace, pairing: Pairing[CallRow]) -> list[str]:
+    """A note about parameters that are not the same in both, though most are: the first of them."""
+    pairs = _paired_parameters(a, b, pairing)
+    both = [(a.parameters[pair.a], b.parameters[pair.b]) for pair in pairs]
+    known = [(one, other) for one, other in both if one.digest and other.digest]
+    apart = [(one, other) for one, other in known if one.digest != other.digest and one.dtype == other.dtype]
+    if not apart or 2 * len(apart) > len(known):
+        return []
+    one, other = (parse_site(row.site).path for row in apart[0])
+    where = one if one == other else f"{one} ({other} in B)"
+    return [f"the values of {where} are not the same in both, the first of {len(apart)} of {len(known)} parameters"]
 
 
 def _remarks(a: Trace, b: Trace, pairs: Sequence[Pair], rows: Sequence[DiffRow]) -> list[str]:
@@ -255,16 +363,33 @@ def _told(gradient: Gradient) -> str:
     return f"None: {gradient.reason}" if gradient.norm is None else shown(gradient.norm)
 
 
-def _parameters(a: Trace, b: Trace, tolerance: float | None, order: int) -> list[DiffRow]:
-    """Rows for the gradients of parameters, matched by address, then by shape in order.
+def _paired_parameters(a: Trace, b: Trace, calls: Pairing[CallRow]) -> list[Pair]:
+    """Parameters that are the same thing: those of one address, and of modules that are, by name and then by shape."""
+    pairing = Pairing(a.parameters, b.parameters)
+    pairing.by_name(lambda row: row.site)
+    owners: tuple[dict[str, int], dict[str, int]] = {}, {}
+    for at, pair in enumerate(calls.pairs):
+        owners[0].setdefault(a.rows[pair.a].path, at)
+        owners[1].setdefault(b.rows[pair.b].path, at)
+    held = [[known.get(_owner(row)) for row in trace.parameters] for trace, known in zip((a, b), owners, strict=True)]
+    for how in ("name", "shape"):
+        keys = [
+            [None if owner is None else (owner, row.shape, row.site.rpartition(".")[2] if how == "name" else "")
+             for row, owner in zip(trace.parameters, known, strict=True)]
+            for trace, known in zip((a, b), held, strict=True)
+        ]  # fmt: skip
+        pairing.by_likeness(how, *keys)
+    return pairing.pairs
+
+
+def _parameters(a: Trace, b: Trace, calls: Pairing[CallRow], tolerance: float | None, order: int) -> list[DiffRow]:
+    """Rows for the gradients of parameters that are the same thing.
 
     ``order``: how many calls came before, both ways, for the tolerance.
     """
-    by_shape: Callable[[ParameterRow], Any] = lambda row: row.shape  # noqa: E731
-    pairs, _, _ = pair_up(a.parameters, b.parameters, lambda row: row.site, [("shape", by_shape)])
     rows: list[DiffRow] = []
     least = _LEAST * _middle([row.grad for row in (*a.parameters, *b.parameters)])
-    for pair in pairs:
+    for pair in _paired_parameters(a, b, calls):
         one, other = a.parameters[pair.a], b.parameters[pair.b]
         sites = tuple(row.site.removesuffix(":param") + ":grad" for row in (one, other))
         allowed = _allowed(tolerance, order, one, other)
