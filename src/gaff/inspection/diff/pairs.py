@@ -46,11 +46,11 @@ class Pairing(Generic[Item]):
         """
         left_a, left_b = self.left()
         between = self._between() if is_between else ([0] * len(self.a), [0] * len(self.b))
-        keys = [
-            [object() if keys[at] is None else (keys[at], places[at]) for at in left]
-            for keys, left, places in ((a, left_a, between[0]), (b, left_b, between[1]))
+        keys: list[list[Hashable]] = [
+            [object() if row[at] is None else (row[at], places[at]) for at in left]
+            for row, left, places in ((a, left_a, between[0]), (b, left_b, between[1]))
         ]
-        for block in SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
+        for block in SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
             self.pairs += [Pair(left_a[block.a + at], left_b[block.b + at], how) for at in range(block.size)]
         self.pairs.sort()
 
