@@ -6,7 +6,7 @@ import math
 from gaff.integrations.rows import DERIVED, sound
 from gaff.record.finding import Finding
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogWriter
-from gaff.record.matrix import Layout, byte_of, pack, pack_series, to_bytes
+from gaff.record.matrix import Layout, pack, pack_series, share_of, to_bytes
 
 CORE = ("count", "mean", "std", "min", "max", "zeros", "nan", "positive_inf", "negative_inf")
 EXTRAS = ("saturated", "dead")
@@ -40,6 +40,11 @@ def number(step, row, column):
         special = {"count": 0.0, "mean": NAN, "std": NAN, "min": INF, "max": -INF, "nan": 7.0}
         return special.get(name, 0.0)
     return float(step + 1) + row / 4 + column / 8
+
+
+def byte_of(share):
+    """The byte that stands for the nearest share."""
+    return min(range(256), key=lambda byte: abs(share_of(byte) - share))
 
 
 class MadeRun:

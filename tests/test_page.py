@@ -28,11 +28,30 @@ from gaff.inspection.saved import load
 from gaff.record.cube import read_cubes
 from gaff.record.log import EVENT, SERIES
 from gaff.record.matrix import pack_series
-from gaff.views.page.chunks import Chunks, from_log16, to_log16
+from gaff.views.page import chunks
+from gaff.views.page.chunks import Chunks, to_log16
 from gaff.views.page.document import asset
 from gaff.views.page.live import Board, Server
 from gaff.views.page.run import document, run_of
 from made_records import HOSTILE, MadeRun, make
+
+
+def from_log16(codes, *, is_signed):
+    """The values that codes stand for, as float64 of the same shape: what the page's script makes of them."""
+    codes = np.asarray(codes).astype(np.int32)
+    if is_signed:
+        found = np.sign(codes) * np.exp2((np.abs(codes) - chunks._SHIFT) / chunks.PER_OCTAVE_SIGNED)
+    else:
+        found = np.exp2(codes / chunks.PER_OCTAVE)
+    for code, value in (
+        (chunks.MISSING, np.nan),
+        (chunks.ZERO, 0.0),
+        (chunks.INF, np.inf),
+        (chunks.NEGATIVE_INF, -np.inf),
+    ):
+        found[codes == code] = value
+    return found
+
 
 NAN = math.nan
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)

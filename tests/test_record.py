@@ -17,7 +17,8 @@ from gaff.errors import RecordError
 from gaff.inspection.saved import load
 from gaff.record.finding import Finding
 from gaff.record.log import EVENT, LAYOUT, MATRIX, SERIES, LogReader, LogWriter
-from gaff.record.matrix import Layout, byte_of, pack, pack_series, share_of, to_bytes, unpack, unpack_series
+from gaff.record.matrix import Layout, pack, pack_series, share_of, to_bytes, unpack, unpack_series
+from made_records import byte_of
 
 LAYOUT_OF_TWO = Layout(0, "activations", (("m", "a"), ("m", "b")), (("count", "d"), ("mean", "f")), True)
 

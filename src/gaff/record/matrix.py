@@ -212,10 +212,3 @@ def to_bytes(code: str, values: Sequence[float]) -> bytes:
 def share_of(byte: int) -> float:
     """The share that a byte stands for: 0 is none, 1 to 255 go from 2**-24 to 1 on a logarithmic scale."""
     return 0.0 if byte == 0 else 2.0 ** ((byte - 255) * _OCTAVES / 254)
-
-
-def byte_of(share: float) -> int:
-    """The byte that is nearest to a share on the scale of ``share_of``; anything above zero is at least 1."""
-    if share <= 0:
-        return 0
-    return max(1, min(255, round(255 + math.log2(share) * 254 / _OCTAVES)))

@@ -196,10 +196,7 @@ class Watcher:
             self._complete()
 
     def _backward_begins(self, losses: Any) -> None:
-        """A backward pass is about to begin from ``losses``: note each, and tell a spike or one that is not finite.
-
-        A pass of other models than those that were given is none of ours.
-        """
+        """A backward pass of ours begins: note its ``losses``, and tell a spike, or one that is not finite."""
         self._calls.left_model()
         owned = [(at, loss, self._batches.whose(self._models, loss)) for at, loss in _scalars(losses)]
         if owned and all(whose is None for *_, whose in owned):
@@ -219,9 +216,6 @@ class Watcher:
                 self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
             if noted.is_nonfinite:
                 self._origin.find(f"the loss {noted.name!r}", self.step, sampled, has_gradients=False, loss=loss)
-
-    def _clipped(self, norm: Any, most: Any) -> None:
-        self._losses.clipped(norm, most, is_stale=self._steps.lost.is_stale(self._steps.optimizers.counts))
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""

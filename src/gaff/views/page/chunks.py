@@ -94,18 +94,6 @@ def to_log16(values: Any) -> tuple[Any, bool]:
     return codes, is_signed
 
 
-def from_log16(codes: Any, *, is_signed: bool) -> Any:
-    """The values that codes stand for, as float64 of the same shape: what the page's script makes of them."""
-    codes = np.asarray(codes).astype(np.int32)
-    if is_signed:
-        found = np.sign(codes) * np.exp2((np.abs(codes) - _SHIFT) / PER_OCTAVE_SIGNED)
-    else:
-        found = np.exp2(codes / PER_OCTAVE)
-    for code, value in ((MISSING, np.nan), (ZERO, 0.0), (INF, np.inf), (NEGATIVE_INF, -np.inf)):
-        found[codes == code] = value
-    return found
-
-
 def _planes(values: Any) -> bytes:
     """The bytes of an array in planes: all first bytes of its elements, then all second ones, and so on.
 
