@@ -25,6 +25,7 @@ REFUSED = {
     "rows by a mask": (lambda: keep.rows(MASK), PlanError, "of a mask, mask.nonzero"),
     "rows by a mask of NumPy": (lambda: keep.rows(MASK.numpy()), PlanError, "of a mask"),
     "heads by truth values": (lambda: keep.heads([True, True], 2), PlanError, "of a mask"),
+    "a head that there is not": (lambda: keep.heads(7, 4), PlanError, "head 7 of 4 was asked for: expected -4 to 3"),
     "no heads": (lambda: keep.heads(0, 0), PlanError, "count=0"),
     "rows by name": (lambda: keep.rows("a"), PlanError, "expected a whole number"),
     "rows by None": (lambda: keep.rows(None), PlanError, "expected a whole number"),

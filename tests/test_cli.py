@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gaff
-from gaff.cli import COMMANDS, export, main, parser_of
+from gaff.cli import COMMANDS, export, main, parser_of, tensors
 
 DIGITS = "examples/digits.py:model"
 IMAGE = "examples/digits.py:image"
@@ -643,3 +643,21 @@ for count in range(5):
     code, out, _ = run(capsys, "nan", "--again", str(path))
     assert code == 3
     assert told in out
+
+
+def test_features_are_arrays_of_numpy_by_the_ending(tmp_path, capsys):
+    one, several = tmp_path / "one.npy", tmp_path / "several.npz"
+    assert main(["take", DIGITS, "head.hidden", "--input", IMAGE, "--out", str(one)]) == 0
+    assert main(["take", DIGITS, "head.hidden", "features", "--input", IMAGE, "--out", str(several)]) == 0
+    capsys.readouterr()
+    arrays = numpy.load(several)
+    assert set(arrays) == {"head.hidden", "features"}
+    assert numpy.array_equal(numpy.load(one), arrays["head.hidden"])
+    assert main(["take", DIGITS, "head.hidden", "features", "--input", IMAGE, "--out", str(one)]) == 1
+    assert "holds one array, and there are 2 tensors: expected .npz" in capsys.readouterr().err
+    assert numpy.array_equal(numpy.load(one), arrays["head.hidden"])  # what was there stays
+
+
+def test_a_type_that_numpy_lacks_is_refused_by_its_address():
+    with pytest.raises(gaff.PlanError, match="a: NumPy takes no torch.bfloat16 of torch.strided"):
+        tensors.save_values({"a": torch.ones(2, dtype=torch.bfloat16)}, None, "x.npy", "")

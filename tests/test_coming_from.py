@@ -196,6 +196,12 @@ def test_transformer_lens_hooks_change_heads():
         run_with_cache(nn.Linear(2, 2), torch.ones(1, 2))
 
 
+@pytest.mark.parametrize("run", [run_with_cache, run_with_hooks])
+def test_a_text_has_no_tokens_here(run):
+    with pytest.raises(PlanError, match="a text was given: expected tokens"):
+        run(llama(), "some words")
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

@@ -275,3 +275,19 @@ def test_an_edit_by_name_in_a_run_that_makes_the_stream_otherwise_raises():
 def test_an_input_that_cannot_be_copied_is_refused():
     with pytest.raises(PlanError, match="which cannot be copied"):
         gaff.sites(llama(), tokens(), some=(one for one in ()), names=True)
+
+
+def test_a_standard_name_without_its_prefix_is_found_out():
+    with pytest.raises(SiteError, match="it is one of its standard names; address it as names:resid_post.0"):
+        gaff.capture(llama(), "resid_post.0")
+
+
+def test_names_that_a_pattern_has_found_are_those_of_the_file_too(tmp_path):
+    model = llama()
+    with gaff.capture(model, "names:resid_post.*") as got:
+        model(tokens())
+    got.save(tmp_path / "x.safetensors")
+    again = gaff.load(tmp_path / "x.safetensors")
+    assert list(again) == list(got)
+    assert "names:resid_post.0" in got
+    assert torch.equal(again["names:resid_post.0"], got["names:resid_post.0"])

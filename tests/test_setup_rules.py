@@ -124,6 +124,11 @@ def test_weights_that_begin_all_alike(tmp_path):
             lambda layer: nn.init.zeros_(layer.weight) if isinstance(layer, nn.Linear) else None),
     )  # fmt: skip
     assert side.state == "healthy"  # side by side, each learns
+    deep = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 1))
+    for parameter in deep.parameters():
+        nn.init.constant_(parameter, 0.1)
+    told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path / "deep", steps=120, model=deep)
+    assert told.name == "symmetric_units"  # though the loss falls
     alone = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     nn.init.zeros_(alone[-1].weight)  # the last layer only, as many begin
     told = regression(lambda model, x, y: F.mse_loss(model(x), y), tmp_path / "last", model=alone)

@@ -945,3 +945,19 @@ def test_one_loss_of_several_models_or_of_several_steps_is_one_series(tmp_path):
             for optimizer in optimizers:
                 optimizer.step()
     assert [name for name in gaff.load(tmp_path / "run").scalars if name.startswith("loss")] == ["loss:loss"]
+
+
+def test_the_norm_of_gradients_of_which_some_are_nan_is_no_finite_number(tmp_path):
+    """NaN there is a look that was left out: infinite is what is told."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gaff.watch(model, optimizer, out=tmp_path / "run", every=1):
+        for step in range(6):
+            optimizer.zero_grad()
+            spoiled = (
+                (model.weight.sum() - model.weight.sum()).sqrt() if step == 5 else 0
+            )  # zero, with a gradient of NaN
+            (model(torch.ones(8, 4)).square().mean() + spoiled).backward()
+            optimizer.step()
+    norms = gaff.load(tmp_path / "run").scalar("grad_norm").values
+    assert [math.isfinite(one) for one in norms] == [True] * 5 + [False]

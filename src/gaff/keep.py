@@ -180,7 +180,11 @@ def heads(index: int | Sequence[int], count: int) -> Heads:
     """Keep some heads of ``[..., count * width]``, as ``[..., len(index), width]``; ``count``: how many there are."""
     if _one(count, "count") < 1:
         raise PlanError(f"count={count!r} given: expected how many heads there are, 1 or more")
-    return Heads(whole_numbers(index, "index"), _one(count, "count"))
+    numbers = whole_numbers(index, "index")
+    for one in numbers:
+        if not -count <= one < count:
+            raise PlanError(f"head {one} of {count} was asked for: expected {-count} to {count - 1}")
+    return Heads(numbers, count)
 
 
 def mean(*dim: int) -> Reduce:

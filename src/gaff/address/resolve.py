@@ -26,7 +26,7 @@ from gaff.address.grammar import (
     nearest,
     parse,
 )
-from gaff.address.names import sites_of
+from gaff.address.names import sites_of, standard_names
 from gaff.errors import PlanError, SiteError
 
 if TYPE_CHECKING:
@@ -431,6 +431,8 @@ def _no_module(model: nn.Module, site: Site) -> str:
     what = f"no module {site.path!r} in {type(model).__name__} of {len(paths)} modules"
     if site.path in states:
         return f"{what}: it is a parameter; address it as {site.path}:param or {site.path}:grad"
+    if site.path in standard_names(by_path(model)):
+        return f"{what}: it is one of its standard names; address it as names:{site.path}"
     graph = "; an exported graph knows only modules that ran operations" if hasattr(unwrap(model), "untold") else ""
     return f"{what}{graph}; nearest: {', '.join(nearest(site.path, paths)) or 'none, see gaff.sites(model)'}"
 

@@ -19,7 +19,7 @@ INPUT_HELP = (
     "or a text for a model with a tokenizer"
 )
 RUN_HELP = "the folder that gaff watch --out has written"
-_ENDING = ".safetensors"
+_ENDINGS = ".safetensors, .npz (arrays of NumPy by address), .npy (a single one)"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +47,13 @@ def add_backward(parser: argparse.ArgumentParser) -> None:
 
 def add_tensor_file(parser: argparse.ArgumentParser, what: str) -> None:
     """The file that ``what`` is written to: ``options.out``; ``check_tensor_file`` refuses other kinds of files."""
-    parser.add_argument("--out", metavar="FILE", help=f"write the {what} to this {_ENDING} file")
+    parser.add_argument("--out", metavar="FILE", help=f"write the {what} to this file: {_ENDINGS}")
 
 
 def check_tensor_file(out: str | None) -> None:
     """Raises PlanError for a file of another kind, before a model is built for it."""
-    if out is not None and not out.endswith(_ENDING):
-        raise PlanError(f"--out {out!r} has another ending: expected a file name ending in {_ENDING}")
+    if out is not None and not out.endswith((".safetensors", ".npy", ".npz")):
+        raise PlanError(f"--out {out!r} has another ending: expected a file name ending in {_ENDINGS}")
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:

@@ -42,12 +42,12 @@ def run(options: argparse.Namespace) -> int:
     inputs = [site for site in options.sites if ".py:" in site or site.startswith(("randn:", "zeros:", "ones:"))]
     if inputs:
         raise PlanError(f"{inputs[0]!r} looks like an input, where a site is expected: give it as --input {inputs[0]}")
+    from gaff.cli.tensors import save_values, tensors_of
+
     features, receipt = _taken(options)
     if options.out is not None:
-        from gaff.cli.tensors import save_values
-
         save_values(features, receipt, options.out, options.model)
-    _print(_tensors(features), options)
+    _print(tensors_of(features), options)
     return 0
 
 
@@ -68,21 +68,6 @@ def _taken(options: argparse.Namespace) -> tuple[dict[str, Any], Receipt]:
     except TypeError as error:
         raise need_input(options.input, error) from error
     return found, extractor.receipt
-
-
-def _tensors(features: dict[str, Any]) -> dict[str, Tensor]:
-    """Every tensor of the features, under its own address."""
-    from dataclasses import replace
-
-    from gaff.address.grammar import parse_site
-    from gaff.address.nested import iter_tensors
-
-    tensors = {}
-    for address, value in features.items():
-        site = parse_site(address)
-        for key, tensor in iter_tensors(value):
-            tensors[str(replace(site, key=(*site.key, *key))) if key else address] = tensor
-    return tensors
 
 
 def _print(features: dict[str, Tensor], options: argparse.Namespace) -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from gaff.address.grammar import parse_site
 from gaff.address.nested import iter_tensors
 from gaff.cli.models import load_name
 from gaff.compat.extras import need
+from gaff.compat.files import replacing
 from gaff.errors import PlanError
 from gaff.sessions.receipt import Receipt
 from gaff.sessions.saved_capture import write_values
@@ -39,8 +42,41 @@ def mean_of_first(output: Any) -> Tensor:
 def save_values(values: Mapping[str, Any], receipt: Receipt, path: str, model: str) -> None:
     """Write values by address as a capture of one run, which ``gaff.load`` reads; ``model`` is noted in the file.
 
-    Makes the folders that are missing. Raises PlanError where the package safetensors is not installed.
+    The tensors alone, as arrays of NumPy, where the ending is ``.npz`` or ``.npy``. Makes the folders that are missing.
+    Raises PlanError where the package that writes such files is not installed, for several tensors in one ``.npy``, and
+    for types that NumPy does not have.
     """
-    need("safetensors.torch", "files", for_="--out")
+    is_numpy = path.endswith((".npy", ".npz"))
+    package: Any = need("numpy" if is_numpy else "safetensors.torch", "files", for_="--out")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_values(path, values, receipt, model)
+    if not is_numpy:
+        write_values(path, values, receipt, model)
+        return
+    arrays = {address: _array(address, tensor) for address, tensor in tensors_of(values).items()}
+    if path.endswith(".npy") and len(arrays) != 1:
+        raise PlanError(f"--out {path!r} holds one array, and there are {len(arrays)} tensors: expected .npz")
+    with replacing(path) as draft, draft.open("wb") as file:
+        if path.endswith(".npy"):
+            package.save(file, *arrays.values())
+        else:
+            package.savez(file, **arrays)
+
+
+def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor in values by address, each under its own address."""
+    tensors = {}
+    for address, value in values.items():
+        site = parse_site(address)
+        for key, tensor in iter_tensors(value):
+            tensors[str(replace(site, key=(*site.key, *key))) if key else address] = tensor
+    return tensors
+
+
+def _array(address: str, tensor: Tensor) -> Any:
+    """A tensor as an array. Raises PlanError where NumPy has no such thing."""
+    try:
+        return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError) as error:  # bfloat16 and float8, sparse, nested, quantized tensors
+        raise PlanError(
+            f"{address}: NumPy takes no {tensor.dtype} of {tensor.layout}: {error}; use .safetensors"
+        ) from None

@@ -48,7 +48,8 @@ _SHORT = {"resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_p
 _OWN = ("names_filter", "remove_batch_dim", "fwd_hooks")
 # Options of TransformerLens' functions and of its models' forward that mean something which is not done here.
 _NOT_HERE = {
-    "bwd_hooks": "gaff.edit of 'h.3:grad_output'", "incl_bwd": "gaff.capture of 'h.3:grad_output'",
+    "bwd_hooks": "gaff.edit of a name's gradient, such as 'names:resid_post.3:grad_output'",
+    "incl_bwd": "gaff.capture of a name's gradient, such as 'names:resid_post.3:grad_output'",
     "pos_slice": "a slice of what is kept", "stop_at_layer": "gaff.take, which stops by itself", "start_at_layer": "",
     "return_type": "what the model itself returns", "return_cache_object": "dict(cache)", "device": "tensor.to(device)",
     "reset_hooks": "", "reset_hooks_end": "", "clear_contexts": "", "loss_per_token": "", "prepend_bos": "",
@@ -200,7 +201,7 @@ def run_with_cache(
 
     Raises SiteError for a hook that the model has not, PlanError for a model without any.
     """
-    _need_known(model, kwargs)
+    _need_known(model, args, kwargs)
     known = hook_names(model, args, kwargs)
     chosen = _chosen(known, names_filter)
     plan = Plan.of(*(f"names:{known[hook]}" for hook in chosen), graph=torch.is_grad_enabled())
@@ -229,7 +230,7 @@ def run_with_hooks(
     ``fwd_hooks``: pairs of a hook's name (or a function of names) and a function ``(activation, hook)`` that returns
     another activation, or None for the same. It is given a copy, and may write into that. Raises as ``run_with_cache``.
     """
-    _need_known(model, kwargs)
+    _need_known(model, args, kwargs)
     known = hook_names(model, args, kwargs)
     batch = next((tuple(one.shape[:2]) for _, one in iter_tensors((args, kwargs)) if one.dim() > 1), None)
     chosen = [(hook, function) for which, function in fwd_hooks for hook in _chosen(known, which)]
@@ -243,11 +244,13 @@ def run_with_hooks(
         return model(*args, **kwargs)
 
 
-def _need_known(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def _need_known(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for an option that would get lost in the model: one of TransformerLens, or one with a slip in it.
 
-    Models of transformers take any keyword and pass over those that they do not know.
+    Models of transformers take any keyword and pass over those that they do not know. A text has no tokens here.
     """
+    if any(isinstance(one, str) for one in args):
+        raise PlanError("a text was given: expected tokens, such as tokenizer(text, return_tensors='pt').input_ids")
     own = signature(unwrap(model).forward).parameters
     for name in (name for name in kwargs if name not in own):
         if name in _NOT_HERE:

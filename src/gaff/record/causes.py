@@ -141,9 +141,10 @@ def cause(ask: Ask) -> Ask:
 def claims(case: RunCase) -> list[Claim]:
     """What every cause says, the most certain first; findings that none explains follow, each as its own claim.
 
-    Weights that begin all alike do no harm where the loss falls all the same, as with heads side by side.
+    Weights that begin all alike do no harm where the loss falls all the same, as with heads side by side, unless there
+    are four or more, and no others.
     """
-    if _has_learned(case):
+    if _has_learned(case) and not _are_all_alike(case):
         case = case.without("symmetric_units")
     if case.is_range_test:
         return []
@@ -156,7 +157,7 @@ def claims(case: RunCase) -> list[Claim]:
     explained = {rule for one in found[:1] if one.certainty != "possible" for rule in one.explains}
     found = [one for at, one in enumerate(found) if not at or one.name not in explained]
     named = {rule for one in found for rule in (one.name, *one.explains)}
-    symptoms = [_symptom(one) for one in case.findings if one.rule not in named]
+    symptoms = [_symptom(one, case) for one in case.findings if one.rule not in named]
     return found + [one for one in symptoms if not _is_refuted(one, case)]
 
 
@@ -175,10 +176,17 @@ def _is_refuted(claim: Claim, case: RunCase) -> bool:
                    for one in tried)  # fmt: skip
 
 
-def _symptom(finding: Finding) -> Claim:
-    """A finding that no cause explains: what it usually comes from is no more than possible."""
-    text = f"{told_of(finding)} (often caused by {finding.cause})"
-    return Claim(finding.rule, "possible", text, (evidence_of(finding),), finding.since, finding.remedy,
+def _symptom(finding: Finding, case: RunCase) -> Claim:
+    """A finding that no cause explains: what it usually comes from is no more than possible.
+
+    A remedy that an experiment has tried, and that has changed nothing, is told with that.
+    """
+    text, known = f"{told_of(finding)} (often caused by {finding.cause})", case.experiments
+    tried = [known.get(name) for name in _EXPERIMENTS.get(finding.rule, ())] if known is not None else []
+    vain = [one.name for one in tried if one is not None and KINDS[one.kind].is_remedy and known is not None
+            and known.gain(one) < LEAST_GAIN]  # fmt: skip
+    remedy = f"{finding.remedy} (tried, without effect: {', '.join(vain)})" if vain else finding.remedy
+    return Claim(finding.rule, "possible", text, (evidence_of(finding),), finding.since, remedy,
                  experiments=_EXPERIMENTS.get(finding.rule, ()))  # fmt: skip
 
 
@@ -445,6 +453,13 @@ def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
     return bool(curve.values) and curve.last < (0.8 if jump < 100 else 0.3) * min(
         curve.start, case.guess.get(name, math.inf)
     )
+
+
+def _are_all_alike(case: RunCase) -> bool:
+    """Whether four weights or more begin as a constant each, and no other does not."""
+    finding = case.found("symmetric_units")
+    count, _, of = str(finding.evidence.get("weight_tensors", "")).partition(" of ") if finding else ("", "", "")
+    return count == of and count.isdigit() and int(count) >= 4
 
 
 def _has_rates(case: RunCase) -> bool:

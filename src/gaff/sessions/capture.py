@@ -19,8 +19,9 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn
 
-from gaff.address.grammar import GRADIENT_PORTS, Pattern, Site, every_call
-from gaff.address.resolve import Found, first_name, identity, is_there, need_module, place_of, resolve, unwrap
+from gaff.address.grammar import GRADIENT_PORTS, OUTPUT, Pattern, Site, every_call
+from gaff.address.names import standard_names
+from gaff.address.resolve import Found, by_path, first_name, identity, is_there, need_module, place_of, resolve, unwrap
 from gaff.compat import distributed
 from gaff.engine.leftovers import STRIPPED
 from gaff.engine.session import Session
@@ -204,6 +205,7 @@ class Capture(Captured):
         for number, rows in groupby(self._plan.check(model), key=attrgetter("request")):
             request = self._plan.requests[number]
             pattern, keeper = str(request), None
+            names = _names_by_site(model, request.target)
             matched.add(number)
             for found, _, is_exact in rows:
                 same = identity(found.module, found.name, found.site)
@@ -213,7 +215,7 @@ class Capture(Captured):
                     continue
                 keeper = keeper or self._make_keeper(request.reduce, found.site)
                 by_object[same] = stream = KeptSite(pattern, found.site, keeper, self._ledger, options.last)
-                stream.name = request.spelled
+                stream.name = request.spelled or names.get(found.site, "")
                 taps.append(Tap(found, stream, is_exact and not request.optional))
                 places.append(same)
         if exact:
@@ -311,3 +313,11 @@ def raise_if_silent(receipt: Receipt, excused: AbstractSet[str] = frozenset()) -
         "allow it with gaff.maybe(pattern), see error.receipt",
         receipt,
     )
+
+
+def _names_by_site(model: nn.Module, target: object) -> dict[Site, str]:
+    """By site the standard name that a pattern of several names it by; empty for any other pattern."""
+    if not (isinstance(target, Pattern) and target.is_named and target.port == OUTPUT):
+        return {}
+    known = standard_names(by_path(model)).items()
+    return {site: f"names:{name}" for name, site in known if target.matches(name)}

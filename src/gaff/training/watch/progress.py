@@ -48,8 +48,12 @@ class Progress:
         self._series.add(pulse)
 
     def note_norms(self, sample: Sample) -> None:
-        """Note the L2 norm of all gradients of a look together, for the series of steps; on the worker's thread."""
-        norms = [row.norm for key, row in sample.rows.items() if key[1].endswith(":grad") and row.count]
+        """Note the L2 norm of all gradients of a look together, for the series of steps; on the worker's thread.
+
+        Infinite where any element is not finite: NaN stands for a step that was not looked at.
+        """
+        rows = [row for key, row in sample.rows.items() if key[1].endswith(":grad")]
+        norms = [math.inf if row.nonfinite else row.norm for row in rows if row.count or row.nonfinite]
         if norms:
             self._series.note_norm(sample.step, math.sqrt(sum(one * one for one in norms)))
 
