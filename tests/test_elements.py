@@ -1,5 +1,7 @@
 """Which numbers are in a tensor: every kind of tensor has one answer, and all who read values give it."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -146,3 +148,54 @@ def test_what_torch_cannot_do_with_ragged_tensors_is_refused_with_the_site():
             gaff.edit(model, {"0": edit}),
         ):
             model(ragged)
+
+
+def test_on_the_meta_device_there_are_shapes_and_no_false_alarms():
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), torch.randn(5, 3)
+    with gaff.capture(model, "0") as got:
+        model(x)
+    assert got["0"].is_meta  # the ReLU writes into it, into no memory at all
+    trace = gaff.trace(model, x, backward=lambda y: y.sum())
+    assert trace.device == "meta"
+    assert next(row for row in trace.parameters if row.site == "0.weight:param").grad.shape == "4x3"
+    with pytest.raises(gaff.PlanError, match="gradients on the meta device hold no numbers"):
+        gaff.clip_gradients(torch.optim.SGD(model.parameters(), 0.1), norm=1.0)
+    with pytest.raises(gaff.PlanError, match="parameters on the meta device hold no numbers"):
+        gaff.sample_norms(model)
+
+
+def test_edits_of_fake_tensors_are_made_and_not_measured():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(3, 4)
+        with gaff.edit(model, {"0": gaff.edits.scale(2.0)}, check_finite=True) as got:
+            assert model(x).shape == (3, 4)
+    assert got.receipt.rows[0].hits == 1
+    assert got.receipt.rows[0].measured == 0
+
+
+def test_a_layer_without_elements_is_no_error_of_torch():
+    with warnings.catch_warnings(action="ignore"):  # torch has nothing to draw
+        model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2))
+    with gaff.sample_norms(model) as norms:
+        model(torch.randn(5, 3)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="there is nothing to measure"):
+        _ = norms.total
+
+
+@pytest.mark.parametrize("reduce", [keep.norm(), keep.mean(), keep.rows(1), keep.project(2)])
+def test_what_torch_cannot_reduce_is_refused_by_its_address(reduce):
+    model, tokens = nn.Embedding(10, 4, sparse=True), torch.tensor([[1, 1], [2, 1]])
+    with (
+        pytest.raises(gaff.PlanError, match="weight:grad: .* cannot be kept of this value"),
+        gaff.capture(model, "weight:grad", reduce=reduce),
+    ):
+        model(tokens).sum().backward()
+
+
+def test_a_capture_is_neither_copied_nor_pickled():
+    got = gaff.capture(nn.Linear(2, 2), ":output")
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(gaff.PlanError, match="a capture is neither copied nor pickled"):
+            copies(got)

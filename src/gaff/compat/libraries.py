@@ -33,12 +33,16 @@ def offloaded(module: Any, name: str) -> Tensor | None:
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """The device on which a model computes: that of its first parameter that is not offloaded, else the CPU."""
+    """The device on which a model computes: that of its first parameter that is not offloaded, else the CPU.
+
+    The meta device where all of them are there, and nothing loads them.
+    """
     for one in module.modules():
         where = getattr(getattr(one, "_hf_hook", None), "execution_device", None)
         if where is not None:
             return torch.device(where)
-    return next((one.device for one in module.parameters() if not one.is_meta), torch.device("cpu"))
+    devices = dict.fromkeys(one.device for one in module.parameters())
+    return next((one for one in devices if one.type != "meta"), next(iter(devices), torch.device("cpu")))
 
 
 def class_name(module: torch.nn.Module, number: int) -> str:

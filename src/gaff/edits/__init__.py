@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gaff.address.grammar import Site, parse_site
+from gaff.compat import elements
 from gaff.edits.arithmetic import Add, Clamp, Clip, Fill, Noise, Project, Quantize, Reverse, Scale, Stop
 from gaff.edits.event import Call, Edit, Event, need_callable, with_event
 from gaff.edits.places import At, Chain, Skip, When, as_edit, numbers_of
@@ -176,7 +177,8 @@ def project(directions: Tensor, *, keep: bool = False, dim: int = -1) -> Project
     The span is found in float64 (dependent directions count once); float16 and bfloat16 are computed with in float32.
     """
     is_matrix = isinstance(directions, Tensor) and directions.dim() in (1, 2)
-    if not is_matrix or not directions.any() or not directions.isfinite().all():
+    is_known = is_matrix and elements.is_readable(directions)  # fake and meta tensors have no numbers
+    if not is_matrix or (is_known and not (directions.any() and directions.isfinite().all())):
         raise PlanError(
             f"directions {directions!r} span nothing: expected a finite tensor [width] or [k, width], not all zero"
         )

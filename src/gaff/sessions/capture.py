@@ -80,6 +80,12 @@ class Capture(Captured):
             model, self._taps, tensor_taps, options.threads, is_traceable=is_traceable, allows_flat=True
         )
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled: hooks belong to this model."""
+        raise PlanError(
+            "a capture is neither copied nor pickled: expected got.save('x.safetensors'), or copies of what is read"
+        )
+
     def __enter__(self) -> Capture:
         """Install the hooks, all or none, and tell the keepers whose memory they must not share.
 

@@ -35,8 +35,9 @@ class EditSize:
 
         Returns how many elements became non-finite, as a number on the device. Nothing is synchronised.
         """
-        if old.is_meta:  # there is nothing to be measured
-            return torch.zeros((), dtype=torch.long)
+        if not elements.is_readable(old):  # a meta or a fake tensor: there is nothing to be measured
+            with modes.outside_modes():
+                return torch.zeros((), dtype=torch.long)
         self.events += 1
         with torch.no_grad(), modes.outside_modes():
             before, after = plain(old), plain(new)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gaff.address.grammar import GRADIENT_PORTS, Site
 from gaff.address.nested import first_tensor
-from gaff.compat import memory
+from gaff.compat import elements, memory
 from gaff.edits.event import Edit, Event, uses_event
 from gaff.edits.places import Skip, When, holds
 from gaff.engine.streams import Stream
@@ -305,7 +305,7 @@ class EditedSite(Stream):
         hits = size.hits = size.hits + 1
         if hits <= _MEASURED_FIRST or not hits & (hits - 1) or self.check_finite:
             added = size.add(value, new)
-            if self.check_finite and added.item():
+            if self.check_finite and elements.is_readable(value) and added.item():
                 raise PlanError(f"{self.site}: the edit made {added.item()} non-finite elements, in run {run.index}")
         return new
 

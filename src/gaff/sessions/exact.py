@@ -263,6 +263,8 @@ def hold(
     held. A tensor without a version counter is cloned, and so are a quantised one and a parameter that is not the
     model's own.
     """
+    if tensor.is_meta:  # no numbers, and no memory that anybody could write into
+        return tensor if has_graph else tensor.detach()
     if distributed.is_spread(tensor) and not has_graph:
         with torch.no_grad():
             local = hold(distributed.local_of(tensor), False, is_foreign, checks)

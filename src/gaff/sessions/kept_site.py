@@ -24,7 +24,7 @@ from gaff.compat.modes import is_simple
 from gaff.compat.placements import ANY_PARTS, PARTS, Placement
 from gaff.engine.ops.attention import Weights
 from gaff.errors import GaffError, PlanError, note
-from gaff.keep import in_graph
+from gaff.keep import in_graph, is_pure
 from gaff.sessions.budget import Ledger
 from gaff.sessions.exact import Keeper, Moment, Refused, size_of
 from gaff.sessions.receipt import ReceiptRow, merge_reasons
@@ -267,5 +267,8 @@ class KeptSite:
         except GaffError as error:
             raise type(error)(f"{self.site}: {error}") from error
         except Exception as error:
+            reduce = self._keeper.reduce
+            if isinstance(error, (RuntimeError, IndexError)) and is_pure(reduce):  # torch's words, no user's
+                raise PlanError(f"{self.site}: {reduce!r} cannot be kept of this value: {error}") from error
             note(error, f"gaff: while keeping {self.site}")
             raise

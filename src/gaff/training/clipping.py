@@ -62,6 +62,8 @@ class Clipping:
         if flat and (limits.adaptive is not None or limits.when == "backward"):
             what = "adaptive=" if limits.adaptive is not None else "when='backward'"
             raise PlanError(f"{what} of parts of flat parameters: {flat_shards.FLAT}, or norm=, value=")
+        if any(one.is_meta for one in every):
+            raise PlanError("gradients on the meta device hold no numbers: expected parameters whose weights are there")
         distributed.refuse_localized(every)
         spread_over = [one for one in every if distributed.is_spread(one)]
         if spread_over and limits.when == "backward" and model is None:

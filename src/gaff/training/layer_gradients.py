@@ -59,7 +59,7 @@ def question(gradient: Tensor) -> Tensor:
     tell a sum from its projection, which is what a hook that masks or centres it makes. ``gradient`` is dense.
     """
     gradient = wide(gradient)
-    flat = gradient.reshape(len(gradient), -1) if gradient.dim() else gradient.reshape(1, 1)
+    flat = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(-1, 1)
     draw = torch.Generator(gradient.device).manual_seed(0)
     kind: dict[str, Any] = {"generator": draw, "dtype": flat.dtype, "device": flat.device}
     rows, columns = torch.randn(flat.shape[0], 4, **kind), torch.randn(4, flat.shape[1], **kind)

@@ -63,6 +63,8 @@ class SampleNorms:
         if reduction not in ("mean", "sum"):
             raise PlanError(f"reduction={reduction!r} is not known: expected 'mean' or 'sum', as the loss reduces")
         self._layers = _find_layers(model, patterns)
+        if any(one.is_meta for layer in self._layers.values() for one in layer.parameters()):
+            raise PlanError("parameters on the meta device hold no numbers: expected a model whose weights are there")
         if any(distributed.is_spread(one) for layer in self._layers.values() for one in layer.parameters()):
             raise PlanError("sample_norms of parameters that are spread over processes (FSDP2, tensor parallelism) are "
                             "not known here: expected a model that lies whole in each process")  # fmt: skip
