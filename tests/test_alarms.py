@@ -970,3 +970,26 @@ def test_models_that_were_not_given_are_not_judged(tmp_path, has_nan):
     assert not seen.findings
     assert len([name for name in record.scalars if name.startswith("loss:")]) == 1
     assert len(record.series("1", "rms").values) == 40  # as there is one model, it needs no name
+
+
+def test_a_layer_that_is_given_zeros_alone_is_told_so(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(6, 16), nn.ReLU()), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x) * 0)
+
+    def program():
+        torch.manual_seed(0)
+        model = Masked()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        for _ in range(30):
+            x = torch.randn(64, 6)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+            optimizer.step()
+
+    finding = next(one for one in watched(tmp_path, program).findings if one.rule == "dead_units")
+    assert "what this layer is given is all zeros" in finding.message

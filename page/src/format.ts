@@ -25,9 +25,9 @@ export function duration(seconds: number): string {
   return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-/** Bytes in the unit that people use for so many. */
+/** Bytes in a decimal unit, as the tables in a terminal tell them. */
 export function bytes(size: number): string {
-  for (const [unit, of] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]] as const) {
+  for (const [unit, of] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]] as const) {
     if (size >= of) return `${(size / of).toFixed(1)} ${unit}`;
   }
   return `${size} B`;

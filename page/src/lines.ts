@@ -171,6 +171,7 @@ class LineChart implements Kept<Chart> {
 
   private made(): uPlot {
     const { given } = this;
+    const isWhole = Array.from(given.x).every(Number.isInteger); // steps: there is none in between
     const style = getComputedStyle(document.documentElement);
     const [ink, line] = [style.getPropertyValue("--quiet").trim(), style.getPropertyValue("--line").trim()];
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "11px system-ui, sans-serif" };
@@ -195,7 +196,7 @@ class LineChart implements Kept<Chart> {
         cursor: { points: { size: 6 }, drag: { x: true, y: false, setScale: false }, ...(given.zoom ? { sync: { key: "steps", scales: ["x", null] } } : {}) },
         scales: { x: { time: false }, y: given.isLog ? { distr: 3 } : {} },
         axes: [
-          { ...axis, ...(given.xText ? { values: (_: uPlot, splits: number[]) => splits.map((x) => (Number.isInteger(x) && x >= 0 && x < given.x.length ? tickName(given.xText!(x), given.x.length) : "")) } : { values: (_: uPlot, splits: number[]) => splits.map(number) }) },
+          { ...axis, ...(given.xText ? { values: (_: uPlot, splits: number[]) => splits.map((x) => (Number.isInteger(x) && x >= 0 && x < given.x.length ? tickName(given.xText!(x), given.x.length) : "")) } : { values: (_: uPlot, splits: number[]) => splits.map((x) => (isWhole && !Number.isInteger(x) ? "" : number(x))) }) },
           { ...axis, ...(given.isLog ? { grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades } } : {}), size: 64, values: (_: uPlot, splits: number[]) => splits.map((value) => (value === null ? "" : number(value))) },
         ],
         series,

@@ -16,6 +16,7 @@ from gaff.record.experiments import KINDS
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
 _LEAST_STEPS = 20
 LEAST_LOOKS = 5
+_NEAR_GUESSING = 0.8  # of that loss: what ends above it has learned little
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,9 @@ def _judged(case: RunCase) -> str:
     began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \
         if curve.first > 2 * curve.start > 0 else f"about {curve.first:.4g}"  # fmt: skip
     told = f"{seen}; the loss {name!r}{times} went from {began} to {curve.last:.4g}"
+    guess = case.guess.get(name, 0.0)
+    if curve.last > _NEAR_GUESSING * guess > 0:
+        told += f", where guessing comes to {guess:.4g}"
     for function, pairs in list(case.evaluated.items())[:1]:
         at, least = min(pairs, key=lambda pair: pair[1])
         told += f"; the loss of evaluations, {function}, went from {pairs[0][1]:.4g} to {pairs[-1][1]:.4g}"

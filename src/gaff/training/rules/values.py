@@ -47,7 +47,12 @@ def dead_units(sample: Sample, past: Past) -> Iterator[Hit]:
         dead = count - known.active.bit_count()
         is_constant = not path_of(key[1]) and dead == count  # a model that returns zeros: ``output_constant``
         if dead > count / 2 and not is_constant:
-            yield Hit(key, dead=dead, units=count, values_per_unit=known.seen, call_order=order[key])
+            is_nothing = dead == count and port_of(key[1]) == "input"
+            told = (
+                "what this layer is given is all zeros: something ahead of it multiplies by zero, or masks everything"
+            )
+            numbers = {"dead": dead, "units": count, "values_per_unit": known.seen, "call_order": order[key]}
+            yield Hit(key, told if is_nothing else "", **numbers)
 
 
 @rule(
