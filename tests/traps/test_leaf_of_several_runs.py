@@ -202,3 +202,50 @@ def test_a_tensor_made_before_several_runs_is_that_of_the_pass_that_comes(is_vie
     torch.testing.assert_close(encoder.bias.grad, 2 * bias)
     assert "  1  " in str(changed.receipt).splitlines()[-1]
     assert first.requires_grad
+
+
+def test_a_module_that_returns_what_is_older_does_not_claim_its_passes():
+    """Also where its own gradient is asked for: run 0 has none, whatever else is looked at."""
+
+    class Passes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same, self.lin = nn.Identity(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.lin(self.same(x))
+
+    model, hidden = Passes(), nn.Linear(3, 3)(torch.randn(2, 3))
+    with gaff.capture(model, "lin:input_grad", "same:grad_output") as got:
+        model(hidden)
+        model(hidden).square().sum().backward()
+    for address in ("lin:input_grad", "same:grad_output"):
+        assert got.run(1)[address] is not None
+        with pytest.raises(gaff.SiteError, match="no event in run 0"):
+            got.run(0)[address]
+
+
+def test_what_a_worker_thread_has_made_marks_its_run():
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = OnAnotherThread()
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    class OnAnotherThread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(torch.nn.functional.linear, x, self.lin.weight).result()
+
+    model = Threaded()
+    with gaff.capture(model, "inner.lin.weight:grad") as got:
+        for _ in range(2):
+            model(torch.randn(2, 3)).sum().backward()
+    assert got.run(0)["inner.lin.weight:grad"] is not None
+    assert got.run(1)["inner.lin.weight:grad"] is not None

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff.compat.autograd import graph_life
@@ -200,3 +201,80 @@ def test_an_input_that_is_kept_for_nothing_costs_no_share(way):
     hidden = model.first(x)
     share = torch.autograd.grad(model.inner(hidden).square().sum(), hidden)[0]
     assert torch.equal(got["inner:grad_input"], share)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class HeldByOthers(nn.Module):
+    """Something holds the input on, by which no code of the module comes to it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.lin, self.way = nn.Linear(4, 4), way
+
+    def forward(self, x):
+        if self.way == "checkpoint":
+            return checkpoint(lambda: self.lin(x), use_reentrant=False)
+        if self.way == "keyword of a checkpoint":
+            return checkpoint(self.lin, use_reentrant=False, input=x)
+        if self.way == "function":
+            return self.lin(Doubled.apply(x))
+        output = self.lin(x)
+        if self.way == "hook of a tensor":
+            output.register_hook(lambda gradient: gradient * (x == x))
+        elif self.way == "a cycle":
+
+            def again(depth):
+                return x if depth == 0 else again(depth - 1)
+
+            again(2)
+        return output
+
+
+@pytest.mark.parametrize(
+    "way", ["checkpoint", "keyword of a checkpoint", "function", "hook of a tensor", "a cycle", "hook of the module"]
+)
+def test_what_others_hold_costs_no_share_of_a_residual_block(way):
+    model, x, seen = Residual(HeldByOthers(way)), torch.randn(2, 4, requires_grad=True), []
+    if way == "hook of the module":
+        model.inner.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    with gaff.capture(model, "inner:grad_input") as got:
+        model(x).square().sum().backward()
+    hidden = x.detach().clone().requires_grad_()
+    inner = model.inner(hidden)
+    share = torch.autograd.grad(inner, hidden, 2 * (hidden + inner).detach())[0]
+    torch.testing.assert_close(got["inner:grad_input"], share)
+
+
+def test_a_container_that_is_kept_with_the_input_is_refused():
+    class KeepsBatch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, batch):
+            KEPT.append(batch)
+            return self.lin(batch[0])
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(4, 4), KeepsBatch()
+
+        def forward(self, x):
+            return self.inner([self.first(x)]) + KEPT[-1][0].square()
+
+    model = Uses()
+    with gaff.capture(model, "inner:grad_input") as got:
+        model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(gaff.ExactnessError, match="the module kept the input"):
+        got["inner:grad_input"]

@@ -5,6 +5,7 @@ Imports torch; a command imports this when it runs.
 
 from __future__ import annotations
 
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -59,7 +60,10 @@ def save_values(values: Mapping[str, Any], receipt: Receipt, path: str, model: s
         if path.endswith(".npy"):
             package.save(file, *arrays.values())
         else:
-            package.savez(file, **arrays)
+            with zipfile.ZipFile(file, "w") as archive:  # numpy.savez takes no array called "file"
+                for address, array in arrays.items():
+                    with archive.open(f"{address}.npy", "w", force_zip64=True) as member:
+                        package.lib.format.write_array(member, array)
 
 
 def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:

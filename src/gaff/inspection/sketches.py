@@ -29,7 +29,7 @@ from gaff.record.picture import LENGTH
 _PERIOD = 1 << 20
 _LEAST = 0.7  # the smallest size of a weight; chosen, for how well two elements that are exchanged are told apart
 _SIZE = math.sqrt((1 + _LEAST + _LEAST**2) / 3)  # the root of the mean square of numbers between that and 1
-_SOME = 1 << 16  # elements of a parameter that stand for all
+_SOME = 1 << 12  # elements of a parameter that stand for all
 _DENSE = 1 << 24  # elements of a sparse tensor that is written out
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,13 +120,20 @@ def digest(tensor: Tensor) -> Tensor:
     return total
 
 
-def digest_of_some(tensor: Tensor) -> str:
-    """The digest of all elements of a tensor, or of every nth of a large one; empty of what cannot be read. Waits."""
-    value = readable(tensor.detach())
-    if value is None:
-        return ""
-    flat = value.reshape(-1)
-    return f"{digest(flat[:: (flat.numel() // _SOME) | 1]).item():x}"
+def digests_of_some(tensors: Sequence[Tensor]) -> list[str]:
+    """For each tensor the digest of all its elements, or of every nth of a large one; empty of what cannot be read.
+
+    Waits once for each device.
+    """
+    values = [readable(tensor.detach()) for tensor in tensors]
+    flat = [None if value is None else value.reshape(-1) for value in values]
+    found = [None if one is None else digest(one[:: (one.numel() // _SOME) | 1]) for one in flat]
+    known: dict[torch.device, list[Tensor]] = {}
+    for one in found:
+        if one is not None:
+            known.setdefault(one.device, []).append(one)
+    read = {device: iter(torch.stack(ones).tolist()) for device, ones in known.items()}
+    return ["" if one is None else f"{next(read[one.device]):x}" for one in found]
 
 
 @lru_cache(maxsize=8)

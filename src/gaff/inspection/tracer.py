@@ -39,7 +39,7 @@ from gaff.inspection.call_log import (
 )
 from gaff.inspection.op_log import place_of, place_text
 from gaff.inspection.pictures import Album, are_probabilities, attention_of
-from gaff.inspection.sketches import digest_of_some
+from gaff.inspection.sketches import digests_of_some
 from gaff.inspection.trace import Trace
 from gaff.inspection.untouched import untouched
 from gaff.record.picture import Picture
@@ -311,12 +311,14 @@ def _build(
     unused = [path for path, module, _ in modules if path and not is_container(module) and id(module) not in called]
     states = []
     without: list[str] = []
-    for path, parameter in _iter_parameters(model):
+    named = list(_iter_parameters(model))
+    digests = digests_of_some([parameter for _, parameter in named])
+    for (path, parameter), digest in zip(named, digests, strict=True):
         grad = parameters[path].grad if facts["has_backward"] else None
         shape, dtype = shape_text(parameter), str(parameter.dtype).removeprefix("torch.")
         states.append(
             ParameterRow(str(Site(path, port="param")), shape, dtype, parameter.numel(), parameter.requires_grad, grad,
-                         digest_of_some(parameter))
+                         digest)
         )  # fmt: skip
         is_unused = grad.norm is None if grad is not None else used is not None and id(parameter) not in used
         if parameter.requires_grad and is_unused:

@@ -8,7 +8,7 @@ set and found again by ``pending.Gradients``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -35,7 +35,7 @@ class Passes(Protocol):
     def heard(self, run: Run) -> None:
         """Note that ``run`` has had a gradient, which does not tell that the pass is its own."""
 
-    def runs_of(self, task: int) -> list[Run]:
+    def runs_of(self, task: int) -> Collection[Run]:
         """The runs whose gradients have come by in the backward pass ``task``."""
 
     def is_recent(self, run: Run) -> bool:
@@ -229,23 +229,33 @@ class Meetings:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
-        self.calls: list[Armed] = []
+        self._calls: list[Armed] = []
+        self._runs: dict[Run, int] = {}  # how many of the calls are of each
+        self._prune_at = 1
         self._kind = "leaf" if tensor.is_leaf else "tensor"
         self._position = tensor.output_nr
+        self._marked = (-1, 0, False)  # the pass that was asked about last, how many runs it had seen, and the answer
 
     def add(self, armed: Armed, *, is_shared: bool) -> None:
-        """Note one more call, and let go of those of which nothing will come any more.
+        """Note one more call, and now and then let go of those of which nothing will come any more.
 
         A call whose autograd graph is gone and that has heard nothing may still bring a gradient, by other uses in its
         run. Of such calls the last ones are kept (64, chosen). ``is_shared`` is for ``Armed.let_go``.
         """
         armed.met = self
-        unheard = [one for one in self.calls if one.is_over() and not one.fired]
-        gone = {id(one) for one in self.calls if one.is_over() and one.fired} | set(map(id, unheard[:-64]))
-        for one in self.calls if gone else ():
+        self._calls.append(armed)
+        self._runs[armed.run] = self._runs.get(armed.run, 0) + 1
+        if len(self._calls) < self._prune_at:
+            return
+        unheard = [one for one in self._calls[:-1] if one.is_over() and not one.fired]
+        gone = {id(one) for one in self._calls[:-1] if one.is_over() and one.fired} | set(map(id, unheard[:-64]))
+        for one in self._calls:
             if id(one) in gone:
                 one.let_go(is_shared=is_shared)
-        self.calls = [*(one for one in self.calls if id(one) not in gone), armed]
+                self._runs[one.run] -= 1
+        self._calls = [one for one in self._calls if id(one) not in gone]
+        self._runs = {run: count for run, count in self._runs.items() if count}
+        self._prune_at = len(self._calls) + max(1, len(self._calls) // 64)
 
     def is_brought(self, armed: Armed, gradients: Passes) -> bool:
         """Whether the pass is one of the run of ``armed``, or no other run may have brought it.
@@ -254,20 +264,28 @@ class Meetings:
         """
         if armed.handle is None:
             return False
-        met, is_any = list(dict.fromkeys(one.run for one in self.calls)), getattr(self.tensor(), "is_of_any_run", False)
-        marked = [run for run in gradients.runs_of(autograd.backward_task()) if is_any or run in met]
-        if armed.run in marked or (met == [armed.run] and not is_any):
+        is_any = getattr(self.tensor(), "is_of_any_run", False)
+        seen = gradients.runs_of(autograd.backward_task())
+        if armed.run in seen or (len(self._runs) == 1 and not is_any):
             gradients.heard(armed.run)
             return True
-        if not marked or self._is_used(armed.run, gradients, marked if is_any else None):
-            count = "some" if is_any else len(met)
+        is_marked = bool(seen) if is_any else self._is_marked(seen)
+        if not is_marked or self._is_used(armed.run, gradients, seen if is_any else None):
+            count = "some" if is_any else len(self._runs)
             armed.refuse(f"{count} runs used this {self._kind}, and nothing tells whose pass it was")
         return False
 
-    def _is_used(self, run: Run, gradients: Passes, others: list[Run] | None) -> bool:
+    def _is_marked(self, seen: Collection[Run]) -> bool:
+        """Whether the pass has come by what one of the runs has made of the tensor; asked once for all calls."""
+        task = autograd.backward_task()
+        if self._marked[:2] != (task, len(seen)):
+            self._marked = task, len(seen), any(run in self._runs for run in seen)
+        return self._marked[2]
+
+    def _is_used(self, run: Run, gradients: Passes, others: Collection[Run] | None) -> bool:
         """Whether the pass comes from a node that may be one of the run's, though by nothing that the run returned.
 
-        ``others``, where it is not known which runs met the leaf: what none of these has made may be this run's, too.
+        ``others``, where it is not known which runs met the tensor: what none of these has made may be this run's, too.
         """
         nodes = gradients.pass_graph.handing_to(self._position)
         due = [autograd.sequence_of(node) for node in nodes or () if autograd.is_due(node)]
@@ -288,6 +306,11 @@ class Met:
         if known is None or known.tensor() is not tensor:
             known = self._known[id(tensor)] = Meetings(tensor)
         return known
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a call has met this very tensor, which was there before its run."""
+        known = self._known.get(id(tensor))
+        return known is not None and known.tensor() is tensor
 
     def prune(self) -> None:
         """Forget tensors that are gone."""

@@ -151,7 +151,7 @@ class LeafGradient:
         None where several runs have been and the pass came by nothing that they made of the tensor: it may be of an
         earlier forward, or of a loss on the tensor itself.
         """
-        runs = self._gradients.runs_of(autograd.backward_task())
+        runs = list(self._gradients.runs_of(autograd.backward_task()))
         if not runs:
             made = (self._clock.run_of(function) for function in checkpoints.recomputing_functions())
             runs = [run for run in made if run is not None]

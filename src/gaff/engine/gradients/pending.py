@@ -8,6 +8,7 @@ closes (``Gradients``).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,7 @@ class Gradients:
         self._armed: list[Armed] = []
         self.met = Met()
         self._prune_at = 256
-        self._tasks: dict[int, list[Run]] = {}
+        self._tasks: dict[int, dict[Run, None]] = {}
         self.later = Later()
 
     def meet_compiled(self) -> None:
@@ -83,7 +84,7 @@ class Gradients:
         if self.has_edits and hasattr(stream, "expect"):
             stream.expect(tensor)
         armed.lie_as(tensor)
-        self._hook(tensor, armed, has_edits=self.has_edits)
+        self._hook(tensor, armed)
         return armed
 
     def arm_plain(self, tensor: Tensor, stream: Stream, run: Run, call: int) -> None:
@@ -122,14 +123,14 @@ class Gradients:
         changed = share.deliver(gradient)
         return None if changed is None else (*handed[:position], changed, *handed[position + 1 :])
 
-    def _hook(self, tensor: Tensor, armed: Armed, *, has_edits: bool) -> None:
+    def _hook(self, tensor: Tensor, armed: Armed) -> None:
         """Set the hook of ``armed``; with edits one hook for each tensor, which calls a chain.
 
         Edits at one tensor act as backward meets their calls, the last call first; within a call in the order given.
         torch would call separate hooks in the order in which they were set, the first call's first. A tensor that was
         written to in place has another gradient, so the chain is found by the tensor and its version.
         """
-        if has_edits:
+        if self.has_edits:
             self._join_chain(tensor, armed)
         else:
             armed.handle = on_gradient(tensor, partial(_arrived, self, armed))
@@ -157,10 +158,10 @@ class Gradients:
 
     def mark(self, tensor: Tensor, run: Run) -> None:
         """Take a backward pass for one of ``run`` when it comes by ``tensor``, which a call of the run has made."""
-        armed = Armed(_UNHEARD, run, 0)
-        if run.is_younger(tensor):  # it was passed on, and may be in the passes of other runs
-            armed.met = self.met.of(tensor)
-        self._hook(tensor, armed, has_edits=False)
+        mark = Armed(_UNHEARD, run, 0)
+        is_passed_on = self.met.knows(tensor)  # it may be in the passes of other runs
+        mark.handle = on_gradient(tensor, partial(_mark_arrived, self, mark, is_passed_on))
+        self.add(mark)
 
     def add(self, armed: Armed) -> None:
         """Keep an armed hook until its autograd graph is gone, to remove it at closing."""
@@ -168,9 +169,9 @@ class Gradients:
         if len(self._armed) > self._prune_at:
             self._prune()
 
-    def runs_of(self, task: int) -> list[Run]:
+    def runs_of(self, task: int) -> Collection[Run]:
         """The runs whose gradients have come by in the backward pass ``task``, in order of their first one."""
-        return self._tasks.get(task, [])
+        return self._tasks.get(task, {}).keys()
 
     def seen(self, run: Run) -> None:
         """Note that a gradient of ``run`` has come by in the current backward pass.
@@ -182,9 +183,7 @@ class Gradients:
             task = autograd.backward_task()
             if len(self._tasks) > _MOST_PASSES and task not in self._tasks:
                 del self._tasks[min(self._tasks)]  # the oldest, which has long ended
-            runs = self._tasks.setdefault(task, [])
-            if run not in runs:
-                runs.append(run)
+            self._tasks.setdefault(task, {})[run] = None
 
     def heard(self, run: Run) -> None:
         """Note that ``run`` has had a gradient. A leaf that it met may get one in a pass of another run."""
@@ -290,13 +289,10 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any
     """
     if not gradients.is_open or gradient is None:  # a custom Function hands None to what it does not need
         return None
-    is_marked = armed.stream is _UNHEARD
-    if armed.met is None or is_marked:
+    if armed.met is None:  # an older tensor does not tell by itself whose pass it is
         armed.run.has_backward = True
-        if gradients.has_leaves and armed.met is None:  # an older tensor does not tell by itself whose pass it is
+        if gradients.has_leaves:
             gradients.seen(armed.run)
-    if is_marked:
-        return None
     if is_wrapper(gradient):
         armed.refuse(BATCHED)
     elif gradients.has_edges and is_at_edge():
@@ -306,6 +302,13 @@ def _arrived(gradients: Gradients, armed: Armed, gradient: Tensor | None) -> Any
     else:
         return armed.receive(gradients, gradient)
     return None
+
+
+def _mark_arrived(gradients: Gradients, mark: Armed, is_passed_on: bool, gradient: Tensor | None) -> None:
+    """The tensor hook of a mark: the pass is one of its run, or ``is_passed_on``, and it is heard of alone."""
+    if gradients.is_open and gradient is not None:
+        mark.fired = True
+        (gradients.heard if is_passed_on else gradients.seen)(mark.run)
 
 
 def _arrived_chain(gradients: Gradients, chain: list[tuple[object, list[Armed]]], gradient: Tensor) -> Tensor | None:

@@ -103,7 +103,7 @@ class OutputGradient(GradientArm):
     def __call__(self, output: Any, given: Arguments, crossing: Crossing) -> None:
         run, call = crossing.run, crossing.call
         if type(output) is Tensor and self._is_plain:
-            if output._is_view() or output.grad_fn is None or self._gradients.has_edits:
+            if output._is_view() or run.is_younger(output) or self._gradients.has_edits:
                 self._arm_output(output, self._stream, given, crossing)
             else:  # the common case, without further questions
                 self._gradients.arm_plain(output, self._stream, run, call)
@@ -156,7 +156,8 @@ class InputGradient(GradientArm):
 
     In a reentrant checkpoint the tensor is hooked in the first pass, since the recomputation works on another tensor
     and sees only the uses inside the checkpoint. That decides for as long as the autograd graph lives, however often
-    backward runs. A leaf serves many runs: what the module returned tells whose backward pass comes by (``leave``).
+    backward runs. A leaf, or what was made before, serves many runs: what the module returned tells whose backward pass
+    comes by (``leave``).
     """
 
     def __init__(self, gradients: Gradients, node: Node, stream: Stream, site: Site, is_exact: bool) -> None:
@@ -205,13 +206,13 @@ class InputGradient(GradientArm):
             super().give_up(run, call)
 
     def leave(self, output: Any, given: Arguments, crossing: Crossing) -> None:
-        """Let what the module made of a leaf tell whose backward pass it is that will bring the leaf its gradient."""
+        """Let what the module made of an older tensor tell whose backward pass will bring that its gradient."""
         run = crossing.run
         armed = self._frame(run).notes.pop(self, None)
         if armed is None:
             return
         roots = [tensor for _, tensor in iter_tensors(output) if autograd.takes_gradient(tensor)]
-        made = [tensor for tensor in roots if not run.is_younger(tensor)]
+        made = [tensor for tensor in roots if not (tensor.is_leaf or self._gradients.met.knows(tensor))]
         if isinstance(armed, tuple):
             given_one, call = armed
             if not made or all(tensor is given_one for tensor in made):

@@ -6,11 +6,10 @@ then the sum of several parts, of which autograd keeps none. This is about the p
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gaff.engine.clock import Run
 from gaff.engine.crossing import Crossing
 from gaff.engine.gradients.armed import Armed
 from gaff.engine.gradients.derivatives import follow_derivatives, made_since, passes_made
+from gaff.engine.gradients.kept import is_kept, kept_by
 from gaff.engine.gradients.later import NO_GRAD_MODE, ShareOfLate
 from gaff.engine.gradients.pending import BATCHED, Gradients
 from gaff.engine.gradients.ports import RETURNED_INPUT, GradientArm, find_input
@@ -82,13 +82,14 @@ class InputShare(GradientArm):
             self._arm_late(tensor, ShareOfLate(self._stream), crossing)
         elif twins > 1:
             self._stream.refuse(run, call, f"the same tensor came in {twins} times: their shares cannot be told apart")
-        elif any(other is tensor for other in _kept_by(self._node.module)):
+        elif any(other is tensor for other in kept_by(self._node.module)):
             self._stream.refuse(run, call, HELD)
         else:
             # a stale view gets its node when it is asked for: before the call, not inside it
             stops = {other.grad_fn for other in iter_deep(value) if autograd.takes_gradient(other)} - {None}
             edge, since = autograd.grad_edge_node(tensor), autograd.next_sequence()
-            version, holders = memory.version_of(tensor), memory.holders_of(tensor)
+            version, holders = memory.version_of(tensor), _holders(tensor, value)
+            # by a weak reference: a strong one would count among those of other sessions that look here
             self._frame(run).notes[self] = weakref.ref(tensor), edge, since, version, holders, call, value, stops
 
     without_graph = Act.without_graph  # a share is of what the call makes, whatever becomes of its input later
@@ -101,7 +102,7 @@ class InputShare(GradientArm):
             return
         ref, edge, since, version, holders, call, given, stops = noted
         tensor = ref()
-        is_kept = memory.holders_of(tensor) > holders  # whatever it is kept in
+        has_more = _holders(tensor, given) > holders
         outputs = [found for found in iter_deep(output) if autograd.takes_gradient(found)]
         is_changed = memory.version_of(tensor) != version
         if any((found.grad_fn is edge[0] and found.output_nr == edge[1]) or found is tensor for found in outputs) and (
@@ -111,13 +112,14 @@ class InputShare(GradientArm):
         elif is_changed and (tensor._is_view() or shows_elsewhere(tensor, given)):
             self._stream.refuse(run, call, WRITTEN_VIEW if tensor._is_view() else WRITTEN)
         else:
-            kept = list(_kept_by(self._node.module))
+            kept = list(kept_by(self._node.module))
             roots = [other for other in (*iter_deep(given), *iter_deep(output), *kept) if other is not tensor]
             if is_changed:
                 roots.append(tensor)
             made: set[GraphNode] = set()
             feeding, older, unseen = find_feeding(roots, edge, since, stops, made)
-            if is_kept or holds_code(output):
+            is_held = any(other is tensor for other in kept) or (has_more and is_kept(self._node.module, tensor))
+            if is_held or holds_code(output):
                 unseen = range(since, NEVER)  # whatever is made of it from now on may be the module's, too
             if older and _lead_to(older, edge, stops):
                 self._stream.refuse(run, call, OLDER)
@@ -267,6 +269,12 @@ def _share_arrived(share: _Share, position: int, handed: tuple[Tensor | None, ..
         share.arrive(gradient)
 
 
+def _holders(tensor: Tensor, given: Arguments) -> int:
+    """How many references there are to a tensor that a call is given, and to the containers that it may lie in."""
+    around = [one for one in (*given.args, *given.kwargs.values()) if isinstance(one, (list, dict, tuple))]
+    return memory.holders_of(tensor) + sum(map(sys.getrefcount, around))
+
+
 def _is_cached(feeding: Feeding, leaf: Tensor) -> bool:
     """Whether one of the nodes at a leaf is the copy that autocast keeps, and goes on giving to others."""
     is_on = torch.is_autocast_enabled(leaf.device.type) and torch.is_autocast_cache_enabled()
@@ -278,7 +286,7 @@ def roots_of(output: Any, given: Any, module: nn.Module) -> list[Tensor]:
 
     ``given`` are the arguments. The tensors from which the walk over the autograd graph starts; some may need no grad.
     """
-    return [*iter_deep(given), *iter_deep(output), *_kept_by(module)]
+    return [*iter_deep(given), *iter_deep(output), *kept_by(module)]
 
 
 def shows_elsewhere(tensor: Tensor, given: Any, alias: Tensor | None = None) -> bool:
@@ -355,14 +363,3 @@ def _is_of_same_memory(found: Tensor, tensor: Tensor) -> bool:
     """Whether one of the two is a view of the other, or both are views of a third."""
     base, other = found._base, tensor._base
     return (base is not None and (base is tensor or base is other)) or (other is not None and other is found)
-
-
-def _kept_by(module: nn.Module) -> Iterable[Tensor]:
-    """The tensors that a module keeps as attributes: a loss put aside during the call carries a share, too."""
-    for inner in module.modules():
-        for name, value in vars(inner).items():
-            if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, _HOLDERS):
-                yield from (tensor for tensor in iter_deep(value) if autograd.takes_gradient(tensor))
-
-
-_HOLDERS = (Tensor, list, tuple, dict, deque, SimpleNamespace)  # of what a module keeps; others hold settings, mostly

@@ -32,11 +32,13 @@ class Pairing(Generic[Item]):
         self.b = b
         self.pairs: list[Pair] = []
 
-    def by_name(self, name: Callable[[Item], str], renamed: Callable[[str], str] = str) -> None:
-        """Pair those of one name; ``renamed`` tells what a name of ``a`` is called in ``b``."""
-        places = {name(item): at for at, item in enumerate(self.b)}
-        names = [renamed(name(item)) for item in self.a]
-        self.pairs += [Pair(at, places[one], "address") for at, one in enumerate(names) if one in places]
+    def by_name(self, name: Callable[[Item], str], renamed: Callable[[str], str | None] = str) -> None:
+        """Pair those that are left and have one name; ``renamed`` tells what one of ``a`` is in ``b``, if anything."""
+        left_a, left_b = self.left()
+        places = {name(self.b[at]): at for at in left_b}
+        names = [(at, renamed(name(self.a[at]))) for at in left_a]
+        self.pairs += [Pair(at, places[one], "address") for at, one in names if one is not None and one in places]
+        self.pairs.sort()
 
     def by_likeness(self, how: str, a: Sequence[Hashable], b: Sequence[Hashable], *, is_between: bool = False) -> None:
         """Pair those that are left and have equal keys: the longest runs of them, as a diff of two texts pairs lines.
@@ -72,8 +74,8 @@ class Pairing(Generic[Item]):
         return found
 
 
-def renaming(pairs: Mapping[str, str], paths: tuple[set[str], set[str]]) -> Callable[[str], str]:
-    """What an address of A is called in B, where modules, or parents of them, go by other names there: ``pairs``.
+def renaming(pairs: Mapping[str, str], paths: tuple[set[str], set[str]]) -> Callable[[str], str | None]:
+    """What an address of A is called in B, of modules that go by other names there, or whose parents do: ``pairs``.
 
     ``paths``: those of the modules of both. The longest path counts. Raises PlanError for one that none of them has.
     """
@@ -81,13 +83,16 @@ def renaming(pairs: Mapping[str, str], paths: tuple[set[str], set[str]]) -> Call
         (path, known, name) for pair in pairs.items() for path, known, name in zip(pair, paths, "AB", strict=True)
     ):
         if path not in known:
-            raise PlanError(f"pairs names {path!r}, which is no module of {name}: {nearest(path, sorted(known))}")
+            raise PlanError(
+                f"pairs names {path!r}, which is no module of {name}; nearest: "
+                f"{', '.join(nearest(path, sorted(known))) or 'none'}"
+            )
 
-    def renamed(address: str) -> str:
+    def renamed(address: str) -> str | None:
         site = parse_site(address)
         parents = [path for path in pairs if site.path == path or site.path.startswith(f"{path}.") or not path]
         if not parents:
-            return address
+            return None
         longest = max(parents, key=len)
         rest = site.path[len(longest) :].lstrip(".")
         return str(replace(site, path=".".join(part for part in (pairs[longest], rest) if part)))

@@ -8,6 +8,7 @@ norm of the difference, or where there are none by their moments. What rounding 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from gaff.record.trace_rows import CallRow, Fingerprint, Gradient, ParameterRow
 
 _OFTEN = 8.0  # roundings that an op may add up to: chosen, as in backward error bounds that hold in the mean
 _LITTLE = 2.0**-60  # a difference too small to be told
+_NEAR = 64  # calls: how far rounding may have come where two calls are taken for one by what they return
 _LEAST = 1e-3  # of the median norm of gradients
 _NUMBERS = ("mean", "std", "min", "max")
 _GUESSED = ("class and shapes", "shape")  # what may be another thing after all
@@ -71,9 +73,11 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
     """
     pairing = Pairing(a.rows, b.rows)
     paths = {row.path for row in a.rows}, {row.path for row in b.rows}
-    pairing.by_name(lambda row: row.site, renaming(renamed, paths) if renamed else str)
+    if renamed:
+        pairing.by_name(lambda row: row.site, renaming(renamed, paths))
+    pairing.by_name(lambda row: row.site)
     pairing.by_likeness("weights", *(_weights_of_calls(trace) for trace in (a, b)))
-    pairing.by_likeness("what they return", *_returned(a, b))
+    pairing.by_likeness("what they return", *_returned(pairing))
     leaves = [_has_no_calls(trace) for trace in (a, b)]
     shapes = [
         [(row.output, is_leaf) for row, is_leaf in zip(trace.rows, known, strict=True)]
@@ -89,12 +93,14 @@ def _paired(a: Trace, b: Trace, renamed: Mapping[str, str]) -> Pairing[CallRow]:
 
 
 def _weights_of_calls(trace: Trace) -> list[Hashable]:
-    """For each call the digests of its module's own parameters; None of ops, and where there are none to compare."""
+    """For each call the digests of its module's own parameters; None of ops, and where another module has the same."""
     known: dict[str, list[str]] = {}
     for row in trace.parameters:
         known.setdefault(_owner(row), []).append(row.digest)
-    found = [known.get(row.path, []) if row.parameters else [] for row in trace.rows]
-    return [tuple(sorted(digests)) if digests and all(digests) else None for digests in found]
+    own = {path: tuple(sorted(digests)) for path, digests in known.items() if all(digests)}
+    count = Counter(own.values())  # layers that are as new, such as norms, are alike
+    found = [own.get(row.path) if row.parameters else None for row in trace.rows]
+    return [one if one is not None and count[one] == 1 else None for one in found]
 
 
 def _owner(row: ParameterRow) -> str:
@@ -102,22 +108,29 @@ def _owner(row: ParameterRow) -> str:
     return parse_site(row.site).path.rpartition(".")[0]
 
 
-def _returned(a: Trace, b: Trace) -> tuple[list[Hashable], list[Hashable]]:
-    """For each call a key that is equal where two calls have returned the same, but for rounding; None without any."""
-    near: list[Hashable] = []
-    for other in b.rows:
-        size = math.hypot(*other.fingerprint.sketch)
-        found = None
-        for at, one in enumerate(a.rows if other.fingerprint.digest else ()):
-            if one.output == other.output and one.fingerprint.odd == other.fingerprint.odd:
-                allowed = _allowed(None, at, one, other)
-                is_near = abs(math.hypot(*one.fingerprint.sketch) - size) <= 2 * allowed * size
-                delta = _sketched(one.fingerprint, other.fingerprint) if is_near else math.inf
-                if delta <= allowed and (found is None or delta < found[0]):
-                    found = delta, at
-        near.append(None if found is None else found[1])
-    kept: list[Hashable] = [at if at in set(near) else None for at in range(len(a.rows))]
-    return kept, near
+def _returned(pairing: Pairing[CallRow]) -> tuple[list[Hashable], list[Hashable]]:
+    """For each call that is left a key that is equal where two have returned the same, but for rounding; else None."""
+    keys: tuple[list[Hashable], list[Hashable]] = [None] * len(pairing.a), [None] * len(pairing.b)
+    known: dict[Hashable, list[tuple[CallRow, float, int]]] = {}  # by shape: one of each kind, its norm, its number
+    for rows, left, found in zip((pairing.a, pairing.b), pairing.left(), keys, strict=True):
+        for at in left:
+            mark = rows[at].fingerprint
+            if not mark.digest:
+                continue
+            size, alike = math.hypot(*mark.sketch), known.setdefault((rows[at].output, mark.odd), [])
+            found[at] = next((number for one, norm, number in alike if _is_near(one, norm, rows[at], size)), None)
+            if found[at] is None:
+                found[at] = sum(map(len, known.values()))
+                alike.append((rows[at], size, sum(map(len, known.values()))))
+    return keys
+
+
+def _is_near(one: CallRow, norm: float, other: CallRow, size: float) -> bool:
+    """Whether two calls have returned the same, but for rounding; ``norm`` and ``size`` are those of their sketches."""
+    if one.fingerprint.digest == other.fingerprint.digest:
+        return True
+    allowed = _allowed(None, _NEAR, one, other)
+    return abs(norm - size) <= 2 * allowed * size and _sketched(one.fingerprint, other.fingerprint) <= allowed
 
 
 def _has_no_calls(trace: Trace) -> list[bool]:
@@ -138,7 +151,8 @@ def _forwards(
     for order, pair in enumerate(sorted(pairing.pairs, key=lambda pair: made[pair.a])):
         one, other = a.rows[pair.a], b.rows[pair.b]
         told.append((pair, _forward(one, other, pair.how, _allowed(tolerance, order, one, other))))
-    if told and all(row.state != "parted" for row in told[-1][1]) and told[-1][0].how not in _GUESSED:
+    is_same = bool(told and told[-1][1]) and all(row.state != "parted" for row in told[-1][1])
+    if is_same and told[-1][0].how not in _GUESSED:
         told = [(pair, rows) for pair, rows in told
                 if pair.how not in _GUESSED or all(row.state != "parted" for row in rows)]  # fmt: skip
     return [pair for pair, _ in told], [row for _, rows in told for row in rows]

@@ -1,0 +1,125 @@
+"""What a module keeps of what it was given: as an attribute, or anywhere that its code can reach.
+
+A tensor that a module keeps may be used after the call, and what is made of it then belongs to the module's share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaff.address.nested import iter_deep
+from gaff.compat import autograd
+
+_HOLDERS = (Tensor, list, tuple, dict, deque, SimpleNamespace)  # of what a module keeps; others hold settings, mostly
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    ModuleType,
+    CodeType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+_OF_TORCH = frozenset(vars(nn.Module()))  # tables of every module: parts, hooks of others
+_MOST = 20_000  # objects that are looked at
+
+
+def kept_by(module: nn.Module) -> Iterable[Tensor]:
+    """The tensors that a module keeps as attributes: a loss put aside during the call carries a share, too."""
+    for inner in module.modules():
+        for name, value in vars(inner).items():
+            if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, _HOLDERS):
+                yield from (tensor for tensor in iter_deep(value) if autograd.takes_gradient(tensor))
+
+
+def is_kept(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether a module's own code can reach ``tensor``: by attributes of it, its classes and parameters, by closures,
+    generators and objects behind them, and by containers among the globals of its forward.
+
+    Looks at 20,000 objects at the most; asked only where somebody holds the tensor who did not before the call. What a
+    hook of others, a checkpoint or an autograd node holds is not reached: no code of the module comes by it.
+    """
+    waiting = deque(_roots(module))
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        value = waiting.popleft()
+        if value is tensor:
+            return True
+        if id(value) not in seen and not isinstance(value, _PLAIN):
+            seen.add(id(value))
+            waiting.extend(_inside(value))
+    return False
+
+
+def _roots(module: nn.Module) -> Iterator[Any]:
+    """Where the search begins: what the modules and their classes have, and what their forwards see as globals."""
+    for inner in module.modules():
+        yield from _own(inner)
+        yield from inner._parameters.values()
+        kind = type(inner)
+        if not kind.__module__.startswith("torch."):
+            yield from vars(kind).values()
+            known = getattr(kind.forward, "__globals__", {})
+            yield from (one for one in known.values() if isinstance(one, (list, dict, set, deque)))
+            yield from (one for one in known.values() if type(one).__module__ == kind.__module__)
+
+
+def _own(module: nn.Module) -> list[Any]:
+    """The attributes of a module that are its own, and no table that every module has."""
+    return [value for name, value in vars(module).items() if name not in _OF_TORCH]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What is held by an object, as far as code that has the object can come by it."""
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    if isinstance(value, (MethodType, BuiltinMethodType)):
+        return [value.__self__, getattr(value, "__func__", None)]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, GeneratorType):
+        frame: FrameType | None = value.gi_frame
+        return list(frame.f_locals.values()) if frame is not None else []
+    if isinstance(value, nn.Module):
+        return [*_own(value), *value._modules.values()]
+    slots = [name for kind in type(value).__mro__ for name in _names_of(kind.__dict__.get("__slots__", ()))]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _names_of(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # of a variable that has no value
+        return False
+    return True
