@@ -1,5 +1,6 @@
 """The order of clearing, backward, clipping and stepping, and which tokens a model is asked for: told with the cause."""
 
+import copy
 import math
 from functools import partial
 
@@ -581,3 +582,165 @@ def test_an_optimizer_made_for_weights_that_are_reset_is_meant(tmp_path, is_rese
             model.zero_grad()
 
     assert ("optimizer_made_anew" in told(tmp_path, train)[0]) != is_reset
+
+
+def copied_by_hand(model, x, y, _):
+    """Gradients that are written over those of the step before, and not added to them."""
+    found = torch.autograd.grad(cross_entropy(model, x, y), list(model.parameters()))
+    for one, gradient in zip(model.parameters(), found, strict=True):
+        one.grad = torch.empty_like(one) if one.grad is None else one.grad
+        one.grad.copy_(gradient)
+
+
+def healthy_programs():  # noqa: C901  # a list of them
+    """By name, what trains well in an unusual way: nothing is to be told of it."""
+
+    def maximised():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
+        for x, y in batches(40):
+            optimizer.zero_grad()
+            (-cross_entropy(model, x, y)).backward()
+            optimizer.step()
+
+    def overwritten():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(40):
+            copied_by_hand(model, x, y, None)
+            optimizer.step()
+
+    def cleared_in_the_closure():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(40):
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = cross_entropy(model, x, y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            optimizer.zero_grad()
+
+    def one_of_two_losses_is_scaled():
+        first, second = net(), net()
+        ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (first, second))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for x, y in batches(40):
+            ours.zero_grad()
+            theirs.zero_grad()
+            scaler.scale(cross_entropy(first, x, y)).backward()
+            cross_entropy(second, x, y).backward()
+            theirs.step()
+            scaler.step(ours)
+            scaler.update()
+
+    def both_ways_of_pairs():
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, _ in batches(40):
+            scores = (model(x) @ x.T) / 4
+            target = torch.arange(len(x))
+            one = F.nll_loss(scores.log_softmax(0).T, target)
+            optimizer.zero_grad()
+            one.backward()
+            optimizer.step()
+
+    def a_copy_in_forward():
+        class Stopped(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+            def forward(self, x):
+                return copy.deepcopy(self.last)(self.first(x).tanh()) * 0.1 + self.last(self.first(x).tanh())
+
+        model = Stopped()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(40):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+
+    def fixed_filters():
+        class Blurred(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = nn.Linear(8, 3)
+
+            def forward(self, x):
+                blur = nn.Linear(8, 8, bias=False).requires_grad_(requires_grad=False)
+                return self.last(x + 0.01 * blur(x))
+
+        model = Blurred()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(40):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+
+    def statistics_alone_are_loaded():
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        state = {name: one for name, one in model.state_dict().items() if "running" in name}
+        model.load_state_dict({**state, "more": torch.ones(1)}, strict=False)
+        steps_with(plain_loss, 40, model=lambda: model)()
+
+    def filled_by_hand():
+        model = net()
+        state = {f"module.{name}": one.clone() + 0.1 for name, one in model.state_dict().items()}
+        model.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                one.copy_(state[f"module.{name}"])
+        steps_with(plain_loss, 40, model=lambda: model)()
+
+    return {name: one for name, one in locals().items() if callable(one)}
+
+
+@pytest.mark.parametrize("name", healthy_programs())
+def test_unusual_programs_that_train_are_healthy(tmp_path, name):
+    found, record = told(tmp_path, healthy_programs()[name])
+    assert not [rule for rule, one in found.items() if one.severity in ("error", "warning")]
+    assert record.verdict.state == "healthy"
+
+
+def test_an_optimizer_that_raises_the_loss_is_told(tmp_path):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, maximize=True)
+        for x, y in batches(30):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert "loss_sign" in found
+    assert record.verdict.name == "loss_sign"
+    assert "maximize=True" in record.verdict.cause
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_scaled_loss_is_judged_without_its_factor(tmp_path, is_named):
+    """Also where it is scaled in one line, and nobody holds the loss itself."""
+
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        drawn = torch.Generator().manual_seed(2)
+        for x, _ in batches(60):
+            y = torch.randint(0, 3, (len(x),), generator=drawn)
+            optimizer.zero_grad()
+            if is_named:
+                loss = cross_entropy(model, x, y)
+                scaler.scale(loss).backward()
+            else:
+                scaler.scale(cross_entropy(model, x, y)).backward()
+            by_the_scaler(optimizer, scaler)
+
+    told(tmp_path, train)
+    text = str(gaff.load(tmp_path / "run").verdict)
+    assert "multiplied by" not in text
+    assert "guessing" in text

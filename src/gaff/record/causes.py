@@ -49,13 +49,15 @@ class SingleSteps(NamedTuple):
 
     ``norms``: steps with the L2 norm of all gradients, before they were clipped where that is known. Where a loss jumps
     (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
-    ``is_search``: models are made one after the other, and trained with other learning rates.
+    ``is_search``: models are made one after the other, and trained with other learning rates; ``is_raised``: a loss is,
+    by an optimizer with ``maximize=True``.
     """
 
     norms: tuple[tuple[int, float], ...] = ()
     losses: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     is_search: bool = False
+    is_raised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,16 @@ class RunCase:
     def rise(self) -> tuple[str, int, float, float] | None:
         """Of the one loss of a run with one optimizer: its name, the step from which it rises, its lowest, its last.
 
-        None where it does not rise, in runs with several losses or optimizers, where one may rise as another falls, and
-        in those of an agent.
+        None where it does not rise, in runs with several losses or optimizers, where one may rise as another falls, in
+        those of an agent, and where it is to rise.
         """
-        if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
+        if (
+            self.optimizers != 1
+            or len(self.losses) != 1
+            or self.loss is None
+            or self.is_acting
+            or self.single.is_raised
+        ):
             return None
         name, curve = self.loss
         rise = curve.rise()
@@ -430,15 +438,19 @@ def _has_vanished(case: RunCase) -> bool:
 def _jump(case: RunCase) -> tuple[int, float, float] | None:
     """Of the one loss of a run with one optimizer: the step and the height of its early peak, and its first value.
 
-    None where that is not ten times the first value, or the first is not positive. Of a cross entropy it is enough that
-    it is twice the first value, and above twice of what guessing gives, plus 1: so wrong is only who is sure.
+    None where that is not ten times the first value, or the first is not positive, or the peak is below half of what
+    guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what guessing
+    gives, plus 1: so wrong is only who is sure.
     """
     if case.optimizers != 1 or len(case.losses) != 1 or case.loss is None or case.is_acting:
         return None
     name, curve = case.loss
     step, peak = curve.early_peak
     guess = case.guess.get(name, math.inf)
-    is_far = 0 < 10 * curve.start < peak or (peak > 2 * guess + 1 and peak > 2 * curve.start > 0)
+    is_known = guess < math.inf  # far below guessing nothing is lost yet
+    is_far = (0 < 10 * curve.start < peak and (not is_known or peak > 0.5 * guess)) or (
+        peak > 2 * guess + 1 and peak > 2 * curve.start > 0
+    )
     return (step, peak, curve.start) if is_far else None
 
 
@@ -457,9 +469,11 @@ def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
 
 def _are_all_alike(case: RunCase) -> bool:
     """Whether four weights or more begin as a constant each, and no other does not."""
-    finding = case.found("symmetric_units")
-    count, _, of = str(finding.evidence.get("weight_tensors", "")).partition(" of ") if finding else ("", "", "")
-    return count == of and count.isdigit() and int(count) >= 4
+    for finding in case.findings:
+        count, _, of = str(finding.evidence.get("weight_tensors", "")).partition(" of ")
+        if finding.rule == "symmetric_units" and count == of and count.isdigit() and int(count) >= 4:
+            return True
+    return False
 
 
 def _has_rates(case: RunCase) -> bool:

@@ -387,9 +387,11 @@ def _case(record: Record) -> RunCase:
     is_search = lr is not None and _is_search(part, list(record.scalar("lr", part.rank)))
     made = part.latest("made") or {}
     unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))
+    is_raised = any(one.get("is_raised") for one in looks)
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guess, max(optimizers, default=1),
-        record.experiments, unstepped, SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search),
+        record.experiments, unstepped,
+        SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised),
         2 * sum(map(acts, looks)) > len(looks),
         {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
         record.evaluated(part.rank),

@@ -34,7 +34,8 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
             ``{"encoder.layer": "blocks"}``.
 
     Sites are matched by address. Of traces what has no namesake is matched by its weights, then by what it returns,
-    then, as a guess, by order and shapes; of runs by order and size. Returns a ``Difference``, which is True where
+    then, as a guess, by order and shapes: guesses that differ are dropped where both return the same in the end. What
+    runs have without a namesake is matched by order and size. Returns a ``Difference``, which is True where
     they part: ``first``, ``rows``, ``verdict``, ``to_json()``, ``save("diff.html")``. Needs no torch; runs need numpy.
 
     Raises:

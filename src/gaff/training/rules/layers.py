@@ -11,7 +11,7 @@ from gaff.record.statistics import Numbers
 def clips_an_explosion(sample: Sample) -> bool:
     """Whether ``clip_grad_norm_`` was given a norm above 1,000 with a usual limit: people clip to 0.1 and more."""
     found = sample.facts.get("clipped")
-    return bool(found and found["norm"] > 1e3 and found["most"] >= 0.1)
+    return bool(found and found["norm"] > 1e3 * found.get("factor", 1.0) and found["most"] >= 0.1)
 
 
 def weights_by_depth(sample: Sample) -> dict[str, list[tuple[Key, Numbers]]]:

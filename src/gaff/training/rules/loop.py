@@ -71,8 +71,8 @@ def stepped_again(sample: Sample, past: Past) -> Iterator[Hit]:
     means="steps are made with gradients that a GradScaler's factor is still on",
     cause="optimizer.step() where scaler.step(optimizer) is meant",
     remedy="call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
-    least=3,
-    share=0.5,
+    least=1,
+    share=0.0,
     hides=("exploding", "update_large", "diverging", "loss_spike"),
 )
 def stepped_while_scaled(sample: Sample, past: Past) -> Iterator[Hit]:

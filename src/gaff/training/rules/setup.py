@@ -26,22 +26,27 @@ _USUAL_DECAY, _USUAL_ADAMW = 1e-3, 0.1  # weight decays that people train with; 
 @rule(
     "loss_sign",
     severity="error",
-    means="the loss is the negative of one that cannot be negative: training makes it worse",
-    cause="an extra minus sign",
-    remedy="remove the minus before the loss",
+    means="the loss is turned around: training makes it worse",
+    cause="an extra minus sign before the loss, or maximize=True of an optimizer without one",
+    remedy="remove the minus before the loss, or set maximize=False",
     least=3,
     share=0.5,
     hides=("diverging", "exploding", "update_large", "dead_units", "saturated"),
 )
 def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
-    """A minus right before a cross entropy, a squared or an absolute error, read from the autograd graph.
+    """A minus right before a cross entropy, a squared or an absolute error, read from the autograd graph, of which the
+    optimizer lowers the negative; or none, and an optimizer with ``maximize=True``.
 
     In runs with one optimizer and one loss, which steps the model's own parameters: adversaries are trained so, and
     inputs that are to fool a model.
     """
-    found = sample.facts.get("negated")
+    found, is_raised = sample.facts.get("negated"), sample.facts.get("is_raised")
     is_own = any(one.optimizer is not None for one in sample.parameters.values())
-    if found and is_own and _is_alone(sample) and sample.losses.get(found["loss"], 0.0) < 0:
+    positive = sample.facts["classes"]["loss"] if "classes" in sample.facts else sample.facts.get("mean_of", "")
+    if is_raised and positive and not found and is_own and _is_alone(sample):
+        yield Hit(("", ""), f"the optimizer has maximize=True, and makes the loss {positive!r} as large as it can",
+                  loss=sample.losses.get(positive, 0.0))  # fmt: skip
+    if found and not is_raised and is_own and _is_alone(sample) and sample.losses.get(found["loss"], 0.0) < 0:
         yield Hit(
             ("", ""),
             f"the loss {found['loss']!r} is the negative of {found['of']}: training makes the model worse",
@@ -385,8 +390,8 @@ def kl_of_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.9,
 )
 def made_in_forward(sample: Sample, past: Past) -> Iterator[Hit]:
-    """A module with parameters, and not a norm, was called with gradients while a model runs, is no part of it, and is
-    gone when the step ends."""
+    """A module whose trainable weights are no constant, and no copy of the model's own, was called with gradients while
+    a model runs, is no part of it, and is gone when the step ends. Certain."""
     for model, kind in sample.facts.get("anew", {}).items():
         yield Hit((model, ""), f"a {kind} is made anew in each forward of {model!r}, and is gone after the step",
                   layer=kind)  # fmt: skip

@@ -167,7 +167,8 @@ def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
     """At the step the gradients of all parameters of a model are None or zero, though gradients that are not zero have
-    passed the outputs of the very modules which hold those. Certain."""
+    passed the outputs of the very modules which hold those. Not of a step with a closure, which may clear them at its
+    own end. Certain."""
     passed = sample.port("grad_output")
     for model, held in _stepped(sample).items():
         lost = [key for key, one in held if one.requires_grad and _has_passed(passed, key)]
@@ -187,7 +188,7 @@ def cleared_before_step(sample: Sample, past: Past) -> Iterator[Hit]:
     hides=("no_gradient", "never_updated", "update_small"),
 )
 def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
-    """``.grad`` of every parameter of a model is None whenever its optimizer makes a step. Certain."""
+    """``.grad`` of all parameters of a model is None whenever its optimizer steps, without a closure. Certain."""
     for model, held in _stepped(sample).items():
         if (
             model not in past.trained
@@ -438,7 +439,9 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 def _stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
-    """By model the parameters whose optimizer has made a step in the sampled one."""
+    """By model the parameters whose optimizer has made a step in the sampled one; none where a closure may clear."""
+    if sample.facts.get("has_closure"):
+        return {}
     found: dict[str, list[tuple[Key, Parameter]]] = {}
     for key, one in sample.parameters.items():
         if one.optimizer is not None:

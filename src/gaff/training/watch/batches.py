@@ -68,17 +68,17 @@ class StepBatches:
         """The names of the models that ran since this was last asked; where none did, what was told then.
 
         That is so where no model was seen to run, too: if the parameter behind ``loss`` is of another one, it is that.
-        None where the models were given, and this is the loss of another one.
+        None where the models were given, and this is the loss of another one, as far as the nodes behind it tell.
         """
         if self._ran:
             self._whose = ", ".join(sorted(self._ran))
             self._ran.clear()
             return self._whose
-        leaves = leaves_behind(loss)
+        leaves, is_all = leaves_behind(loss)
         if models.is_given:
             owners = {models.owner_of(leaf) for leaf in leaves}
-            return self._whose if not owners or owners - {""} else None
-        owner = models.owner_of(next(leaves, None))
+            return self._whose if not owners or owners - {""} or not is_all else None
+        owner = models.owner_of(next(iter(leaves), None))
         return owner if owner and owner not in self._whose.split(", ") else self._whose
 
     def is_rest(self) -> bool:

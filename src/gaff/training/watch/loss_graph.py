@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -129,6 +129,10 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         _note_classes(chain, names, at, before, name, found)
         if _is_of_pairs(chain, names, at):
             found["scores"] = name
+    if one == "SoftmaxBackward" and names[before] == "LogBackward" and names[0].startswith("NllLoss"):
+        shape: Any = getattr(chain[at]._saved_result, "shape", ())
+        if len(shape) == 2 and shape[0] != shape[1] and chain[at]._saved_dim == 0:
+            found["axis"] = name
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
     _note_behind(one, names[at + 1 :], name, found)
@@ -170,12 +174,11 @@ def _bad(node: Any, name: str, targets: Tensor) -> str:
     return f"{count} of {targets.numel()} targets are not finite" if count else ""
 
 
-def leaves_behind(loss: Tensor) -> Iterator[Tensor]:
-    """The parameters that a loss depends on, as far as the first 1,000 nodes behind it lead to them."""
-    for node in islice(nodes_behind(nodes_of([loss])), _MOST_NODES):
-        variable: Tensor | None = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
+def leaves_behind(loss: Tensor) -> tuple[list[Tensor], bool]:
+    """The parameters that a loss depends on, as far as the first 1,000 nodes behind it tell; whether that is all."""
+    nodes = list(islice(nodes_behind(nodes_of([loss])), _MOST_NODES))
+    variables: list[Tensor | None] = [getattr(node, "variable", None) for node in nodes]
+    return [one for one in variables if one is not None], len(nodes) < _MOST_NODES
 
 
 def _spread(chain: list[Any], names: list[str]) -> dict[str, Any] | None:
@@ -224,10 +227,11 @@ def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name
 
     ``before``: the place of the loss that takes the mean of it.
     """
-    shape = getattr(chain[at]._saved_result, "shape", ())
+    shape: Any = getattr(chain[at]._saved_result, "shape", ())
     is_mean = getattr(chain[before], "_saved_reduction", 1) == 1 or "summed" in found
     if len(shape) == 2 and chain[at]._saved_dim == 0:
-        found["axis"] = name
+        if shape[0] != shape[1]:  # of pairs with one another both ways are meant
+            found["axis"] = name
     elif len(shape) and is_mean and all(map(_is_view, names[:before])):
         found["classes"] = {"loss": name, "count": int(shape[1 if len(shape) > 1 else 0])}
 

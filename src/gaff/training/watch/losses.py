@@ -123,11 +123,12 @@ class Losses:
         known = next((one for one in self._scaled if one[0]() is tensor), None) if self._scaled else None
         named = tensor if known is None else known[1]()
         name = self._name(named, at, whose)
+        self._scaler = None if known is None else known[3]
         if known is not None:
-            self._scaler, self.scale = known[3], _scale_of(known[3])
+            self.scale = _scale_of(known[3])
         scale = 1.0 if known is None else self.scale
         if is_sampled:
-            self.facts.update(facts_of_graph(tensor if named is None else named, name))
+            self._note_graph(tensor, named, name, scale)
         value = tensor.detach() if known is None else known[2]
         total, count = self._now.get(name, (0.0, 0))
         if value.device.type != "cpu":
@@ -137,6 +138,20 @@ class Losses:
         self._now[name] = total + number, count + 1
         is_finite = math.isfinite(number)
         return Noted(name, not is_finite, scale, self._spike(name, number) if is_finite else None)
+
+    def _note_graph(self, tensor: Tensor, named: Tensor | None, name: str, scale: Any) -> None:
+        """Note what the graph behind a loss tells; ``named`` is what a GradScaler has multiplied, None if it is gone.
+
+        By what a loss was multiplied is known where all of its passes in the step say the same.
+        """
+        found = facts_of_graph(tensor if named is None else named, name)
+        if named is None and "factor" in found:
+            by = found["factor"]["by"] / scale if isinstance(scale, float) else 1.0
+            found["factor"] = {"loss": name, "by": by}
+        known = self.facts.get("factor", {"loss": ""})
+        if known["loss"] == name and name in self._now and known != found.get("factor"):
+            found["factor"] = {"loss": name, "by": 1.0}
+        self.facts.update(found)
 
     def values(self) -> dict[str, Any]:
         """The mean of each loss, by name, over the backward passes of this step so far; tensors where on a device."""

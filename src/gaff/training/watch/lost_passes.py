@@ -40,10 +40,12 @@ class _Pulled(NamedTuple):
 class _Left(NamedTuple):
     """What a backward pass of the loss ``name`` has left at some parameters of an optimizer.
 
-    ``weights``: the norms of its parameters then, which tell whether somebody has changed them since.
+    ``weights``: the norms of its parameters then, which tell whether somebody has changed them since. ``factor``: by
+    what a GradScaler had multiplied the loss, if it had.
     """
 
     name: str
+    factor: Any
     pulled: list[_Pulled]
     weights: list[Tensor]
 
@@ -64,8 +66,8 @@ class LostPasses:
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
         self.facts: list[dict[str, Any]] = []
         found = (next(_gradients(optimizer), None) for optimizer in optimizers)
-        self._used = [(weakref.ref(one[1]), _mark(one[1])) for one in found if one is not None]  # by the step before
-        self._has_passed = False  # a backward pass has begun since
+        self._used = [(weakref.ref(one[1]), _copy_of(one[1])) for one in found if one is not None]  # by the step before
+        self.has_passed = False  # a backward pass has begun since
         self._before: dict[int, dict[int, _Mark]] = {}  # by optimizer and parameter, as a pass begins
         self._left: dict[int, _Left] = {}  # by optimizer: by the last pass that has changed a gradient of it
         self._lost: Counter[tuple[int, str]] = Counter()
@@ -77,38 +79,46 @@ class LostPasses:
         return bool(now) and all(any(known() is gradient for known, _ in self._used) for gradient in now)
 
     def repeats(self, optimizer: Any) -> bool:
-        """Whether an optimizer is about to use what it has used before: no pass has begun, nobody has changed it."""
-        found = next(_gradients(optimizer), None)
-        if self._has_passed or found is None:
-            return False
-        return any(known() is found[1] and mark == _mark(found[1]) for known, mark in self._used)
+        """Whether an optimizer is about to use what it has used before: no pass has begun, nobody has changed it.
 
-    def is_as_left(self, optimizer: Any) -> bool:
-        """Whether an optimizer is about to use exactly what the last backward pass has left. Waits for the device."""
-        left = self._left.get(id(optimizer))
-        first = left.first() if left is not None else None
-        parameter = first.parameter() if first is not None else None
-        if first is None or parameter is None or parameter.grad is None:
+        Waits for the device where none has begun.
+        """
+        found = next(_gradients(optimizer), None)
+        copy = next((one for known, one in self._used if found is not None and known() is found[1]), None)
+        if self.has_passed or found is None or copy is None:
             return False
+        now = _copy_of(found[1])
+        return now is not None and torch.equal(now, copy)
+
+    def factor_left(self, optimizer: Any) -> Any:
+        """By what the gradients are too large that an optimizer is about to use; None where they are not.
+
+        They are where they are exactly what the last backward pass has left, from a loss that a GradScaler had
+        multiplied. Waits for the device.
+        """
+        left = self._left.get(id(optimizer))
+        first = left.first() if left is not None and left.factor is not None else None
+        parameter = first.parameter() if first is not None else None
+        if left is None or first is None or parameter is None or parameter.grad is None:
+            return None
         now = _copy_of(parameter.grad)
-        return now is not None and torch.equal(now, first.copy)
+        return left.factor if now is not None and torch.equal(now, first.copy) else None
 
     def begins(self, optimizers: Iterable[Any], losses: Any) -> None:
         """A backward pass is about to begin from ``losses``, a tensor or several."""
-        self._has_passed = True
+        self.has_passed = True
         self._is_aside = any(_has_other_leaf(one) for _, one in iter_tensors(losses))
         for optimizer in optimizers:
             left = self._left.pop(id(optimizer), None)
-            if (
-                left is not None
-                and _is_lost(left)
-                and are_alike(norms_of(one for _, one in parameters_of(optimizer)), left.weights)
-            ):
+            if left is not None and _is_lost(left) and _are_alike(_norms(optimizer), left.weights):
                 self._lost[id(optimizer), left.name] += 1
             self._before[id(optimizer)] = {id(one): _mark(gradient) for one, gradient in _gradients(optimizer)}
 
-    def ended(self, optimizers: Iterable[Any], name: str) -> None:
-        """A backward pass from the loss ``name`` has ended; of one whose beginning was not told nothing is noted."""
+    def ended(self, optimizers: Iterable[Any], name: str, factor: Any) -> None:
+        """A backward pass from the loss ``name`` has ended; of one whose beginning was not told nothing is noted.
+
+        ``factor``: by what a GradScaler has multiplied the loss, None where it has not.
+        """
         for optimizer in optimizers if self._before else ():
             before = self._before.pop(id(optimizer), {})
             changed = (pair for pair in _gradients(optimizer) if before.get(id(pair[0])) != _mark(pair[1]))
@@ -118,7 +128,7 @@ class LostPasses:
                 if (copy := _copy_of(gradient)) is not None
             ]
             if found:
-                self._left[id(optimizer)] = _Left(name, found, norms_of(one for _, one in parameters_of(optimizer)))
+                self._left[id(optimizer)] = _Left(name, factor, found, _norms(optimizer))
 
     def used(self, optimizer: Any) -> None:
         """An optimizer is about to step: what was lost before is a fact, if it uses what the last pass has left."""
@@ -157,14 +167,14 @@ def _is_lost(left: _Left) -> bool:
     return gradient is None or (gradient is known and now is not None and not bool(now.any()))
 
 
-def norms_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The norms of the first of these parameters, on their devices."""
-    values = [value for one in islice(parameters, _PROBES) if (value := readable(one)) is not None]
+def _norms(optimizer: Any) -> list[Tensor]:
+    """The norms of the first parameters of an optimizer, on their devices."""
+    values = [value for _, one in islice(parameters_of(optimizer), _PROBES) if (value := readable(one)) is not None]
     with torch.no_grad():
         return list(torch._foreach_norm(values)) if values else []
 
 
-def are_alike(ones: list[Tensor], others: list[Tensor]) -> bool:
+def _are_alike(ones: list[Tensor], others: list[Tensor]) -> bool:
     """Whether norms are the same numbers. Waits for the device."""
     return len(ones) == len(others) and all(float(one) == float(other) for one, other in zip(ones, others, strict=True))
 

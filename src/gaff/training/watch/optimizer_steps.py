@@ -7,21 +7,22 @@ progress.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
+from gaff.compat import memory
 from gaff.record.sample import Key
 from gaff.training.watch import ownership, step_facts
 from gaff.training.watch.idle_optimizers import IdleOptimizers
-from gaff.training.watch.lost_passes import LostPasses, are_alike, norms_of
+from gaff.training.watch.lost_passes import LostPasses
 from gaff.training.watch.models import Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.sampled_step import SampledStep
 from gaff.training.watch.step_state import LoopEvent, StepState
 from gaff.training.watch.updates import Clearing, Update
 
+_SOME = 64  # parameters of a model that tell whether its weights were reset
 _MOMENTS = 4  # what an optimizer keeps is read at every fourth look
 
 
@@ -47,7 +48,7 @@ class OptimizerSteps:
         self._models = models
         self._skipper: int | None = None  # whose skipped steps count: others of the step skip theirs, too
         self._stepped: set[int] = set()  # optimizers that made theirs in the step in progress
-        self._weights: dict[str, list[Tensor]] = {}  # by model, their norms as a look begins
+        self._weights: dict[str, list[tuple[int, int]]] = {}  # by model: which they are, and how often written to
 
     def has_stepped(self, optimizer: Any) -> bool:
         """Whether it made its step already in the step in progress: the next one belongs to another."""
@@ -59,7 +60,7 @@ class OptimizerSteps:
             if not self._stepped or id(optimizer) in self._stepped or self.clearing.is_as_marked(optimizer):
                 self.clearing.stepped(optimizer)
         self.lost = LostPasses(self.optimizers.counts)
-        self._weights = self._norms()
+        self._weights = self._marks()
         self.looks += 1
 
     def backward_begins(self, count: int, losses: Any, *, is_sampled: bool) -> None:
@@ -70,20 +71,22 @@ class OptimizerSteps:
             self.clearing.look()
             self.lost.begins(self.optimizers.counts, losses)
 
-    def backward_ended(self, name: str) -> None:
-        """A backward pass from the loss ``name`` has ended; noted if it has begun in a sampled step."""
-        self.lost.ended(self.optimizers.counts, name)
+    def backward_ended(self, name: str, factor: Any) -> None:
+        """A backward pass from the loss ``name`` has ended; noted if it has begun in a sampled step.
+
+        ``factor``: by what a GradScaler has multiplied the loss, None where it has not.
+        """
+        self.lost.ended(self.optimizers.counts, name, factor)
 
     def clipped(self, note: Callable[..., None]) -> Callable[[Any, Any], None]:
         """What to call when gradients are clipped: ``note`` with norm, limit, and whether they are the last step's."""
         return lambda norm, most: note(norm, most, is_stale=self.lost.is_stale(self.optimizers.counts))
 
-    def begins(self, optimizer: Any, sampled: SampledStep | None, factor: Any = None, *, has_closure: bool) -> None:
+    def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool, is_scaled: bool) -> None:
         """An optimizer is about to step; in a sampled step its gradients and weights are counted now.
 
-        ``factor``: by what a GradScaler has made them too large, if it has not taken that off. With a closure the
-        gradients are still to come, and are counted at the end. What the optimizer keeps (its moments) is read at every
-        fourth look only.
+        ``is_scaled``: a GradScaler has not taken its factor off them. With a closure the gradients are still to come,
+        and are counted at the end. What the optimizer keeps (its moments) is read at every fourth look only.
         """
         if sampled is None:
             return
@@ -93,15 +96,16 @@ class OptimizerSteps:
         is_repeated = not has_closure and self.lost.repeats(optimizer)
         if is_repeated:
             sampled.facts["repeated"] = name
-        elif not has_closure and factor is not None and self.lost.is_as_left(optimizer):
+        elif is_scaled and not has_closure and (factor := self.lost.factor_left(optimizer)) is not None:
             sampled.facts["scaled"] = {"optimizer": name, "factor": factor}
-        update.was_cleared = is_repeated or self.clearing.was_cleared(optimizer)
+        # what no backward pass has added to was written anew
+        update.was_cleared = is_repeated or not self.lost.has_passed or self.clearing.was_cleared(optimizer)
         self.lost.used(optimizer)
         update.begin()
         self.updates[id(optimizer)] = update
         if optimizer not in self.optimizers.counts and _averages(optimizer):
-            now = self._norms()
-            same = {model for model, norms in self._weights.items() if norms and are_alike(now.get(model, []), norms)}
+            now = self._marks()
+            same = {model for model, marks in self._weights.items() if marks and now.get(model) == marks}
             owned = {one.model for one in update.owned}
             sampled.facts.setdefault("begun", {}).update(dict.fromkeys(same & owned, name))
         if any(base.__name__ == "LBFGS" for base in type(optimizer).__mro__):
@@ -145,10 +149,11 @@ class OptimizerSteps:
         self.in_a_row += 1
         return True
 
-    def _norms(self) -> dict[str, list[Tensor]]:
-        """The norms of some parameters of every model, which tell whether somebody changes them between two steps."""
+    def _marks(self) -> dict[str, list[tuple[int, int]]]:
+        """Which parameters every model has, and how often each was written to: whether somebody has reset them."""
         roots = [(model.name, model.root()) for model in self._models.all]
-        return {name: norms_of(root.parameters()) for name, root in roots if root is not None}
+        some = {name: islice(root.parameters(), _SOME) for name, root in roots if root is not None}
+        return {name: [(id(one), memory.version_of(one)) for one in ones] for name, ones in some.items()}
 
     def facts(self, step: int, strays: Mapping[int, ownership.Stray]) -> dict[str, Any]:
         """What rules read of the optimizers in the sampled step of this number; ``strays``: see ``ownership``."""
@@ -156,6 +161,8 @@ class OptimizerSteps:
         new = list(map(step_facts.optimizer, self.optimizers.take_new()))
         return {"optimizers": len(counts), "skipped": self.skipped, "settings": new, "idle": self.idle.facts(step),
                 "lost": self.lost.facts,
+                "is_raised": any(group.get("maximize") for one in counts for group in one.param_groups),
+                "has_closure": any(one.has_closure for one in self.updates.values()),
                 **ownership.facts(self._models, self.updates.values(), counts, strays)}  # fmt: skip
 
     def parameters(self, called: set[Key]) -> dict[Key, dict[str, Any]]:

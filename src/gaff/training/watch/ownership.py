@@ -7,28 +7,49 @@ import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gaff.compat.memory import version_of
+from gaff.training.watch.accumulator import readable
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.updates import Update, parameters_of
 
 _LEAST, _NEAR = 64, 0.1  # elements of a weight that tell how it was made, and how near they have to be
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # made anew they are what they were
 
 
 class Stray(NamedTuple):
-    """A module with parameters that the forward of ``model`` has called, and that is part of no model."""
+    """A module with parameters that the forward of ``model`` has called, and that is part of no model.
+
+    ``is_drawn``: it was called with grad mode, and has weights of its own that look drawn at random.
+    """
 
     module: weakref.ref[nn.Module]
     model: str
     kind: type[nn.Module]
-    is_trained: bool  # with grad mode
+    is_drawn: bool
 
     @property
     def is_made_anew(self) -> bool:
         """Whether it is gone already, with weights that were drawn at random: each forward makes one of its own."""
-        return self.is_trained and self.module() is None and not issubclass(self.kind, _NORMS)
+        return self.is_drawn and self.module() is None
+
+
+def has_drawn(module: nn.Module, model: Model) -> bool:
+    """Whether a module has trainable weights that are no constant, and no copy of the model's own. Waits for it."""
+    own = [
+        one
+        for one in module._parameters.values()
+        if isinstance(one, nn.Parameter) and one.requires_grad and readable(one) is not None
+    ]
+    root = model.root()
+    theirs = list(root.parameters()) if root is not None else []
+    return any(
+        one.numel() > 1
+        and bool((one != one.flatten()[0]).any())
+        and not any(other.shape == one.shape and torch.equal(other, one) for other in theirs)
+        for one in map(Tensor.detach, own)
+    )
 
 
 def owned_by(optimizers: Iterable[Any]) -> set[int]:

@@ -25,7 +25,7 @@ from gaff.record.statistics import NAN, NEGATIVE
 from gaff.training.watch import attention
 from gaff.training.watch.accumulator import Accumulator, readable
 from gaff.training.watch.models import Models, Place, WatchedModule, units_of
-from gaff.training.watch.ownership import Stray
+from gaff.training.watch.ownership import Stray, has_drawn
 from gaff.training.watch.routers import Routes
 from gaff.training.watch.shield import Shield
 
@@ -110,11 +110,12 @@ class RunCount:
     inside: str = ""
     strays: dict[int, Stray] = field(default_factory=dict)
 
-    def passed_by(self, module: nn.Module) -> None:
+    def passed_by(self, module: nn.Module, models: Models) -> None:
         """A module has returned that is part of no model: note one that has parameters and was called inside a run."""
         known = self.strays.get(id(module))
         if self.inside and module._parameters and (known is None or known.module() is not module):
-            self.strays[id(module)] = Stray(weakref.ref(module), self.inside, type(module), torch.is_grad_enabled())
+            is_drawn = torch.is_grad_enabled() and has_drawn(module, models.named(self.inside))
+            self.strays[id(module)] = Stray(weakref.ref(module), self.inside, type(module), is_drawn)
 
 
 class SampledStep:
@@ -173,7 +174,7 @@ class SampledStep:
         self._stands = stands
         entry = self._models.entries.get(module)
         if entry is None and self.is_open:
-            self.runs.passed_by(module)
+            self.runs.passed_by(module, self._models)
         elif entry is not None and self.is_open:
             if entry.kind == "dropout" and module.training:
                 self.facts.setdefault("dropouts", {})[entry.model, entry.path] = float(getattr(module, "p", 0.0))

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gaff.address.resolve import unwrap
+from gaff.address.resolve import join, unwrap
 from gaff.compat import elements
 from gaff.compat.compiler import has_asked_to_compile
 from gaff.engine.process.functions import ATTENTION, FunctionCalls, loss_calls
@@ -50,7 +50,13 @@ class SetupFacts:
             self._latest, self._fingerprint = self._fingerprint or self._latest, ""
 
     def batch_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A model is called that trains, in a step that is looked at: the first such batch gets a checksum."""
+        """A model is called that trains, in a step that is looked at: the first batch gets a checksum.
+
+        Parts that no file has matched, and that somebody has filled by hand before the first one, are in order.
+        """
+        for known, told in list(self._unmatched.items()):
+            if told.get("digests", ()) and told.pop("digests") != step_facts.digests(known):
+                del self._unmatched[known]
         self._fingerprint = self._fingerprint or step_facts.fingerprint(args, kwargs)
         self._tokens.given(module, args, kwargs)
 
@@ -76,12 +82,14 @@ class SetupFacts:
         What is loaded later into it, into a part of it, or into what it is a part of, takes that back.
         """
         names = [name for name, _ in module.named_parameters()]
-        is_unmatched = names and keys.unexpected_keys and set(names) <= set(keys.missing_keys)
+        missing = set(keys.missing_keys)
+        is_unmatched = names and keys.unexpected_keys and {*names, *_buffers_of(module)} <= missing
         for known in list(self._unmatched) if not is_unmatched else ():
             if any(one is known for one in module.modules()) or any(one is module for one in known.modules()):
                 del self._unmatched[known]
         if is_unmatched:
-            self._unmatched[module] = {"parameters": len(names), "missing": names[0], "given": keys.unexpected_keys[0]}
+            told = {"parameters": len(names), "missing": names[0], "given": keys.unexpected_keys[0]}
+            self._unmatched[module] = {**told, "digests": step_facts.digests(module)}
 
     def take(self) -> dict[str, Any]:
         """The facts of the step that was looked at; tensors in them may be on a device."""
@@ -112,3 +120,13 @@ class SetupFacts:
         if torch.is_grad_enabled():
             self._tokens.attended(args, kwargs)
         self._attended(name, args, kwargs, output)
+
+
+def _buffers_of(module: nn.Module) -> set[str]:
+    """The names of the buffers of a module that its state dict has."""
+    return {
+        join(path, name)
+        for path, one in module.named_modules()
+        for name in one._buffers
+        if name not in one._non_persistent_buffers_set and one._buffers[name] is not None
+    }

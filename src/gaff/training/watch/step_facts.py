@@ -56,6 +56,11 @@ def fingerprint(args: Any, kwargs: Any, most_bytes: int = _MOST_BYTES) -> str:
     return f"{crc:08x}"
 
 
+def digests(module: nn.Module) -> list[str]:
+    """A checksum of the beginning of each parameter of a module, of those that lie on the CPU."""
+    return [fingerprint((one,), {}) for one in module.parameters()]
+
+
 def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
     """What a loss function was given, for the rules: shapes, least and largest target as tensors on its device."""
     plain = target.detach()

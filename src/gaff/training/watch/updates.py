@@ -62,7 +62,7 @@ class Update:
         self.was_cleared = True
         self.is_fed = False  # any of its parameters has a gradient, whether a watched model has it or not
         self._marks: list[tuple[int, int] | None] = []  # of gradients before the step
-        self._has_closure = has_closure  # it brings the gradients, during the step
+        self.has_closure = has_closure  # it brings the gradients, during the step
         self._has_moments = has_moments  # whether to read what the optimizer keeps
         self._models = models
         self._bank = bank
@@ -85,7 +85,7 @@ class Update:
                 if named is not None and value is not None:
                     self.owned.append(Owned(*named, parameter, group, some_of(value).clone()))
                     values.append(value)
-            if not self._has_closure:
+            if not self.has_closure:
                 self._read_gradients()
             self._marks = self._versions()
             self._observe("param", list(zip(self.owned, values, strict=True)))
@@ -120,7 +120,7 @@ class Update:
         A parameter that has got another type, size or device in the meantime has no update.
         """
         with torch.no_grad():
-            if self._has_closure:
+            if self.has_closure:
                 self._read_gradients()
                 self.was_cleared |= self._versions() != self._marks  # a closure that computes them clears them, too
             pairs = [(one, readable(one.parameter)) for one in self.owned]

@@ -77,7 +77,7 @@ class Watcher:
         self._losses = losses = Losses(self.pace.want)
         loop: Any = (self._backward_begins, self._step_begins, self._step_ended, self._step_skipped, losses.note_scale,
                      self._looks.compiled, self._steps.clipped(losses.clipped), setup.iterated, self.reporter.saved,
-                     lambda: self._steps.backward_ended(losses.latest), setup.loaded)  # fmt: skip
+                     lambda: self._steps.backward_ended(losses.latest, losses.factor_on()), setup.loaded)  # fmt: skip
         self._outer = Outer(Told(*map(self.shield.around, loop)))
         self._origin = Origin(self._calls, self._batches, self._flight, self.reporter)
         self._exit = partial(_close, weakref.ref(self))
@@ -226,7 +226,8 @@ class Watcher:
             self._complete()
         self._enter(LoopEvent.CLOSURE_BEGINS if has_closure else LoopEvent.STEP_BEGINS)
         sampled = self._looks.sampled
-        self._steps.begins(optimizer, sampled, self._losses.factor_on(optimizer), has_closure=has_closure)
+        is_scaled = self._losses.factor_on(optimizer) is not None
+        self._steps.begins(optimizer, sampled, has_closure=has_closure, is_scaled=is_scaled)
         bad = None if sampled is None or has_closure else sampled.nonfinite_gradient()
         if bad is not None:
             self._origin.find(f"the gradient {bad[1]}", self.step, self._looks.sampled, has_gradients=True)
