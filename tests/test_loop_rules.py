@@ -414,12 +414,12 @@ def test_a_rate_that_comes_back_from_zero_is_not_gone(tmp_path):
     assert record.verdict.state == "healthy"
 
 
-def steps_with(loss_of, count=24, *, model=None, step=None, classes=3):
+def steps_with(loss_of, count=24, *, model=None, step=None, rate=0.01, **options):
     """A program of ``count`` steps of SGD; ``step(optimizer, scaler)`` makes one."""
 
     def train():
         mine = net() if model is None else model()
-        optimizer = torch.optim.SGD(mine.parameters(), 0.01)
+        optimizer = torch.optim.SGD(mine.parameters(), rate, **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for x, y in batches(count):
             optimizer.zero_grad()
@@ -595,14 +595,6 @@ def copied_by_hand(model, x, y, _):
 def healthy_programs():  # noqa: C901  # a list of them
     """By name, what trains well in an unusual way: nothing is to be told of it."""
 
-    def maximised():
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
-        for x, y in batches(40):
-            optimizer.zero_grad()
-            (-cross_entropy(model, x, y)).backward()
-            optimizer.step()
-
     def overwritten():
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -657,12 +649,7 @@ def healthy_programs():  # noqa: C901  # a list of them
             def forward(self, x):
                 return copy.deepcopy(self.last)(self.first(x).tanh()) * 0.1 + self.last(self.first(x).tanh())
 
-        model = Stopped()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for x, y in batches(40):
-            optimizer.zero_grad()
-            cross_entropy(model, x, y).backward()
-            optimizer.step()
+        steps_with(plain_loss, 40, model=Stopped, rate=0.1)()
 
     def fixed_filters():
         class Blurred(nn.Module):
@@ -674,12 +661,7 @@ def healthy_programs():  # noqa: C901  # a list of them
                 blur = nn.Linear(8, 8, bias=False).requires_grad_(requires_grad=False)
                 return self.last(x + 0.01 * blur(x))
 
-        model = Blurred()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for x, y in batches(40):
-            optimizer.zero_grad()
-            cross_entropy(model, x, y).backward()
-            optimizer.step()
+        steps_with(plain_loss, 40, model=Blurred, rate=0.1)()
 
     def statistics_alone_are_loaded():
         model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
@@ -696,6 +678,7 @@ def healthy_programs():  # noqa: C901  # a list of them
                 one.copy_(state[f"module.{name}"])
         steps_with(plain_loss, 40, model=lambda: model)()
 
+    maximised = steps_with(lambda *given: -plain_loss(*given), 40, rate=0.1, maximize=True)
     return {name: one for name, one in locals().items() if callable(one)}
 
 
@@ -707,15 +690,7 @@ def test_unusual_programs_that_train_are_healthy(tmp_path, name):
 
 
 def test_an_optimizer_that_raises_the_loss_is_told(tmp_path):
-    def train():
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.01, maximize=True)
-        for x, y in batches(30):
-            optimizer.zero_grad()
-            cross_entropy(model, x, y).backward()
-            optimizer.step()
-
-    found, record = told(tmp_path, train)
+    found, record = told(tmp_path, steps_with(plain_loss, 30, maximize=True))
     assert "loss_sign" in found
     assert record.verdict.name == "loss_sign"
     assert "maximize=True" in record.verdict.cause
