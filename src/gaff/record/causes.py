@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gaff.record.curve import Curve
 from gaff.record.experiments import KINDS, Experiments
-from gaff.record.finding import Finding, evidence_of, origin_of, told_of
+from gaff.record.finding import Finding, evidence_of, is_of_all, origin_of, told_of
 
 CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
@@ -152,7 +152,7 @@ def claims(case: RunCase) -> list[Claim]:
     Weights that begin all alike do no harm where the loss falls all the same, as with heads side by side, unless there
     are four or more, and no others.
     """
-    if _has_learned(case) and not _are_all_alike(case):
+    if _has_learned(case) and not any(is_of_all(one, 4) for one in case.findings if one.rule == "symmetric_units"):
         case = case.without("symmetric_units")
     if case.is_range_test:
         return []
@@ -465,15 +465,6 @@ def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
     return bool(curve.values) and curve.last < (0.8 if jump < 100 else 0.3) * min(
         curve.start, case.guess.get(name, math.inf)
     )
-
-
-def _are_all_alike(case: RunCase) -> bool:
-    """Whether four weights or more begin as a constant each, and no other does not."""
-    for finding in case.findings:
-        count, _, of = str(finding.evidence.get("weight_tensors", "")).partition(" of ")
-        if finding.rule == "symmetric_units" and count == of and count.isdigit() and int(count) >= 4:
-            return True
-    return False
 
 
 def _has_rates(case: RunCase) -> bool:

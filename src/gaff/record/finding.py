@@ -107,6 +107,12 @@ def origin_of(finding: Finding) -> tuple[str, ...]:
     return (*lines, finding.cause, *map(str, known.get("inputs", ())), *(str(one) for one in known.get("notes", ())))
 
 
+def is_of_all(finding: Finding, least: int) -> bool:
+    """Whether a finding is about all of the weights that there are, and about so many: its evidence says "4 of 4"."""
+    count, _, of = str(finding.evidence.get("weight_tensors", "")).partition(" of ")
+    return count == of and count.isdigit() and int(count) >= least
+
+
 def by_severity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The findings that hold and are no mere facts, worst first, then in the order in which they began."""
     lasting = [one for one in findings if not one.is_over and one.severity != "info"]

@@ -440,11 +440,9 @@ def scaler_stuck(sample: Sample, past: Past) -> Iterator[Hit]:
 
 def _stepped(sample: Sample) -> dict[str, list[tuple[Key, Parameter]]]:
     """By model the parameters whose optimizer has made a step in the sampled one; none where a closure may clear."""
-    if sample.facts.get("has_closure"):
-        return {}
     found: dict[str, list[tuple[Key, Parameter]]] = {}
     for key, one in sample.parameters.items():
-        if one.optimizer is not None:
+        if one.optimizer is not None and not sample.facts.get("has_closure"):
             found.setdefault(key[0], []).append((key, one))
     return found
 
