@@ -6,8 +6,9 @@ A tensor that a module keeps may be used after the call, and what is made of it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from types import (
     BuiltinMethodType,
     CellType,
@@ -44,6 +45,7 @@ _PLAIN = (
 )
 _OF_TORCH = frozenset(vars(nn.Module()))  # tables of every module: parts, hooks of others
 _MOST = 20_000  # objects that are looked at
+_SOME = 500  # of a container, from either end
 
 
 def kept_by(module: nn.Module) -> Iterable[Tensor]:
@@ -58,8 +60,9 @@ def is_kept(module: nn.Module, tensor: Tensor) -> bool:
     """Whether a module's own code can reach ``tensor``: by attributes of it, its classes and parameters, by closures,
     generators and objects behind them, and by containers among the globals of its forward.
 
-    Looks at 20,000 objects at the most; asked only where somebody holds the tensor who did not before the call. What a
-    hook of others, a checkpoint or an autograd node holds is not reached: no code of the module comes by it.
+    Looks at 20,000 objects at the most, and at the ends of large containers. Asked only where somebody holds the tensor
+    who did not before the call. What a hook of others, a checkpoint or an autograd node holds is not reached: no code
+    of the module comes by it.
     """
     waiting = deque(_roots(module))
     seen: set[int] = set()
@@ -93,10 +96,12 @@ def _own(module: nn.Module) -> list[Any]:
 
 def _inside(value: Any) -> Iterable[Any]:
     """What is held by an object, as far as code that has the object can come by it."""
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
+    if isinstance(value, dict):
+        return [*_ends(value), *_ends(dict.values(value))]
+    if isinstance(value, (list, tuple, deque)):
+        return _ends(value)
+    if isinstance(value, (set, frozenset)):
+        return islice(value, _SOME)
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
@@ -111,6 +116,11 @@ def _inside(value: Any) -> Iterable[Any]:
         return [*_own(value), *value._modules.values()]
     slots = [name for kind in type(value).__mro__ for name in _names_of(kind.__dict__.get("__slots__", ()))]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _ends(values: Any) -> list[Any]:
+    """The first of many values, and the last of them, which were added last."""
+    return [*islice(values, _SOME), *(islice(reversed(values), _SOME) if len(values) > _SOME else ())]
 
 
 def _names_of(slots: Any) -> Iterable[str]:
