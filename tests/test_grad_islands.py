@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gaff
 from gaff import edits, keep
+from gaff.compat import memory
 
 
 class Backbone(nn.Module):
@@ -217,3 +218,21 @@ def test_a_leaf_of_a_subclass_has_its_gradient(port):
     plain = x.clone().requires_grad_()
     model(plain).sum().backward()
     assert torch.equal(got[port].as_subclass(torch.Tensor), plain.grad)
+
+
+def test_the_first_share_of_a_process_saves_nothing_in_a_checkpoint_of_the_model():
+    """What gaff tries out once a process, it tries without an autograd graph: a checkpoint counts what is saved."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    memory._is_held_by_torch.cache_clear()
+    model = Checkpointed()
+    with gaff.capture(model, "inner.1:grad_input") as got:
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert got["inner.1:grad_input"].shape == (2, 4)

@@ -34,12 +34,15 @@ def holders_of(tensor: Tensor) -> int:
 
 @cache
 def _is_held_by_torch() -> bool:
-    """Whether a tensor of which torch keeps hold counts one reference more: tried on one."""
-    with outside_modes(), torch.inference_mode(False), torch.enable_grad():
-        tensor = torch.zeros(1, requires_grad=True, device="cpu") + 1
+    """Whether a tensor of which torch keeps hold counts one reference more: tried on one with a view.
+
+    Made without an autograd graph: it may be asked inside a model, where hooks of others count what graphs save.
+    """
+    with outside_modes(), torch.inference_mode(False), torch.no_grad():
+        tensor = torch.zeros(2, device="cpu")
         before = sys.getrefcount(tensor)
-        graph = tensor.sin()  # holds it
-        return sys.getrefcount(tensor) > before and graph.requires_grad
+        view = tensor[:1]  # holds its base
+        return sys.getrefcount(tensor) > before and view.numel() == 1
 
 
 def is_freed(tensor: Tensor) -> bool:
