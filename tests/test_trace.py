@@ -227,7 +227,7 @@ def taking(clock, result):
 def test_times_leave_out_what_looking_took(clock, monkeypatch, backward):
     """Measuring, the search behind gradients, and counting operations, of which a name is looked at."""
     monkeypatch.setattr("gaff.inspection.call_log.measure", taking(clock, None))
-    monkeypatch.setattr("gaff.engine.gradients.share._kept_by", taking(clock, []))
+    monkeypatch.setattr("gaff.engine.gradients.share.kept_by", taking(clock, []))
     monkeypatch.setattr("gaff.engine.flops._HEAVY", SimpleNamespace(search=taking(clock, None)))
     model = nn.Sequential(nn.Sequential(Slow(clock), Slow(clock)), Slow(clock))
     trace = gaff.trace(model, torch.rand(2, 3), backward=backward)

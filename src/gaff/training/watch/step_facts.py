@@ -133,7 +133,7 @@ def precision(module: nn.Module) -> str:
     """
     parameter = next(module.parameters(), None)
     kind = libraries.device_of(module).type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
     return str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
 
