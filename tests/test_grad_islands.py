@@ -1,6 +1,7 @@
 """Tensors that have a gradient though grad mode was off where they passed, or that come to require grad later."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -236,3 +237,73 @@ def test_the_first_share_of_a_process_saves_nothing_in_a_checkpoint_of_the_model
     with gaff.capture(model, "inner.1:grad_input") as got:
         model(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert got["inner.1:grad_input"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_tensor_made_before_several_runs_is_that_of_the_pass_that_comes(is_view):
+    """As an encoder's output that a decoder is given twice: no leaf, and older than both runs."""
+    encoder, decoder, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3)
+    middle = encoder(x)
+    hidden = middle.view(2, 3) if is_view else middle
+    with gaff.capture(decoder, ":input_grad") as got:
+        first, second = decoder(hidden).sum(), decoder(hidden).square().sum()
+        second.backward(retain_graph=True)
+    expected = torch.autograd.grad(second, hidden, retain_graph=True)[0]
+    assert torch.equal(got.run(1)[":input_grad"], expected)
+    with pytest.raises(gaff.SiteError, match="no event in run 0"):
+        got.run(0)[":input_grad"]
+    encoder.zero_grad()
+    with gaff.edit(decoder, {":input_grad": gaff.edits.scale(2.0)}) as changed:
+        first, second = decoder(hidden).sum(), decoder(hidden).square().sum()
+        second.backward()
+    bias = expected.sum(0)
+    torch.testing.assert_close(encoder.bias.grad, 2 * bias)
+    assert "  1  " in str(changed.receipt).splitlines()[-1]
+    assert first.requires_grad
+
+
+def test_a_module_that_returns_what_is_older_does_not_claim_its_passes():
+    """Also where its own gradient is asked for: run 0 has none, whatever else is looked at."""
+
+    class Passes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same, self.lin = nn.Identity(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.lin(self.same(x))
+
+    model, hidden = Passes(), nn.Linear(3, 3)(torch.randn(2, 3))
+    with gaff.capture(model, "lin:input_grad", "same:grad_output") as got:
+        model(hidden)
+        model(hidden).square().sum().backward()
+    for address in ("lin:input_grad", "same:grad_output"):
+        assert got.run(1)[address] is not None
+        with pytest.raises(gaff.SiteError, match="no event in run 0"):
+            got.run(0)[address]
+
+
+def test_what_a_worker_thread_has_made_marks_its_run():
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = OnAnotherThread()
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    class OnAnotherThread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(torch.nn.functional.linear, x, self.lin.weight).result()
+
+    model = Threaded()
+    with gaff.capture(model, "inner.lin.weight:grad") as got:
+        for _ in range(2):
+            model(torch.randn(2, 3)).sum().backward()
+    assert got.run(0)["inner.lin.weight:grad"] is not None
+    assert got.run(1)["inner.lin.weight:grad"] is not None

@@ -40,7 +40,11 @@ def described(model: nn.Module) -> dict[str, Any]:
         checksum = checksum_of([torch.tensor(list(name.encode()), dtype=torch.uint8), whole], checksum)
     structure = checksum_of([torch.tensor(list(json.dumps(classes).encode()), dtype=torch.uint8)])
     kinds = ("cpu", libraries.device_of(model).type)
-    casts = {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)}
+    casts = {
+        kind: str(torch.get_autocast_dtype(kind))
+        for kind in kinds
+        if kind != "meta" and torch.is_autocast_enabled(kind)
+    }
     return {
         "class": classes[""], "modules": len(classes), "structure": structure, "weights": checksum,
         "hooks": hooks_of(model), "autocast": casts,
