@@ -40,6 +40,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config, items):
     """With ``--inside`` those tests are left out that mean something else there; tests/inside.py has each reason."""
     where = config.getoption("--inside")
