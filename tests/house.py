@@ -33,7 +33,7 @@ FLOORS = (
     ("compat",),
     ("errors", "version"),
 )
-MOST_LINES = 36_900
+MOST_LINES = 37_300
 MOST_OF_CORE = 13_300
 FACING_OTHERS = ("training/watch/", "cli/")  # somebody else's program runs there: whatever it raises is caught
 

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gaff.engine.process.models import RootCalls
 from gaff.errors import PlanError, RecordError
-from gaff.record.causes import RunCase, claims
+from gaff.record.causes import claims
 from gaff.record.experiments import KINDS, Experiment, compare, read_tried
+from gaff.record.run_case import RunCase
 from gaff.record.verdict import judge
 from gaff.training.diagnosis import changes, data
 from gaff.training.diagnosis.trial import MAKERS

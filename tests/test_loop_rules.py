@@ -719,3 +719,212 @@ def test_a_scaled_loss_is_judged_without_its_factor(tmp_path, is_named):
     text = str(gaff.load(tmp_path / "run").verdict)
     assert "multiplied by" not in text
     assert "guessing" in text
+
+
+@pytest.mark.parametrize("what", ["a part of the batch", "the same batch", "one of its losses"])
+def test_gradients_that_are_only_measured_are_not_lost(tmp_path, what):
+    """For the noise scale, the norm of a part of the loss and the like: by one line, which clears them before."""
+
+    def measured(model, optimizer, loss):
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        return sum(float(one.grad.norm()) for one in model.parameters())
+
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(20):
+            if what == "one of its losses":
+                loss = cross_entropy(model, x, y)
+                measured(model, optimizer, 0.1 * loss)
+            else:
+                rows = 8 if what == "a part of the batch" else 16
+                measured(model, optimizer, cross_entropy(model, x[:rows].clone(), y[:rows]))
+                loss = cross_entropy(model, x, y)
+            measured(model, optimizer, loss)
+            optimizer.step()
+
+    assert "gradients_lost" not in told(tmp_path, train)[0]
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_copies_of_what_an_optimizer_owns_are_stepped_by_hand(tmp_path, is_copied):
+    def train():
+        model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3)).bfloat16()
+        masters = [one.detach().float().requires_grad_() for one in model.parameters()]
+        optimizer = torch.optim.SGD(masters, 0.1)
+        for x, y in batches(20):
+            cross_entropy(model, x.bfloat16(), y).backward()
+            for one, master in zip(model.parameters(), masters, strict=True):
+                master.grad = one.grad.float()
+            optimizer.step()
+            for one, master in zip(model.parameters(), masters, strict=True):
+                one.grad = None
+                if is_copied:
+                    one.data.copy_(master.data)
+
+    assert ("not_owned" in told(tmp_path, train)[0]) is not is_copied
+
+
+def test_a_loss_that_is_faded_in_is_judged_without_its_factor(tmp_path):
+    def train():
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+        for at, (x, y) in enumerate(batches(120, rows=64)):
+            optimizer.zero_grad()
+            loss = min(1.0, (at + 1) / 100) * cross_entropy(model, x, y)
+            loss.backward()
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    values = record.scalar("loss").values
+    assert values[-1] > 3 * values[0]
+    assert not found, found
+    assert record.verdict.state == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("what", "told_as"),
+    [
+        ("log", "between the model and its loss, log is given 0 or less at 16 of 16 elements"),
+        ("division", "between the model and its loss, a division is by 0 at 1 of 1 elements"),
+        ("root", "between the model and its loss, sqrt returns 0, where its slope is infinite, at 1 of 1 elements"),
+        ("power", "between the model and its loss, pow is given 0, where its slope is infinite, at 48 of 48 elements"),
+    ],
+)
+def test_an_op_of_the_loss_that_makes_a_nan_is_named(tmp_path, what, told_as):
+    """Its forward or its gradient is not finite, and every op of the model is fine."""
+    makers = {
+        "log": lambda scores, y: -torch.log(torch.softmax(scores, 1)[torch.arange(16), y] * 0).mean(),
+        "division": lambda scores, y: cross_entropy(nn.Identity(), scores, y) / (scores - scores).sum(),
+        "root": lambda scores, y: cross_entropy(nn.Identity(), scores, y) + (scores - scores).pow(2).mean().sqrt(),
+        "power": lambda scores, y: cross_entropy(nn.Identity(), scores, y) + ((scores - scores) ** 0.5).mean(),
+    }
+
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for at, (x, y) in enumerate(batches(12)):
+            optimizer.zero_grad()
+            scores = model(x)
+            (makers[what](scores, y) if at == 6 else cross_entropy(nn.Identity(), scores, y)).backward()
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert told_as in found["nonfinite"].message
+    assert found["nonfinite"].since == 6
+    assert record.verdict.state == "wrong"
+
+
+@pytest.mark.parametrize(("lr", "offset"), [(1e-2, 5e4), (1e-4, 5e4), (1e-2, 0.0)])
+def test_targets_in_their_own_units_are_told_where_they_do_harm(tmp_path, lr, offset):
+    def train():
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        for x, _ in batches(60, rows=64):
+            optimizer.zero_grad()
+            getattr(F, "mse_loss")(model(x)[:, 0], x[:, 0] + offset).backward()  # noqa: B009
+            optimizer.step()
+
+    verdict = told(tmp_path, train)[1].verdict
+    if offset:
+        assert verdict.name == "targets_far_from_zero", verdict
+        assert "the targets of the loss lie between 5e+04 and 5e+04" in verdict.evidence[0]
+    else:
+        assert verdict.state == "healthy"
+
+
+def test_gradients_that_are_clipped_by_value_to_nothing_are_told(tmp_path):
+    def train():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(60):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1e-6)
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert "most elements of the gradients are 1e-06 or -1e-06" in found["clipped_to_nothing"].message
+    assert record.verdict.name == "clipped_to_nothing"
+
+
+def test_a_softmax_over_a_single_output_is_told(tmp_path):
+    def train():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1), nn.Softmax(dim=-1))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        for x, y in batches(60):
+            optimizer.zero_grad()
+            getattr(F, "binary_cross_entropy")(model(x)[:, 0], (y > 0).float()).backward()  # noqa: B009
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert "is given a softmax of shape [16, 1]" in found["one_class"].message
+    assert record.verdict.name == "one_class"
+
+
+def test_a_group_without_a_learning_rate_is_a_fact(tmp_path):
+    def train():
+        model = net()
+        groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, 0.1)
+        for x, y in batches(60):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+
+    found, record = told(tmp_path, train)
+    assert found["lr_zero_in_part"].severity == "info"
+    assert found["lr_zero_in_part"].evidence["parameters"] == "2 of 4"
+    assert record.scalar("lr").values[-1] == 0.1
+    assert record.verdict.state == "healthy"
+
+
+def test_a_closure_that_clears_at_its_end_leaves_no_parameter_without_a_gradient(tmp_path):
+    class Clearing(torch.optim.SGD):
+        def step(self, closure):
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            self.zero_grad()
+            return loss
+
+    def train():
+        model = net()
+        optimizer = Clearing(model.parameters(), lr=0.1)
+        for x, y in batches(30):
+
+            def closure(x=x, y=y):
+                loss = cross_entropy(model, x, y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    assert not told(tmp_path, train)[0]
+
+
+def test_copies_that_are_trained_one_after_the_other_are_judged_together(tmp_path):
+    """As Reptile trains: each task on a copy of its own, for three steps, and the model is moved towards it."""
+
+    def train():
+        model = net()
+        outer = torch.optim.SGD(model.parameters(), 1.0)
+        drawn = batches(150, rows=64)
+        for _ in range(50):
+            task = copy.deepcopy(model)
+            inner = torch.optim.SGD(task.parameters(), 0.1)
+            for _ in range(3):
+                x, y = next(drawn)
+                inner.zero_grad()
+                loss = cross_entropy(task, x, y)
+                loss.backward()
+                inner.step()
+            outer.zero_grad()
+            for one, other in zip(model.parameters(), task.parameters(), strict=True):
+                one.grad = (one - other).detach()
+            outer.step()
+
+    verdict = told(tmp_path, train)[1].verdict
+    assert verdict.state == "healthy", verdict
+    assert "over 50 models, one after the other" in str(verdict)

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import gaff
-from gaff.record.causes import RunCase, SingleSteps
 from gaff.record.curve import Curve
 from gaff.record.finding import Finding
+from gaff.record.run_case import RunCase, SingleSteps
 from gaff.record.verdict import judge
 from gaff.training.watch.losses import Losses
 

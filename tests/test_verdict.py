@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import gaff
-from gaff.record.causes import RunCase, claims
+from gaff.record.causes import claims
 from gaff.record.curve import Curve
 from gaff.record.finding import Finding
+from gaff.record.run_case import RunCase
 from gaff.record.verdict import STATES, judge
 
 

@@ -2,20 +2,19 @@
 
 ``@cause`` makes a function a cause. It is asked about a ``RunCase``, a run with findings and curves, and answers
 with a ``Claim`` or with None. Of several claims the most certain one is told first; of equally certain ones that which
-began first, since what comes later may follow from it. docs/verdict.md lists them.
+began first, since what comes later may follow from it, and of those which began together the one that explains others.
+docs/verdict.md lists them.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from gaff.record.curve import Curve
-from gaff.record.experiments import KINDS, Experiments
+from gaff.record.experiments import KINDS
 from gaff.record.finding import Finding, evidence_of, is_of_all, origin_of, told_of
+from gaff.record.run_case import RunCase
 
 CERTAINTIES = ("certain", "likely", "possible")
 LEAST_GAIN = 0.2  # of what the best run gained over the first step, by which a change counts as what helps
@@ -44,98 +43,6 @@ class Claim:
     experiments: tuple[str, ...] = ()
 
 
-class SingleSteps(NamedTuple):
-    """What causes ask of single steps, which curves do not tell.
-
-    ``norms``: steps with the L2 norm of all gradients, before they were clipped where that is known. Where a loss jumps
-    (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
-    ``is_search``: models are made one after the other, and trained with other learning rates; ``is_raised``: a loss is,
-    by an optimizer with ``maximize=True``.
-    """
-
-    norms: tuple[tuple[int, float], ...] = ()
-    losses: tuple[float, ...] = ()
-    rates: tuple[float, ...] = ()
-    is_search: bool = False
-    is_raised: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RunCase:
-    """A run as causes see it.
-
-    ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
-    many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
-    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of other losses
-    the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of running it again
-    with one thing changed, where that was done; ``backwards``: backward passes of a run in which no optimizer made a
-    step, ``others``: steps made there by optimizers that were not to be watched; ``has_modules``: whether the filters
-    left a module to look at; ``single``: what is told of single steps; ``is_acting``: most steps are those of an
-    agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
-    multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations,
-    each with its step.
-    """
-
-    findings: tuple[Finding, ...]
-    steps: int
-    looks: int
-    losses: dict[str, Curve] = field(default_factory=dict)
-    lr: Curve | None = None
-    guess: dict[str, float] = field(default_factory=dict)
-    optimizers: int = 1
-    experiments: Experiments | None = None
-    backwards: int = 0
-    single: SingleSteps = field(default_factory=SingleSteps)
-    is_acting: bool = False
-    factors: dict[str, float] = field(default_factory=dict)
-    evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    others: int = 0
-    has_modules: bool = True
-
-    def found(self, *rules: str) -> Finding | None:
-        """The first finding of one of these rules, in the order of the rules; None where there is none."""
-        return next((one for rule in rules for one in self.findings if one.rule == rule), None)
-
-    def without(self, rule: str) -> RunCase:
-        """The same run without the findings of one rule."""
-        return replace(self, findings=tuple(one for one in self.findings if one.rule != rule))
-
-    @property
-    def is_range_test(self) -> bool:
-        """Whether the learning rate rises in every stretch, to a thousand times its first value or more.
-
-        A search for a learning rate does that until the loss breaks (Smith, 2017); a linear warm-up that takes the
-        whole run rises less, by about fifty times from the first stretch to the last.
-        """
-        values = self.lr.values if self.lr is not None else ()
-        rises = all(one < other for one, other in itertools.pairwise(values))
-        return len(values) >= 12 and rises and 0 < 1000 * values[0] <= values[-1]
-
-    @property
-    def loss(self) -> tuple[str, Curve] | None:
-        """The name and the curve of the loss that was found first, if it has any value."""
-        return next(((name, curve) for name, curve in self.losses.items() if curve.values), None)
-
-    @property
-    def rise(self) -> tuple[str, int, float, float] | None:
-        """Of the one loss of a run with one optimizer: its name, the step from which it rises, its lowest, its last.
-
-        None where it does not rise, in runs with several losses or optimizers, where one may rise as another falls, in
-        those of an agent, and where it is to rise.
-        """
-        if (
-            self.optimizers != 1
-            or len(self.losses) != 1
-            or self.loss is None
-            or self.is_acting
-            or self.single.is_raised
-        ):
-            return None
-        name, curve = self.loss
-        rise = curve.rise()
-        return None if rise is None else (name, rise[0], min(curve.start, curve.lowest[1]), curve.last)
-
-
 Ask = Callable[[RunCase], "Claim | None"]
 _CAUSES: list[Ask] = []
 
@@ -161,7 +68,9 @@ def claims(case: RunCase) -> list[Claim]:
     if case.optimizers > 1 and not case.evaluated:
         case = case.without("train_mode_in_eval")  # an adversary's samples
     found = [claim for ask in _CAUSES if (claim := ask(case)) is not None and not _is_refuted(claim, case)]
-    found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), one.since if one.since is not None else case.steps))
+    follow = {name for one in found for name in one.explains}
+    found.sort(key=lambda one: (CERTAINTIES.index(one.certainty), case.steps if one.since is None else one.since,
+                                one.name in follow))  # fmt: skip
     explained = {rule for one in found[:1] if one.certainty != "possible" for rule in one.explains}
     found = [one for at, one in enumerate(found) if not at or one.name not in explained]
     named = {rule for one in found for rule in (one.name, *one.explains)}
@@ -282,8 +191,8 @@ def trained_by_nobody(case: RunCase) -> Claim | None:
     finding = case.found("never_stepped", "unregistered")
     if finding is None:
         return None
-    is_alone = case.backwards > 0 and finding.rule == "never_stepped"
-    seen = (f"{case.backwards} backward passes were seen, and no step of any optimizer",) if is_alone else ()
+    is_alone = case.unstepped.backwards > 0 and finding.rule == "never_stepped"
+    seen = (f"{case.unstepped.backwards} backward passes were seen, and no step of any optimizer",) if is_alone else ()
     return Claim(finding.rule, "certain" if is_alone else "likely", told_of(finding), (evidence_of(finding), *seen),
                  finding.since, finding.remedy,
                  tuple(one.rule for one in case.findings if one is not finding))  # fmt: skip
@@ -313,7 +222,7 @@ def steps_too_large(case: RunCase) -> Claim | None:
     """
     rise, large = case.rise, case.found("update_large")
     broken = case.found("nonfinite")
-    jump = _jump(case)
+    jump = case.jump
     harm = case.found("diverging", "exploding", "dead_units", "saturated", "no_signal", "output_constant")
     is_lost = jump is not None and not _has_learned(case, jump[1] / jump[2]) and _stays_up(case, *jump)
     if rise is None and broken is None and harm is None and not is_lost:
@@ -380,7 +289,7 @@ def input_is_lost(case: RunCase) -> Claim | None:
     dead = case.found("dead_units")
     if dead is not None and finding.rule != "input_constant" and _called(finding) > _called(dead):
         return None  # the signal is there until units turn it into zeros
-    if _jump(case) is not None or case.rise is not None:
+    if case.jump is not None or case.rise is not None:
         return None
     return Claim("input_not_used", "likely", f"what the model returns does not depend on its input: {told_of(finding)}",
                  (evidence_of(finding),), finding.since, finding.remedy,
@@ -433,25 +342,6 @@ def _has_vanished(case: RunCase) -> bool:
         return False
     first, last = (sorted(one)[quarter // 2] for one in (known[:quarter], known[-quarter:]))
     return last < 0.01 * first
-
-
-def _jump(case: RunCase) -> tuple[int, float, float] | None:
-    """Of the one loss of a run with one optimizer: the step and the height of its early peak, and its first value.
-
-    None where that is not ten times the first value, or the first is not positive, or the peak is below half of what
-    guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what guessing
-    gives, plus 1: so wrong is only who is sure.
-    """
-    if case.optimizers != 1 or len(case.losses) != 1 or case.loss is None or case.is_acting:
-        return None
-    name, curve = case.loss
-    step, peak = curve.early_peak
-    guess = case.guess.get(name, math.inf)
-    is_known = guess < math.inf  # far below guessing nothing is lost yet
-    is_far = (0 < 10 * curve.start < peak and (not is_known or peak > 0.5 * guess)) or (
-        peak > 2 * guess + 1 and peak > 2 * curve.start > 0
-    )
-    return (step, peak, curve.start) if is_far else None
 
 
 def _has_learned(case: RunCase, jump: float = 1.0) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
-from gaff.record.causes import FACTS, LEAST_GAIN, READ, Claim, RunCase, cause
+from gaff.record.causes import FACTS, LEAST_GAIN, READ, Claim, cause
 from gaff.record.experiments import KINDS, Experiment, Experiments, Outcome
+from gaff.record.run_case import RunCase
 
 _ALIKE = 0.75  # of the best gain: what reaches that much does as well
 _TOO_LOW = 0.75  # of all that was gained: with less a higher learning rate is merely faster

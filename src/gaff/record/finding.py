@@ -90,12 +90,20 @@ def told_of(finding: Finding) -> str:
 
 
 def evidence_of(finding: Finding) -> str:
-    """A finding as a line of evidence: its rule, place, first step and numbers."""
-    numbers = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in finding.numbers.items()
-    )
+    """A finding as a line of evidence: its rule, place, first step and numbers; of an op that made a NaN its line."""
+    is_origin = "op" in finding.evidence
+    told = [_told(name, value) for name, value in finding.numbers.items() if not is_origin or name in ("op", "line")]
+    numbers = ", ".join(one for one in told if one)
     return f"{finding.rule}{finding.place} since step {finding.since}{': ' if numbers else ''}{numbers}"
+
+
+def _told(name: str, value: Any) -> str:
+    """A number of a finding with its name, as people are told it."""
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    if isinstance(value, (list, tuple)):
+        return f"{name} {'; '.join(map(str, value))}" if value else ""
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def origin_of(finding: Finding) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from gaff.record.causes import Claim, RunCase, cause
+from gaff.record.causes import Claim, cause
 from gaff.record.finding import Finding, evidence_of, told_of
+from gaff.record.run_case import RunCase
 
 _LEAST_NORMS = 20  # before a norm of gradients can be called unusual
 _LEAST_AFTER = 5  # losses from a jump on, before it can be called one that stays

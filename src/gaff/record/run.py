@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from typing import Any
 from gaff.address.grammar import nearest
 from gaff.errors import RecordError
 from gaff.record.absent import is_absent
-from gaff.record.causes import RunCase, SingleSteps
 from gaff.record.curve import Curve
 from gaff.record.experiments import Experiments, compare, read_tried
+from gaff.record.factors import at_first_scale, factor_of
 from gaff.record.finding import SEVERITIES, Finding, by_severity
 from gaff.record.flight import ENDING as RING
 from gaff.record.flight import Flight, read_left, read_ring, steps_of
 from gaff.record.log import MAGIC, LogReader
 from gaff.record.part import RankPart
 from gaff.record.ranks import divergence, lost, slow, together
+from gaff.record.run_case import RunCase, SingleSteps, Unstepped
 from gaff.record.sample import acts
 from gaff.record.statistics import DERIVED, value_of
 from gaff.record.verdict import STOPPED, Verdict, judge
@@ -372,31 +373,43 @@ def _flown(ring: Path) -> int:
 def _case(record: Record) -> RunCase:
     """A run as causes see it, by its first process."""
     part = record.part(record.ranks[0])
-    looks = [one for _, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
+    told = [(step, one) for step, one in part.events if one.get("kind") == "look" and one.get("phase") == "train"]
+    looks = [one for _, one in told]
     optimizers = [one["optimizers"] for one in looks if isinstance(one.get("optimizers"), int)]
-    losses = {name.removeprefix("loss:"): Curve.of(record.scalar(name, part.rank)) for name in record.scalars
-              if name.startswith("loss:") and name in part.series}  # fmt: skip
-    guesses: dict[str, list[float]] = {}
-    for one in looks:
+    losses = {short: Curve.of(at_first_scale(short, record.scalar(f"loss:{short}", part.rank), told))
+              for name in record.scalars
+              if (short := name.removeprefix("loss:")) != name and name in part.series}  # fmt: skip
+    guesses: dict[str, list[tuple[int, float]]] = {}
+    for step, one in told:
         if isinstance(one.get("guess"), float):
-            guesses.setdefault(str(one["guess_of"]), []).append(one["guess"])
-    guess = {name: statistics.median(values) for name, values in guesses.items()}
+            guesses.setdefault(str(one["guess_of"]), []).append((step, one["guess"]))
+    guess = {name: statistics.median(value for _, value in at_first_scale(name, values, told))
+             for name, values in guesses.items()}  # fmt: skip
     lr = Curve.of(record.scalar("lr", part.rank)) if "lr" in part.series else None
     norms = next((record.scalar(name, part.rank) for name in ("unclipped_norm", "grad_norm") if name in part.series),
                  None)  # fmt: skip
     is_search = lr is not None and _is_search(part, list(record.scalar("lr", part.rank)))
     made = part.latest("made") or {}
-    unstepped = 0 if made.get("steps", 1) else int(made.get("backwards", 0))
+    seen = {} if made.get("steps", 1) else made
+    unstepped = Unstepped(
+        int(seen.get("backwards", 0)), int(seen.get("others", 0)), bool(made.get("has_modules", True))
+    )
     is_raised = any(one.get("is_raised") for one in looks)
     return RunCase(
         by_severity(record.findings), record.steps, len(record.looks), losses, lr, guess, max(optimizers, default=1),
         record.experiments, unstepped,
         SingleSteps(tuple(norms or ()), *_around_jump(record, part), is_search, is_raised),
         2 * sum(map(acts, looks)) > len(looks),
-        {str(one["factor_of"]): float(one["factor"]) for one in looks if "factor_of" in one},
+        {name: factor_of(name, told) for name in losses},
         record.evaluated(part.rank),
-        0 if made.get("steps", 1) else int(made.get("others", 0)), bool(made.get("has_modules", True)),
+        _reach(looks),
     )  # fmt: skip
+
+
+def _reach(looks: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """The least and the largest target of a regression, over all looks; None where there is none."""
+    told = [one["reach"] for one in looks if isinstance(one.get("reach"), list)]
+    return (min(low for low, _ in told), max(high for _, high in told)) if told else None
 
 
 def _is_search(part: RankPart, rates: list[tuple[int, float]]) -> bool:

@@ -1,10 +1,14 @@
-"""Causes of a loss that stays where it was: labels, a schedule that ends too soon, what is learned by heart."""
+"""Causes of a loss that stays where it was or never comes down: labels, unscaled targets, a schedule, overfitting."""
 
 from __future__ import annotations
 
 import math
 
-from gaff.record.causes import Claim, RunCase, cause
+from gaff.record.causes import Claim, cause
+from gaff.record.finding import evidence_of
+from gaff.record.run_case import RunCase
+
+_FAR = 100.0  # a target of a regression in units of its own; chosen: a fresh layer returns numbers of about one
 
 
 @cause
@@ -50,6 +54,28 @@ def does_not_fall(case: RunCase) -> Claim | None:
     remedy = "gaff try runs it with other learning rates, on one batch, and with permuted inputs, and tells what helps"
     return Claim("loss_does_not_fall", "possible", f"the loss does not fall in {case.steps} steps, and nothing else "
                  "was found", (told,), 0, remedy, (), ("lr=10x", "lr=0.1x", "one-batch", "scramble"))  # fmt: skip
+
+
+@cause
+def targets_far_from_zero(case: RunCase) -> Claim | None:
+    """A regression whose targets are in their own units, above a hundred, where something follows from it.
+
+    That is gradients or steps that are too large, dead units, or a loss that rises or jumps.
+    """
+    after = case.found("exploding", "diverging", "update_large", "loss_spike", "dead_units", "saturated",
+                       "output_constant", "no_signal")  # fmt: skip
+    low, high = case.reach or (0.0, 0.0)
+    is_harmed = after is not None or case.rise is not None or case.jump is not None
+    if max(abs(low), abs(high)) < _FAR or not is_harmed or case.found("input_scale") is not None or case.is_acting:
+        return None
+    seen = () if after is None else (evidence_of(after),)
+    told = (f"the targets of the loss lie between {low:.4g} and {high:.4g}", *seen)
+    return Claim("targets_far_from_zero", "likely", "the targets are not scaled: they are far larger than what a fresh "
+                 "layer returns, and so are the gradients", told, 0,
+                 "train on (target - mean) / standard deviation, of the training set, and put that back on what the "
+                 "model returns", ("learning_rate_too_high", "nonfinite", "exploding", "diverging", "update_large",
+                 "loss_spike", "dead_units", "saturated", "sparse_gradient", "output_constant", "no_signal",
+                 "vanishing", "zero_gradient"), ("lr=0.1x", "clip"))  # fmt: skip
 
 
 @cause
@@ -100,10 +126,12 @@ def learned_by_heart(case: RunCase) -> Claim | None:
 def _may_be_unlearned(case: RunCase) -> bool:
     """Whether a run is long enough, nothing was found in it, and what guessing gives is known of its first loss.
 
-    Where a further loss has fallen, as of a model that is trained after the first, there is something to be learned.
+    Where a further loss has fallen, as of a model that is trained after the first, there is something to be learned; so
+    is there where copies of one model, each trained for a few steps, begin lower and lower.
     """
     if case.loss is None or case.steps < 100 or any(one.rule != "sparse_gradient" for one in case.findings):
         return False
     others = [(name, curve) for name, curve in case.losses.items() if name != case.loss[0] and curve.values]
     has_other = any(curve.last < 0.9 * min(curve.start, case.guess.get(name, math.inf)) for name, curve in others)
+    has_other |= any(curve.last < 0.9 * case.loss[1].start for curve in case.successors)
     return case.guess.get(case.loss[0], 0.0) > 0 and not has_other

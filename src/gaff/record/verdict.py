@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gaff.record import confirmed, jumps, unlearned  # noqa: F401  # their causes are registered by this
-from gaff.record.causes import LEAST_GAIN, Claim, RunCase, claims
+from gaff.record.causes import LEAST_GAIN, Claim, claims
 from gaff.record.experiments import KINDS
+from gaff.record.run_case import RunCase
 
 STATES = ("failed", "wrong", "suspicious", "not enough", "healthy")  # worst first
 _LEAST_STEPS = 20
@@ -75,7 +76,7 @@ def judge(case: RunCase, failure: str | None = None) -> Verdict:
         return Verdict(state, first.text, first.name, first.evidence, first.since, first.remedy, _others(found[1:]),
                        first.experiments, first.certainty)  # fmt: skip
     missing = _missing(case)
-    name = "no_steps" if case.backwards > 1 or not case.steps else ""
+    name = "no_steps" if case.unstepped.backwards > 1 or not case.steps else ""
     if missing:
         return Verdict("not enough", missing, name, alternatives=_others(found))
     return Verdict("healthy", _judged(case))
@@ -87,15 +88,13 @@ def _others(found: list[Claim]) -> tuple[Alternative, ...]:
 
 def _missing(case: RunCase) -> str:
     """What keeps a run in which nothing was found from being judged; empty where enough was seen."""
-    if not case.has_modules:
+    if not case.unstepped.has_modules:
         return "the patterns given (only=, --only, skip=) leave no module of the model: nothing inside it was looked at"
-    if case.others:
-        return (
-            f"{case.others} steps were made by an optimizer that was not given to gaff.watch, and none by one that "
-            "was: give it the optimizer that trains the model, or none"
-        )
-    if case.backwards > 1:
-        told = f"{case.backwards} backward passes were seen, and no step of a torch.optim.Optimizer"
+    if case.unstepped.others:
+        made = f"{case.unstepped.others} steps were made by an optimizer that was not given to gaff.watch"
+        return f"{made}, and none by one that was: give it the optimizer that trains the model, or none"
+    if case.unstepped.backwards > 1:
+        told = f"{case.unstepped.backwards} backward passes were seen, and no step of a torch.optim.Optimizer"
         return f"{told}: updates made by hand are not followed, so whether anything is learned cannot be told"
     if not case.steps:
         return "no step of a torch.optim.Optimizer was seen: whether anything is learned cannot be told"
@@ -121,7 +120,9 @@ def _judged(case: RunCase) -> str:
     times = f" (multiplied by {factor:.3g} before its backward pass)" if factor != 1.0 else ""
     began = f"{curve.start:.4g}, and up to {curve.early_peak[1]:.4g} at step {curve.early_peak[0]}," \
         if curve.first > 2 * curve.start > 0 else f"about {curve.first:.4g}"  # fmt: skip
-    told = f"{seen}; the loss {name!r}{times} went from {began} to {curve.last:.4g}"
+    later = case.successors
+    end = f"{later[-1].last:.4g}, over {len(later) + 1} models, one after the other" if later else f"{curve.last:.4g}"
+    told = f"{seen}; the loss {name!r}{times} went from {began} to {end}"
     guess = case.guess.get(name, 0.0)
     if curve.last > _NEAR_GUESSING * guess > 0:
         told += f", where guessing comes to {guess:.4g}"

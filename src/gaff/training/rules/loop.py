@@ -10,6 +10,43 @@ from gaff.training.rules.registry import Hit, Past, rule
 
 
 @rule(
+    "not_cleared",
+    severity="error",
+    means="gradients are not cleared between steps: each step uses the sum of all gradients so far",
+    cause="optimizer.zero_grad() is missing, or called on another optimizer",
+    remedy="call optimizer.zero_grad() once for each step, and not between backward passes that belong together",
+    least=3,
+    share=0.5,
+    hides=("exploding", "update_large", "diverging", "loss_spike"),
+)
+def not_cleared(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A gradient that was not zero after the last step has been neither None nor zero since. Certain."""
+    for key, parameter in sample.parameters.items():
+        if not parameter.was_cleared:
+            yield Hit((key[0], key[1].replace(":param", ":grad")))
+
+
+@rule(
+    "never_stepped",
+    severity="error",
+    means="an optimizer never makes a step: the parameters that it holds never change",
+    cause="optimizer.step() is missing, or is called on another optimizer",
+    remedy="call optimizer.step() after each backward pass, or after each that ends an accumulation",
+    least=1,
+    share=0.9,
+    hides=("not_owned", "never_updated", "update_small"),
+)
+def never_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
+    """An optimizer holds parameters that are in no optimizer that steps, has not made a step itself, and 16 steps of
+    others were made, in which these parameters got gradients, or 16 backward passes where no optimizer stepped."""
+    for one in sample.facts.get("idle", ()):
+        part = "all" if one["held"] == one["parameters"] else f"{one['held']} of the"
+        told = f"{one['optimizer']} holds {part} {one['parameters']} parameters of {one['model']!r}"
+        yield Hit((one["model"], ""), f"{told}, and never makes a step: they never change", optimizer=one["optimizer"],
+                  held=one["held"], parameters=one["parameters"])  # fmt: skip
+
+
+@rule(
     "gradients_lost",
     severity="error",
     means="gradients are cleared before a step has used them: of several backward passes only the last counts",
@@ -20,9 +57,9 @@ from gaff.training.rules.registry import Hit, Past, rule
     share=0.5,
 )
 def gradients_lost(sample: Sample, past: Past) -> Iterator[Hit]:
-    """What a backward pass has left is gone when the next one from the same loss begins, weights are what they were,
-    and the step uses what the last one has left, but for a factor. Of passes that reach no leaf but parameters, and of
-    the first 64 parameters. Certain."""
+    """What a backward pass has left is gone when the next one from the same loss begins, of another batch of the same
+    shapes, weights are what they were, and the step uses what the last one has left, but for a factor. Of passes that
+    reach no leaf but parameters, and of the first 64 parameters. Certain."""
     for one in sample.facts.get("lost", ()):
         passes = f"of {one['lost'] + 1} backward passes from {one['loss']!r} ahead of a step of {one['optimizer']}"
         told = f"{passes} only the last counts: the gradients of those before it are cleared"

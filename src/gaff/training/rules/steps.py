@@ -57,43 +57,6 @@ def nonfinite(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
-    "not_cleared",
-    severity="error",
-    means="gradients are not cleared between steps: each step uses the sum of all gradients so far",
-    cause="optimizer.zero_grad() is missing, or called on another optimizer",
-    remedy="call optimizer.zero_grad() once for each step, and not between backward passes that belong together",
-    least=3,
-    share=0.5,
-    hides=("exploding", "update_large", "diverging", "loss_spike"),
-)
-def not_cleared(sample: Sample, past: Past) -> Iterator[Hit]:
-    """A gradient that was not zero after the last step has been neither None nor zero since. Certain."""
-    for key, parameter in sample.parameters.items():
-        if not parameter.was_cleared:
-            yield Hit((key[0], key[1].replace(":param", ":grad")))
-
-
-@rule(
-    "never_stepped",
-    severity="error",
-    means="an optimizer never makes a step: the parameters that it holds never change",
-    cause="optimizer.step() is missing, or is called on another optimizer",
-    remedy="call optimizer.step() after each backward pass, or after each that ends an accumulation",
-    least=1,
-    share=0.9,
-    hides=("not_owned", "never_updated", "update_small"),
-)
-def never_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
-    """An optimizer holds parameters that are in no optimizer that steps, has not made a step itself, and 16 steps of
-    others were made, in which these parameters got gradients, or 16 backward passes where no optimizer stepped."""
-    for one in sample.facts.get("idle", ()):
-        part = "all" if one["held"] == one["parameters"] else f"{one['held']} of the"
-        told = f"{one['optimizer']} holds {part} {one['parameters']} parameters of {one['model']!r}"
-        yield Hit((one["model"], ""), f"{told}, and never makes a step: they never change", optimizer=one["optimizer"],
-                  held=one["held"], parameters=one["parameters"])  # fmt: skip
-
-
-@rule(
     "wrong_parameters",
     severity="error",
     means="no parameter of the optimizer gets a gradient: what is trained is something else",
@@ -142,7 +105,8 @@ def unregistered(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def not_owned(sample: Sample, past: Past) -> Iterator[Hit]:
     """Certain, once every optimizer of the run has made a step. A model of which none owns anything, such as a net that
-    judges, counts where its weights lie as torch initialises them: nobody has trained it yet."""
+    judges, counts where its weights lie as torch initialises them: nobody has trained it yet. What is written to by
+    hand, as copies in half precision are, is left out."""
     trained = {key[0] for key, one in sample.parameters.items() if one.optimizer is not None}
     if sample.step < 2:
         return
@@ -209,7 +173,7 @@ def never_trained(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.95,
 )
 def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
-    """``.grad`` is None when its optimizer makes a step. In nearly all looks. Certain.
+    """``.grad`` is None when its optimizer makes a step, which does not change it. In nearly all looks. Certain.
 
     What was not called is left out in a model with a router: ``dead_experts`` tells of experts that are never chosen;
     so are the poolers of encoders of transformers, which few losses use.
@@ -217,6 +181,9 @@ def no_gradient(sample: Sample, past: Past) -> Iterator[Hit]:
     routed = {model for model, _ in sample.loads}
     for key, one in sample.parameters.items():
         if (not one.was_called and key[0] in routed) or "pooler" in path_of(key[1]).split("."):
+            continue
+        moved = sample.of(key, "update")
+        if moved is not None and moved.count and moved.zeros < 1.0:  # a closure has cleared it at its own end
             continue
         if one.requires_grad and one.optimizer is not None and not one.has_grad:
             why = "its module is called" if one.was_called else "its module is never called in forward"
@@ -265,6 +232,27 @@ def lr_zero(sample: Sample, past: Past) -> Iterator[Hit]:
     for model, pairs in by_model.items():
         if all(one.lr < 1e-12 for _, one in pairs):
             yield Hit((model, ""), lr=max(one.lr for _, one in pairs), parameters=len(pairs))
+
+
+@rule(
+    "lr_zero_in_part",
+    severity="info",
+    means="a group of parameters has a learning rate of zero: they never change",
+    cause="a parameter group that is meant to be frozen, or one with a setting or a scheduler of its own",
+    remedy="look at the lr of each group in optimizer.param_groups",
+    least=8,
+    share=0.95,
+)
+def lr_zero_in_part(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Below 1e-12 for some parameters of an optimizer that get gradients, and not for others."""
+    groups: dict[tuple[str, int], list[tuple[Key, Parameter]]] = {}
+    for key, one in sample.parameters.items():
+        if one.optimizer is not None and one.has_grad:
+            groups.setdefault((key[0], one.optimizer), []).append((key, one))
+    for (model, _), pairs in groups.items():
+        still = [key for key, one in pairs if one.lr < 1e-12]
+        if still and len(still) < len(pairs):
+            yield Hit((model, still[0][1]), parameters=f"{len(still)} of {len(pairs)}")
 
 
 @rule(

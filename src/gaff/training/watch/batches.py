@@ -43,6 +43,11 @@ class StepBatches:
         """How many of the runs that come next in this step need only be counted."""
         return _THEN - 1 if self._runs >= _FIRST else 0
 
+    @property
+    def latest(self) -> Batch | None:
+        """What the latest run in the step was given, as far as it is kept; None before the first."""
+        return self.kept[-1][1] if self.kept else None
+
     def add(self, model: Model, part: nn.Module, path: str, args: Any, kwargs: Any) -> Batch:
         """Keep what a run of ``model`` that begins is given, and return it, with the random state that it meets.
 

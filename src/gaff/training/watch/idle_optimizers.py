@@ -7,50 +7,21 @@ is made: it is found among the objects that Python's garbage collector follows.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gaff.compat import elements
-from gaff.compat.memory import version_of
+from gaff.training.watch.held_parameter import HeldParameter
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.optimizers import Optimizers
 from gaff.training.watch.ownership import owned_by
 from gaff.training.watch.updates import parameters_of
 
 _FIRST, _TIMES = 16, 4  # looked for after so many steps or backward passes, and again after so many times as many
-_COMPARED, _ELEMENTS = 8, 64  # how many parameters, and how many elements of each, are compared with what they were
-
-
-class HeldParameter(NamedTuple):
-    """A parameter, by the module that has it and its name there: torch swaps no tensor that is referred to weakly.
-
-    ``before``: its version and its first elements when it was found; None where that is not compared.
-    """
-
-    module: weakref.ref[nn.Module]
-    name: str
-    before: tuple[int, Tensor] | None
-
-    def now(self) -> Tensor | None:
-        """The parameter, None where it is gone."""
-        module = self.module()
-        return None if module is None else module._parameters.get(self.name)
-
-    def has_changed(self) -> bool:
-        """Whether something has written to it since it was found; False where that cannot be told.
-
-        The first elements are compared, too, of a parameter on the CPU: writes through ``.data`` count no version.
-        """
-        now = self.now()
-        if self.before is None or now is None:
-            return False
-        version, some = self.before
-        return version_of(now) != version or (now.is_cpu and not torch.equal(_beginning(now), some))
+_COMPARED = 8  # parameters of an optimizer that are compared with what they were
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +122,7 @@ def _parts(model: Model, parameters: list[Tensor]) -> Iterator[HeldParameter]:
     for count, one in enumerate(parameters):
         known = model.parameters.get(id(one))
         if known is not None:
-            yield HeldParameter(known[0], known[1], (version_of(one), _beginning(one)) if count < _COMPARED else None)
-
-
-def _beginning(parameter: Tensor) -> Tensor:
-    """The first elements of a parameter, in memory of their own; none where they cannot be read."""
-    plain = parameter.detach()
-    is_readable = elements.is_plain(plain) and elements.is_readable(plain)
-    return plain.flatten()[:_ELEMENTS].clone() if is_readable else torch.empty(0)
+            yield HeldParameter.of(known[0], known[1], one if count < _COMPARED else None)
 
 
 def _all_optimizers() -> list[Any]:

@@ -43,15 +43,22 @@ Batches = Sequence[tuple[Model, Batch]]
 
 
 def of_nonfinite(
-    what: str, step: int, batches: Batches, *, has_gradients: bool, seen: Key | None = None, targets: str = ""
+    what: str,
+    step: int,
+    batches: Batches,
+    *,
+    has_gradients: bool,
+    seen: Key | None = None,
+    targets: str = "",
+    ops: str = "",
 ) -> tuple[Finding, Batches]:
     """Where a NaN or inf began: run the batches of the step again, with every op looked at, until one tells.
 
     ``what`` names what was not finite, ``has_gradients`` whether a backward pass has run, which is then looked into,
     too. The batches are tried from the latest back. One that was given a NaN tells little: one that made it is looked
     for among those before. Returns the finding, and the batch that it is about: none, where every op of the model is
-    fine, or none could be run: then ``targets`` is told, what was wrong with those of the loss, or ``seen``, the first
-    of the step's tensors in which a NaN was counted.
+    fine, or none could be run: then ``targets`` is told, what was wrong with those of the loss, or ``ops``, which op
+    between the model and its loss is not safe, or ``seen``, the first of the step's tensors in which a NaN was counted.
 
     A copy of the model is run, without the user's hooks, and what it prints is not shown: the model itself, its
     autograd graph and its counters notice nothing. The copy takes the memory of the model once more; devices are waited
@@ -88,9 +95,10 @@ def of_nonfinite(
             given = found, [(model, batch)]  # the earliest that was given one
     if given is not None:
         return given
-    if targets:
-        told = f"{what} is not finite: {targets}"
-        return Finding("nonfinite", "", "", step, known.severity, told, targets, _TARGETS, last=step), []
+    if targets or (ops and seen is None):
+        cause = targets or f"between the model and its loss, {ops}"
+        told, remedy = f"{what} is not finite: {cause}", _TARGETS if targets else _MADE
+        return Finding("nonfinite", "", "", step, known.severity, told, cause, remedy, last=step), []
     if failed or seen is not None:
         return _of_unknown(what, step, failed, seen), []
     sound = "the outputs of all ops of the model are finite"

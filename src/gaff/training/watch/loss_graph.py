@@ -46,6 +46,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``negated``: that the loss is minus one that is never negative
     - ``bounded``: that a loss of torch's is given what an activation has cut off
     - ``spread``: that a loss by hand compares every output with every target
+    - ``alone``: that it is given a softmax over a single class
     - ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
     - ``factor``: by what it was multiplied at last, as where gradients are accumulated
@@ -129,13 +130,21 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         _note_classes(chain, names, at, before, name, found)
         if _is_of_pairs(chain, names, at):
             found["scores"] = name
-    if one == "SoftmaxBackward" and names[before] == "LogBackward" and names[0].startswith("NllLoss"):
-        shape: Any = getattr(chain[at]._saved_result, "shape", ())
-        if len(shape) == 2 and shape[0] != shape[1] and chain[at]._saved_dim == 0:
-            found["axis"] = name
+    if one == "SoftmaxBackward":
+        _note_softmax(chain[at], name, found, is_of_nll=names[before] == "LogBackward" and names[0][:7] == "NllLoss")
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
     _note_behind(one, names[at + 1 :], name, found)
+
+
+def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_of_nll: bool) -> None:
+    """Note a softmax over one class, or over the batch where its logarithm is a negative log-likelihood's."""
+    shape: Any = getattr(node._saved_result, "shape", ())
+    dim = _signed(node._saved_dim)
+    if shape and shape[dim] == 1:
+        found["alone"] = {"loss": name, "shape": list(shape)}
+    elif is_of_nll and len(shape) == 2 and shape[0] != shape[1] and dim == 0:
+        found["axis"] = name
 
 
 def bad_target(loss: Tensor) -> str:

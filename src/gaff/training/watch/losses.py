@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gaff.training.watch.loss_graph import facts_of_graph
+from gaff.training.watch.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep
@@ -51,7 +52,7 @@ class Noted(NamedTuple):
 class StepNumbers(NamedTuple):
     """What the losses of a step tell, at one moment; values and scale may be tensors on a device.
 
-    ``lr``: the learning rate of the leading optimizer's first parameter group when it stepped last, NaN before that;
+    ``lr``: the highest learning rate of the leading optimizer's parameter groups when it stepped last, NaN before that;
     ``unclipped``: the norm that ``clip_grad_norm_`` has found in this step, None where it was not called.
     """
 
@@ -78,6 +79,7 @@ class Losses:
         self._scaler: Any = None  # the GradScaler of this step's last loss
         self.scale: Any = None  # of a GradScaler, when it was last used; a tensor where it is on a device
         self.facts: dict[str, Any] = {}
+        self.steep: list[UnsafeOp] = []  # ops just behind the losses of a sampled step that may have an infinite slope
         self.count = 0  # backward passes from losses, in the whole run
         self._now: dict[str, tuple[Any, int]] = {}  # sum and number of this step's
         self._latest: tuple[Any, ...] = (self, 0, 0, "", "")  # place, model and name of the last one
@@ -145,6 +147,7 @@ class Losses:
         By what a loss was multiplied is known where all of its passes in the step say the same.
         """
         found = facts_of_graph(tensor if named is None else named, name)
+        self.steep += steep_ops(tensor)
         if named is None and "factor" in found:
             by = found["factor"]["by"] / scale if isinstance(scale, float) else 1.0
             found["factor"] = {"loss": name, "by": by}
@@ -176,6 +179,7 @@ class Losses:
         self._now = {}
         self.unclipped = self._scaler = None
         self.facts.clear()
+        self.steep = []
 
     def _name(self, loss: Tensor | None, at: int, whose: str) -> str:
         """What a loss is called that comes from the place in the code that leads here, as it was at the first time.

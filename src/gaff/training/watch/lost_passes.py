@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gaff.address.nested import iter_tensors
-from gaff.compat import memory
+from gaff.compat import elements, memory
 from gaff.compat.autograd import nodes_behind, nodes_of
+from gaff.inspection.nonfinite.rerun import Batch
 from gaff.training.watch.accumulator import readable
 from gaff.training.watch.updates import parameters_of, some_of
 
@@ -41,11 +42,12 @@ class _Left(NamedTuple):
     """What a backward pass of the loss ``name`` has left at some parameters of an optimizer.
 
     ``weights``: the norms of its parameters then, which tell whether somebody has changed them since. ``factor``: by
-    what a GradScaler had multiplied the loss, if it had.
+    what a GradScaler had multiplied the loss, if it had. ``batch``: what the latest run before it was given.
     """
 
     name: str
     factor: Any
+    batch: Batch | None
     pulled: list[_Pulled]
     weights: list[Tensor]
 
@@ -58,9 +60,11 @@ class LostPasses:
     """Counts them from one step of an optimizer to the next, in a sampled step, by the name of the loss.
 
     One counts if what it left at a parameter is gone, or zero, when the next pass begins, while all parameters are what
-    they were (else it was a step by hand, or a perturbation of them), and if the step then uses what the last pass
-    of the same loss has left, but for a factor. Passes that reach a leaf which is no parameter are for that leaf. Made
-    when an optimizer has stepped. Holds gradients weakly; waits for the device where a step has several passes.
+    they were (else it was a step by hand, or a perturbation of them), if the next one is of another batch of the same
+    shapes (else gradients were measured, of one loss among several or of a part of the batch), and if the step then
+    uses what the last pass of the same loss has left, but for a factor. Passes that reach a leaf which is no parameter
+    are for that leaf. Made when an optimizer has stepped. Holds gradients weakly, and batches until the step; waits for
+    the device where a step has several passes.
     """
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
@@ -72,6 +76,7 @@ class LostPasses:
         self._left: dict[int, _Left] = {}  # by optimizer: by the last pass that has changed a gradient of it
         self._lost: Counter[tuple[int, str]] = Counter()
         self._is_aside = False  # the pass in progress reaches a leaf that is no parameter
+        self._batch: Batch | None = None  # what the latest run before that pass was given
 
     def is_stale(self, optimizers: Iterable[Any]) -> bool:
         """Whether all optimizers still have the very gradients that they have used in their last steps."""
@@ -104,13 +109,19 @@ class LostPasses:
         now = _copy_of(parameter.grad)
         return left.factor if now is not None and torch.equal(now, first.copy) else None
 
-    def begins(self, optimizers: Iterable[Any], losses: Any) -> None:
-        """A backward pass is about to begin from ``losses``, a tensor or several."""
+    def begins(self, optimizers: Iterable[Any], losses: Any, batch: Batch | None) -> None:
+        """A backward pass is about to begin from ``losses``, a tensor or several; ``batch``: of the latest run."""
         self.has_passed = True
+        self._batch = batch
         self._is_aside = any(_has_other_leaf(one) for _, one in iter_tensors(losses))
         for optimizer in optimizers:
             left = self._left.pop(id(optimizer), None)
-            if left is not None and _is_lost(left) and _are_alike(_norms(optimizer), left.weights):
+            if (
+                left is not None
+                and _are_others(left.batch, batch)
+                and _is_lost(left)
+                and _are_alike(_norms(optimizer), left.weights)
+            ):
                 self._lost[id(optimizer), left.name] += 1
             self._before[id(optimizer)] = {id(one): _mark(gradient) for one, gradient in _gradients(optimizer)}
 
@@ -128,7 +139,7 @@ class LostPasses:
                 if (copy := _copy_of(gradient)) is not None
             ]
             if found:
-                self._left[id(optimizer)] = _Left(name, factor, found, _norms(optimizer))
+                self._left[id(optimizer)] = _Left(name, factor, self._batch, found, _norms(optimizer))
 
     def used(self, optimizer: Any) -> None:
         """An optimizer is about to step: what was lost before is a fact, if it uses what the last pass has left."""
@@ -165,6 +176,30 @@ def _is_lost(left: _Left) -> bool:
     gradient, known = parameter.grad, first.gradient()
     now = None if gradient is None else _copy_of(gradient)
     return gradient is None or (gradient is known and now is not None and not bool(now.any()))
+
+
+def _are_others(one: Batch | None, other: Batch | None) -> bool:
+    """Whether two runs were given other numbers in tensors of the same shapes. Waits for the device.
+
+    Without any tensors they are told apart by nothing, and taken for others if they are two.
+    """
+    if one is None or other is None or one is other or len(one.versions) != len(other.versions):
+        return False
+    pairs = list(zip(one.versions, other.versions, strict=True))
+    if any(before.shape != now.shape for (before, _), (now, _) in pairs):
+        return False
+    return not pairs or any(_is_rewritten(before, now) for before, now in pairs)
+
+
+def _is_rewritten(before: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
+    """Whether a tensor has other elements than one had before, which may be the same tensor, written to since."""
+    (one, version), (other, later) = before, now
+    if one is other:
+        return version != later
+    if version != memory.version_of(one) or (one.dtype, one.device) != (other.dtype, other.device):
+        return True
+    is_known = all(elements.is_plain(tensor) and elements.is_readable(tensor) for tensor in (one, other))
+    return not (is_known and torch.equal(one.detach(), other.detach()))
 
 
 def _norms(optimizer: Any) -> list[Tensor]:

@@ -22,6 +22,7 @@ from gaff.engine.exported import trees_of
 from gaff.engine.process.calls import is_compiled
 from gaff.errors import SiteError
 from gaff.record.sample import Key
+from gaff.training.watch.held_parameter import HeldParameter
 from gaff.training.watch.routers import Routing, routings_of
 from gaff.training.watch.variable_names import holder_of, holder_of_parameter
 
@@ -120,6 +121,7 @@ class Models:
         self._strangers: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         # by gradient of a parameter that no optimizer owns: its version at the last look
         self.left_over: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self.unowned: dict[int, HeldParameter] = {}  # by identity: as they were at the first look that met them so
         self.newly_fed: set[int] = set()  # parameters that no optimizer owns, and that have got a gradient in this look
 
     @property

@@ -6,12 +6,14 @@ progress.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
 from gaff.compat import memory
+from gaff.inspection.nonfinite.rerun import Batch
 from gaff.record.sample import Key
 from gaff.training.watch import ownership, step_facts
 from gaff.training.watch.idle_optimizers import IdleOptimizers
@@ -63,13 +65,16 @@ class OptimizerSteps:
         self._weights = self._marks()
         self.looks += 1
 
-    def backward_begins(self, count: int, losses: Any, *, is_sampled: bool) -> None:
-        """A backward pass begins, after so many: where there was no step yet, one may be missing."""
+    def backward_begins(self, count: int, losses: Any, batch: Batch | None, *, is_sampled: bool) -> None:
+        """A backward pass begins, after so many: where there was no step yet, one may be missing.
+
+        ``batch``: what the latest run of a model was given.
+        """
         if not self.optimizers.counts:
             self.idle.passed(count)
         elif is_sampled:
             self.clearing.look()
-            self.lost.begins(self.optimizers.counts, losses)
+            self.lost.begins(self.optimizers.counts, losses, batch)
 
     def backward_ended(self, name: str, factor: Any) -> None:
         """A backward pass from the loss ``name`` has ended; noted if it has begun in a sampled step.
@@ -183,6 +188,11 @@ class OptimizerSteps:
         self.updates.clear()
         self.optimizers.forget()
         self.clearing.forget()
+
+
+def rate_of(optimizer: Any) -> float:
+    """The highest learning rate of an optimizer's parameter groups, now; NaN where none has one."""
+    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=math.nan)
 
 
 def _averages(optimizer: Any) -> bool:

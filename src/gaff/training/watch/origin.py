@@ -6,6 +6,8 @@ model anew, op by op.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from gaff.training.watch import incidents
@@ -15,6 +17,7 @@ from gaff.training.watch.loss_graph import bad_target
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.reporter import Reporter
 from gaff.training.watch.sampled_step import SampledStep
+from gaff.training.watch.unsafe_ops import UnsafeOp, unsafe_op
 
 
 class Origin:
@@ -31,11 +34,18 @@ class Origin:
         self._is_found = False
 
     def find(
-        self, what: str, step: int, sampled: SampledStep | None, *, has_gradients: bool, loss: Tensor | None = None
+        self,
+        what: str,
+        step: int,
+        sampled: SampledStep | None,
+        *,
+        loss: Tensor | None = None,
+        steep: Sequence[UnsafeOp] = (),
     ) -> None:
-        """Look for the origin of ``what``, a loss or (``has_gradients``) a gradient that is not finite in this step.
+        """Look for the origin of ``what``, a loss or a gradient that is not finite in this step.
 
-        ``sampled``: the look at this step, if it is one; ``loss``: the loss itself, of which its targets are asked.
+        ``sampled``: the look at this step, if it is one; ``loss``: the loss itself, of which its targets and the ops
+        behind it are asked, None of a gradient; ``steep``: ops ahead of the loss that may have an infinite slope.
         What is run is not watched. The batch is kept, where the user wants that: the one in which it began, else the
         step's last.
         """
@@ -46,8 +56,10 @@ class Origin:
         resume = self._calls.pause()
         try:
             seen = sampled.first_nan() if sampled is not None else None
-            finding, batch = incidents.of_nonfinite(what, step, batches, has_gradients=has_gradients, seen=seen,
-                                                    targets=bad_target(loss) if loss is not None else "")  # fmt: skip
+            ops = unsafe_op(loss) if loss is not None else next((str(one) for one in steep if int(one.found)), "")
+            finding, batch = incidents.of_nonfinite(what, step, batches, has_gradients=loss is None, seen=seen,
+                                                    targets=bad_target(loss) if loss is not None else "",
+                                                    ops=ops)  # fmt: skip
         finally:
             resume()
         self._reporter.add(self._flight.keep_for(finding, batch or batches[-1:]), step)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gaff.compat.memory import version_of
 from gaff.training.watch.accumulator import readable
+from gaff.training.watch.held_parameter import HeldParameter
 from gaff.training.watch.models import Model, Models
 from gaff.training.watch.updates import Update, parameters_of
 
@@ -67,13 +68,14 @@ def facts(
     called in its forward without having them as parts: by model, how many, and the class of the first; ``anew``: by
     model the class of one that is made in each forward; ``untrained``: models whose parameters all get gradients, of
     which no optimizer owns one, and whose weights lie as torch makes them, with how many parameters they have. Models
-    in evaluation mode are left out of the first and the last.
+    in evaluation mode are left out of the first and the last, and parameters that somebody writes to of all: they are
+    stepped by hand, or copies of what an optimizer owns, as those of half precision are.
 
     Notes in ``models`` which parameters in no optimizer have got a gradient.
     """
     owned = owned_by(optimizers)
     made = list(updates)
-    unowned = {model.name: _unowned(model, owned, models.left_over) for model in models.all if made}
+    unowned = {model.name: _unowned(model, owned, models) for model in models.all if made}
     models.newly_fed = {id(one) for held in unowned.values() for one in held}
     unowned = {name: held for name, held in unowned.items() if held and _trains(models.named(name), held[0])}
     told: dict[str, Any] = {}
@@ -109,8 +111,8 @@ def _has_new_grad(parameter: Tensor, left_over: MutableMapping[Tensor, int]) -> 
     return is_new
 
 
-def _unowned(model: Model, owned: set[int], left_over: MutableMapping[Tensor, int]) -> list[Tensor]:
-    """The parameters of a model that have got a gradient and are in no optimizer that steps.
+def _unowned(model: Model, owned: set[int], models: Models) -> list[Tensor]:
+    """The parameters of a model that have got a gradient, are in no optimizer that steps, and stay as they are.
 
     Those that were replaced since the model was read are left out.
     """
@@ -118,8 +120,12 @@ def _unowned(model: Model, owned: set[int], left_over: MutableMapping[Tensor, in
     for known, (called, name, _) in model.parameters.items():
         module = called() if known not in owned else None
         one = None if module is None else module._parameters.get(name)
-        if one is not None and id(one) == known and one.requires_grad and _has_new_grad(one, left_over):
-            found.append(one)
+        if one is not None and id(one) == known and one.requires_grad and _has_new_grad(one, models.left_over):
+            before = models.unowned.get(known)
+            if before is None or before.now() is not one:
+                before = models.unowned[known] = HeldParameter.of(called, name, one)
+            if not before.has_changed():
+                found.append(one)
     return found
 
 

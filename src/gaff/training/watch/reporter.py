@@ -288,11 +288,17 @@ def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
 
     ``guess`` is what guessing gives: of a loss over classes the entropy of the labels where they were seen, else the
     logarithm of the number of classes; of others what the spread of the targets over a batch makes of the loss.
+    ``reach``: the least and the largest target of squared and absolute errors.
     """
     plain = {name: one for name, one in told.items() if isinstance(one, (str, int, float, bool, type(None), list))}
     factor = told.get("factor", {"loss": "", "by": 1.0})
     if factor["loss"]:
         plain.update(factor_of=factor["loss"], factor=factor["by"])
+    errors = [
+        one for one in told.get("targets", ()) if one["function"] in step_facts.ERRORS and math.isfinite(one["high"])
+    ]
+    if errors:
+        plain["reach"] = [min(one["low"] for one in errors), max(one["high"] for one in errors)]
     name, guess = _guess(told)
     if not name or not 0 < guess < math.inf:
         return plain
@@ -305,6 +311,7 @@ def _guess(told: Mapping[str, Any]) -> tuple[str, float]:
     targets = told.get("targets", ())
     if "classes" in told:
         entropy = next((one["entropy"] for one in targets if "entropy" in one), math.inf)
-        return told["classes"]["loss"], min(entropy, math.log(told["classes"]["count"]))
+        among = math.log(told["classes"]["count"])  # of pairs the right one may be the first, whatever is given
+        return told["classes"]["loss"], among if "scores" in told else min(entropy, among)
     spreads = [one["spread"] for one in targets if "spread" in one]
     return (told["mean_of"], spreads[0]) if "mean_of" in told and len(spreads) == 1 else ("", 0.0)

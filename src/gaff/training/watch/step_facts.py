@@ -26,6 +26,7 @@ from gaff.training.watch.recorder import bytes_of
 from gaff.training.watch.updates import Update
 
 OVER_CLASSES = ("cross_entropy", "nll_loss")
+ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 

@@ -17,7 +17,6 @@ makes, each with one concern, and it decides which of them hears of an event.
 from __future__ import annotations
 
 import atexit
-import math
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -37,7 +36,7 @@ from gaff.training.watch.looks import Looks
 from gaff.training.watch.losses import Losses
 from gaff.training.watch.model_calls import CallsTold, ModelCalls
 from gaff.training.watch.models import Model, Models
-from gaff.training.watch.optimizer_steps import OptimizerSteps
+from gaff.training.watch.optimizer_steps import OptimizerSteps, rate_of
 from gaff.training.watch.origin import Origin
 from gaff.training.watch.pace import Alone, Pace
 from gaff.training.watch.reporter import Reporter
@@ -206,7 +205,7 @@ class Watcher:
         sampled = self._looks.sampled
         if sampled is not None:
             self._calls.switch(is_on=True)  # for recomputations
-        self._steps.backward_begins(self._losses.count, losses, is_sampled=sampled is not None)
+        self._steps.backward_begins(self._losses.count, losses, self._batches.latest, is_sampled=sampled is not None)
         for at, loss, whose in owned:
             noted = self._losses.note(loss, at, whose=whose or "", is_sampled=sampled is not None)
             if sampled is not None:
@@ -215,7 +214,7 @@ class Watcher:
                 spiked = incidents.of_spike(noted.spike, self.step, self._batches.kept)
                 self.reporter.add(self._flight.keep_for(spiked, self._batches.kept), self.step)
             if noted.is_nonfinite:
-                self._origin.find(f"the loss {noted.name!r}", self.step, sampled, has_gradients=False, loss=loss)
+                self._origin.find(f"the loss {noted.name!r}", self.step, sampled, loss=loss)
 
     def _step_begins(self, optimizer: Any, has_closure: bool) -> None:
         """An optimizer is about to step: in a sampled step gradients and weights are counted, and NaN looked for."""
@@ -230,12 +229,12 @@ class Watcher:
         self._steps.begins(optimizer, sampled, has_closure=has_closure, is_scaled=is_scaled)
         bad = None if sampled is None or has_closure else sampled.nonfinite_gradient()
         if bad is not None:
-            self._origin.find(f"the gradient {bad[1]}", self.step, self._looks.sampled, has_gradients=True)
+            self._origin.find(f"the gradient {bad[1]}", self.step, self._looks.sampled, steep=self._losses.steep)
 
     def _step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped; the leading one ends the step of the run, at once where there is no other."""
         if self._steps.optimizers.has(optimizer) and self._steps.ends(optimizer, self._looks.sampled):
-            self._losses.lr = next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
+            self._losses.lr = rate_of(optimizer)
             seconds = perf_counter() - self._steps.at.began
             self._flight.ended(self.step, seconds, self._losses.numbers(), self._batches.samples)
             if self._steps.is_alone():
@@ -250,7 +249,7 @@ class Watcher:
             return
         if self._steps.in_a_row == _STUCK:
             self.reporter.add(incidents.of_stuck_scaler(self.step, self._losses.scale, _STUCK), self.step)
-            self._origin.find("a gradient", self.step, self._looks.sampled, has_gradients=True)
+            self._origin.find("a gradient", self.step, self._looks.sampled, steep=self._losses.steep)
         self._batches.clear()
         if self._looks.sampled is not None:
             self._looks.drop()

@@ -1,0 +1,144 @@
+"""A run as causes see it: its findings, its curves, and what its looks have told. Needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from gaff.record.curve import Curve
+from gaff.record.experiments import Experiments
+from gaff.record.finding import Finding
+
+
+class SingleSteps(NamedTuple):
+    """What causes ask of single steps, which curves do not tell.
+
+    ``norms``: steps with the L2 norm of all gradients, before they were clipped where that is known. Where a loss jumps
+    (``loss_spike``): ``losses``, ten of it from that step on, and ``rates``, the learning rates of ten steps up to it.
+    ``is_search``: models are made one after the other, and trained with other learning rates; ``is_raised``: a loss is,
+    by an optimizer with ``maximize=True``.
+    """
+
+    norms: tuple[tuple[int, float], ...] = ()
+    losses: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+    is_search: bool = False
+    is_raised: bool = False
+
+
+class Unstepped(NamedTuple):
+    """What was seen of a run in which no optimizer made a step.
+
+    ``backwards``: backward passes; ``others``: steps made by optimizers that were not to be watched; ``has_modules``:
+    whether the filters left a module to look at.
+    """
+
+    backwards: int = 0
+    others: int = 0
+    has_modules: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RunCase:
+    """A run as causes see it.
+
+    ``findings``: those that hold and are no mere facts, worst first; ``steps``: optimizer steps made; ``looks``: how
+    many of them were looked at; ``losses``, ``lr``: the curves over all steps, of the loss that was found first first;
+    ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of other losses
+    the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of running it again
+    with one thing changed, where that was done; ``unstepped``: what is told where no optimizer made a step;
+    ``single``: what is told of single steps; ``is_acting``: most steps are those of an
+    agent, whose loss follows what it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was
+    multiplied by before its backward pass; ``evaluated``: by the names of torch's functions the losses of evaluations,
+    each with its step; ``reach``: the least and the largest target of squared and absolute errors, None without any.
+    """
+
+    findings: tuple[Finding, ...]
+    steps: int
+    looks: int
+    losses: dict[str, Curve] = field(default_factory=dict)
+    lr: Curve | None = None
+    guess: dict[str, float] = field(default_factory=dict)
+    optimizers: int = 1
+    experiments: Experiments | None = None
+    unstepped: Unstepped = field(default_factory=Unstepped)
+    single: SingleSteps = field(default_factory=SingleSteps)
+    is_acting: bool = False
+    factors: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    reach: tuple[float, float] | None = None
+
+    def found(self, *rules: str) -> Finding | None:
+        """The first finding of one of these rules, in the order of the rules; None where there is none."""
+        return next((one for rule in rules for one in self.findings if one.rule == rule), None)
+
+    def without(self, rule: str) -> RunCase:
+        """The same run without the findings of one rule."""
+        return replace(self, findings=tuple(one for one in self.findings if one.rule != rule))
+
+    @property
+    def is_range_test(self) -> bool:
+        """Whether the learning rate rises in every stretch, to a thousand times its first value or more.
+
+        A search for a learning rate does that until the loss breaks (Smith, 2017); a linear warm-up that takes the
+        whole run rises less, by about fifty times from the first stretch to the last.
+        """
+        values = self.lr.values if self.lr is not None else ()
+        rises = all(one < other for one, other in itertools.pairwise(values))
+        return len(values) >= 12 and rises and 0 < 1000 * values[0] <= values[-1]
+
+    @property
+    def loss(self) -> tuple[str, Curve] | None:
+        """The name and the curve of the loss that was found first, if it has any value."""
+        return next(((name, curve) for name, curve in self.losses.items() if curve.values), None)
+
+    @property
+    def successors(self) -> list[Curve]:
+        """The curves of losses from the same line as the first, of models that were trained after it, oldest first."""
+        if self.loss is None:
+            return []
+        name, first = self.loss
+        later = [one for other, one in self.losses.items() if one.values and other.rpartition("#")[0] == name]
+        return sorted((one for one in later if one.steps[0] >= first.steps[-1]), key=lambda one: one.steps[0])
+
+    @property
+    def rise(self) -> tuple[str, int, float, float] | None:
+        """Of the one loss of a run with one optimizer: its name, the step from which it rises, its lowest, its last.
+
+        None where it does not rise, in runs with several losses or optimizers, where one may rise as another falls, in
+        those of an agent, and where it is to rise; nor where it rises at once and stays below half of guessing, as one
+        of pairs does whose wrong answers are random at first.
+        """
+        if (
+            self.optimizers != 1
+            or len(self.losses) != 1
+            or self.loss is None
+            or self.is_acting
+            or self.single.is_raised
+        ):
+            return None
+        name, curve = self.loss
+        rise = curve.rise()
+        is_easy = rise is not None and not rise[0] and max(curve.values) < 0.5 * self.guess.get(name, 0.0)
+        return None if rise is None or is_easy else (name, rise[0], min(curve.start, curve.lowest[1]), curve.last)
+
+    @property
+    def jump(self) -> tuple[int, float, float] | None:
+        """Of the one loss of a run with one optimizer: the step and the height of its early peak, and its first value.
+
+        None where that is not ten times the first value, or the first is not positive, or the peak is below half of
+        what guessing gives. Of a cross entropy it is enough that it is twice the first value, and above twice of what
+        guessing gives, plus 1: so wrong is only who is sure.
+        """
+        if self.optimizers != 1 or len(self.losses) != 1 or self.loss is None or self.is_acting:
+            return None
+        name, curve = self.loss
+        step, peak = curve.early_peak
+        guess = self.guess.get(name, math.inf)
+        is_known = guess < math.inf  # far below guessing nothing is lost yet
+        is_far = (0 < 10 * curve.start < peak and (not is_known or peak > 0.5 * guess)) or (
+            peak > 2 * guess + 1 and peak > 2 * curve.start > 0
+        )
+        return (step, peak, curve.start) if is_far else None

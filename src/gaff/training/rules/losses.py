@@ -1,0 +1,300 @@
+"""Rules about a loss: how it was computed, and what it is given, as its targets.
+
+Written as those of ``gaff.training.rules.steps``. What is read from the loss's autograd graph, or heard of torch's own
+loss functions, was found while the step ran (``sample.facts``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from gaff.record.sample import Sample
+from gaff.training.rules.registry import LEAST_TARGETS, Hit, Past, rule
+
+_PAIRWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_WITH_TARGETS = ("cross_entropy", "nll_loss", *_PAIRWISE)
+
+
+@rule(
+    "loss_sign",
+    severity="error",
+    means="the loss is turned around: training makes it worse",
+    cause="an extra minus sign before the loss, or maximize=True of an optimizer without one",
+    remedy="remove the minus before the loss, or set maximize=False",
+    least=3,
+    share=0.5,
+    hides=("diverging", "exploding", "update_large", "dead_units", "saturated"),
+)
+def loss_sign(sample: Sample, past: Past) -> Iterator[Hit]:
+    """A minus right before a cross entropy, a squared or an absolute error, read from the autograd graph, of which the
+    optimizer lowers the negative; or none, and an optimizer with ``maximize=True``.
+
+    In runs with one optimizer and one loss, which steps the model's own parameters: adversaries are trained so, and
+    inputs that are to fool a model.
+    """
+    found, is_raised = sample.facts.get("negated"), sample.facts.get("is_raised")
+    is_own = any(one.optimizer is not None for one in sample.parameters.values())
+    positive = sample.facts["classes"]["loss"] if "classes" in sample.facts else sample.facts.get("mean_of", "")
+    if is_raised and positive and not found and is_own and _is_alone(sample):
+        yield Hit(("", ""), f"the optimizer has maximize=True, and makes the loss {positive!r} as large as it can",
+                  loss=sample.losses.get(positive, 0.0))  # fmt: skip
+    if found and not is_raised and is_own and _is_alone(sample) and sample.losses.get(found["loss"], 0.0) < 0:
+        yield Hit(
+            ("", ""),
+            f"the loss {found['loss']!r} is the negative of {found['of']}: training makes the model worse",
+            loss=sample.losses[found["loss"]],
+        )
+
+
+@rule(
+    "broadcast",
+    severity="error",
+    means="a loss compares each output with every target: one of the two was broadcast against the other",
+    cause="outputs of shape [batch, 1] and targets of shape [batch], or the other way round",
+    remedy="give both one shape: output.squeeze(1), or target.unsqueeze(1)",
+    least=2,
+    share=0.5,
+)
+def broadcast(sample: Sample, past: Past) -> Iterator[Hit]:
+    """mse_loss, l1_loss, smooth_l1_loss or huber_loss that is given shapes which broadcast to a larger one, or a loss
+    by hand that is the mean or sum of squares or absolute values of a difference of [batch, batch] which was made of
+    [batch, 1] or [batch]. Certain."""
+    spread = sample.facts.get("spread")
+    if spread and spread["made"][0] == sample.facts.get("batch"):
+        told = f"the loss {spread['loss']!r} takes targets from outputs of shape {list(spread['output'])}"
+        yield Hit(("", ""), f"{told} and gets a difference of shape {list(spread['made'])}: each output is compared "
+                  "with every target", output=list(spread["output"]), made=list(spread["made"]))  # fmt: skip
+        return
+    for one in sample.facts.get("targets", ()):
+        shapes = one["output"], one["shape"]
+        if one["function"] in _PAIRWISE and shapes[0] != shapes[1] and _joined_size(*shapes) > max(map(_size, shapes)):
+            told = (
+                f"{one['function']} is given outputs of shape {list(shapes[0])} and targets of shape {list(shapes[1])}"
+            )
+            yield Hit(("", ""), f"{told}: they broadcast, so that each output is compared with every target",
+                      output=list(shapes[0]), target=list(shapes[1]))  # fmt: skip
+            return
+
+
+@rule(
+    "bounded_output",
+    severity="warning",
+    means="the loss asks for outputs that the model's last activation cannot give",
+    cause="an activation (ReLU, sigmoid, tanh) after the last layer of a classifier, or of a regression",
+    remedy="no activation after the last layer; or targets that are scaled into its range",
+    least=3,
+    share=0.5,
+    hides=("saturated", "dead_units", "sparse_gradient", "vanishing", "no_signal", "output_constant"),
+)
+def bounded_output(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Logits of a cross entropy that come from a ReLU, a sigmoid or tanh, read from the autograd graph; or targets of a
+    squared or absolute error that lie outside of what such an activation can return, by more than a tenth."""
+    found = sample.facts.get("bounded")
+    if not found:
+        return
+    by = found["by"]
+    if not found["is_pairwise"]:
+        yield Hit(("", ""), f"the loss {found['loss']!r} gets logits from a {by}: no score can be "
+                  f"{'negative' if by == 'relu' else 'far from zero'}", activation=by)  # fmt: skip
+        return
+    told = [one for one in sample.facts.get("targets", ()) if one["function"] in _PAIRWISE]
+    low, high = min((one["low"] for one in told), default=0.0), max((one["high"] for one in told), default=0.0)
+    least, most = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}[by]
+    beyond = 0.1 * (max(abs(low), abs(high)) if by == "relu" else most - least)
+    if len(told) == 1 and (low < least - beyond or high > most + beyond):
+        span = "are never negative" if by == "relu" else f"lie between {least:g} and {most:g}"
+        yield Hit(("", ""), f"the outputs come from a {by} and {span}; the targets reach from {low:.4g} to {high:.4g}",
+                  activation=by, low=low, high=high)  # fmt: skip
+
+
+@rule(
+    "labels_constant",
+    severity="error",
+    means="all targets of a batch are the same: there is nothing to tell apart",
+    cause="labels that were overwritten or lost, data sorted by label and not shuffled, or a rare second class",
+    remedy="print a batch's labels where the loss gets them; shuffle the training data",
+    least=10,
+    share=0.8,
+)
+def labels_constant(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Every target that a loss function of torch's was given in a step is one number, of eight or more examples.
+
+    In each look so far, or another number in another look, as where data is sorted by label. In runs with one optimizer
+    and one loss; targets of zero of a regression are left out, and losses against probabilities, and a cross entropy
+    over scores of pairs that were put together, of which the right one may always be the first.
+    """
+    told = [one for one in sample.facts.get("targets", ()) if one["function"] in _WITH_TARGETS]
+    if (
+        not told
+        or not _is_alone(sample)
+        or sample.facts.get("scores")
+        or any(one["low"] != one["high"] or one["count"] < LEAST_TARGETS for one in told)
+    ):
+        return
+    kinds = len(past.targets - {math.inf})
+    if math.inf in past.targets and kinds < 2:
+        return
+    if any(one["low"] == 0 and one["function"] in _PAIRWISE for one in told):
+        return
+    what = f"all {told[0]['count']} targets of a batch are {told[0]['low']:.4g}"
+    if kinds > 1:
+        what += f", and others in other batches ({kinds} were seen alone): the data is in the order of its labels"
+    yield Hit(("", ""), what, target=told[0]["low"], classes=kinds)
+
+
+@rule(
+    "one_class",
+    severity="error",
+    means="a softmax over a single class is 1 whatever the model returns: nothing is learned from it",
+    cause="cross_entropy, or a softmax, with a model that returns one number for each example",
+    remedy="binary_cross_entropy_with_logits for one number an example, or a last layer with two outputs",
+    least=2,
+    share=0.5,
+    hides=("zero_gradient", "no_gradient", "no_signal", "output_constant", "update_small", "never_updated",
+           "labels_constant", "vanishing"),
+)  # fmt: skip
+def one_class(sample: Sample, past: Past) -> Iterator[Hit]:
+    """cross_entropy is given scores of [batch, 1], or [batch, 1, ...], and no loss is above zero; or a loss is given a
+    softmax over a dimension of one, read from the autograd graph. Certain."""
+    alone = sample.facts.get("alone")
+    if alone:
+        yield Hit(("", ""), f"the loss {alone['loss']!r} is given a softmax of shape {alone['shape']}, over one class: "
+                  "it is 1 whatever the model returns", output=alone["shape"])  # fmt: skip
+        return
+    told = [one for one in sample.facts.get("targets", ()) if one["function"] == "cross_entropy"]
+    shapes = [list(one["output"]) for one in told if len(one["output"]) > 1 and one["output"][1] == 1]
+    if shapes and len(shapes) == len(told) and all(value == 0 for value in sample.losses.values()):
+        yield Hit(("", ""), f"cross_entropy is given scores of shape {shapes[0]}, of one class", output=shapes[0])
+
+
+@rule(
+    "kl_of_probabilities",
+    severity="error",
+    means="kl_div is given probabilities, or scores, where it expects their logarithms",
+    cause="kl_div takes log-probabilities as its input; its targets are probabilities",
+    remedy="kl_div(log_softmax(scores, dim=-1), targets)",
+    least=2,
+    share=0.5,
+)
+def kl_of_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The largest element that kl_div is given as its input is above zero, which no logarithm of a probability is, by
+    more than rounding. Certain."""
+    for one in sample.facts.get("targets", ()):
+        if one["function"] == "kl_div" and one.get("highest", 0.0) > 1e-3:
+            told = f"kl_div is given an input with elements up to {one['highest']:.4g}"
+            yield Hit(("", ""), f"{told}: they are no logarithms of probabilities", highest=one["highest"])
+            return
+
+
+@rule(
+    "initial_loss",
+    severity="warning",
+    means="the first loss is far above that of guessing: the model begins by being sure of wrong answers",
+    cause="a last layer with weights that are too large, or inputs that are not normalised",
+    remedy="make the last layer's initial weights smaller; a fresh classifier should begin at ln(classes)",
+    least=1,
+    share=0.0,
+)
+def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Cross entropy above twice ln(classes) + 1 at step 0 (TheDeepChecker); fine-tuned models begin below it."""
+    classes = sample.facts.get("classes")
+    if past.looks > 1 or sample.step or not classes:
+        return
+    name, expected = classes["loss"], math.log(classes["count"])
+    factor = sample.facts.get("factor", {})
+    value = sample.losses.get(name)
+    if value is not None and factor.get("loss") == name:
+        value /= factor["by"]
+    if value is not None and value > 2 * expected + 1:
+        yield Hit(("", ""), f"the first loss is {value:.4g}; guessing gives ln({classes['count']}) = {expected:.4g}",
+                  loss=value, expected=expected, classes=classes["count"])  # fmt: skip
+
+
+@rule(
+    "double_softmax",
+    severity="error",
+    means="the loss applies a softmax or sigmoid to what has been through one already: gradients are squashed",
+    cause="cross_entropy and binary_cross_entropy_with_logits expect logits",
+    remedy="remove it from the model, or keep it with nll_loss(torch.log(p)) or binary_cross_entropy",
+    least=2,
+    share=0.5,
+)
+def double_softmax(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Read from the loss's autograd graph. Certain."""
+    found = sample.facts.get("doubled")
+    if found:
+        twice = f"{found['outer']} to what has been through a {found['inner']} already"
+        yield Hit(("", ""), f"the loss {found['loss']!r} applies {twice}", outer=found["outer"], inner=found["inner"])
+
+
+@rule(
+    "softmax_axis",
+    severity="error",
+    means="the loss's softmax runs over the examples of the batch, not over the classes",
+    cause="dim=0 where dim=1 or dim=-1 is meant",
+    remedy="log_softmax(x, dim=1), or cross_entropy, which does it",
+    least=2,
+    share=0.5,
+)
+def softmax_axis(sample: Sample, past: Past) -> Iterator[Hit]:
+    """log_softmax over dimension 0 of a two-dimensional input of nll_loss; read from the autograd graph. Certain."""
+    found = sample.facts.get("axis")
+    if found:
+        yield Hit(("", ""), f"the loss {found!r} normalises over the batch: its softmax has dim=0")
+
+
+@rule(
+    "nll_of_scores",
+    severity="error",
+    means="nll_loss or ctc_loss is given what are no log-probabilities: the loss has no lower limit",
+    cause="both expect log_softmax; cross_entropy contains it",
+    remedy="use log_softmax before the loss, or cross_entropy instead of nll_loss",
+    least=2,
+    share=0.5,
+)
+def nll_of_scores(sample: Sample, past: Past) -> Iterator[Hit]:
+    """No log_softmax before nll_loss or ctc_loss in the autograd graph, and a negative loss. Certain."""
+    found = sample.facts.get("nll")
+    if found and sample.losses.get(found, 0.0) < 0:
+        told = f"the loss {found!r} is negative: it is given values that are no log-probabilities"
+        yield Hit(("", ""), told, loss=sample.losses[found])
+
+
+@rule(
+    "targets_no_probabilities",
+    severity="error",
+    means="binary cross entropy is given targets outside of 0 to 1: the loss has no lower limit",
+    cause="labels of -1 and 1, or values that were not scaled to 0 to 1",
+    remedy="give it targets of 0 and 1, or between them: (y + 1) / 2 of -1 and 1, x / 255 of bytes",
+    least=2,
+    share=0.2,
+    hides=("diverging",),
+)
+def targets_no_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
+    """The targets of binary_cross_entropy, with logits or without, below 0 or above 1, where they lie on the CPU.
+    Certain."""
+    found = sample.facts.get("outside")
+    if found:
+        yield Hit(("", ""), f"the loss {found['loss']!r} is a binary cross entropy, and its targets go from "
+                  f"{found['low']:.4g} to {found['high']:.4g}", low=found["low"], high=found["high"])  # fmt: skip
+
+
+def _is_alone(sample: Sample) -> bool:
+    """Whether one optimizer lowers one loss: with several, one may be trained against another."""
+    return sample.facts.get("optimizers", 1) == 1 and len(sample.losses) == 1
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for one in shape:
+        size *= one
+    return size
+
+
+def _joined_size(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many elements two shapes have that are broadcast against each other (NumPy's rules)."""
+    longest = max(len(one), len(other))
+    pairs: list[Any] = [(1,) * (longest - len(shape)) + tuple(shape) for shape in (one, other)]
+    return _size(tuple(max(a, b) for a, b in zip(*pairs, strict=True)))

@@ -1,0 +1,112 @@
+"""Ops between a model and its loss that make a NaN or inf, or a gradient that is one, read from the autograd graph.
+
+Such as the root of a mean squared error that is zero, or the logarithm of a probability that is. A model's own ops are
+found by running it again; those of the script's loss are not seen by anybody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gaff.compat.autograd import nodes_of
+
+_MOST_NODES = 1000  # behind a loss that is not finite
+_NEAR = 32  # behind one of a sampled step
+
+
+class UnsafeOp(NamedTuple):
+    """An op with the number of its elements at which it is not safe, on their device; ``what`` says what they are."""
+
+    op: str
+    what: str
+    found: Tensor
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.what} at {int(self.found)} of {self.of} elements"
+
+
+class _Kind(NamedTuple):
+    """A kind of autograd node: the tensor that it keeps, where its result is not finite, and where its slope is not."""
+
+    op: str
+    kept: str
+    is_bad: Callable[[Tensor, Any], Tensor]
+    bad: str
+    is_steep: Callable[[Tensor, Any], Tensor]
+    steep: str
+
+
+def _never(value: Tensor, node: Any) -> Tensor:
+    return torch.zeros_like(value, dtype=torch.bool)
+
+
+_KINDS = {
+    "LogBackward": _Kind("log", "self", lambda x, _: x <= 0, "is given 0 or less", _never, ""),
+    "Log2Backward": _Kind("log2", "self", lambda x, _: x <= 0, "is given 0 or less", _never, ""),
+    "Log10Backward": _Kind("log10", "self", lambda x, _: x <= 0, "is given 0 or less", _never, ""),
+    "Log1PBackward": _Kind("log1p", "self", lambda x, _: x <= -1, "is given -1 or less", _never, ""),
+    "SqrtBackward": _Kind("sqrt", "result", lambda y, _: y.isnan(), "is given less than 0",
+                          lambda y, _: y == 0, "returns 0, where its slope is infinite,"),
+    "RsqrtBackward": _Kind("rsqrt", "result", lambda y, _: ~y.isfinite(), "is given 0 or less", _never, ""),
+    "ReciprocalBackward": _Kind("a division", "result", lambda y, _: ~y.isfinite(), "is by 0", _never, ""),
+    "DivBackward": _Kind("a division", "other", lambda x, _: x == 0, "is by 0", _never, ""),
+    "ExpBackward": _Kind("exp", "result", lambda y, _: y.isposinf(), "overflows", _never, ""),
+    "PowBackward": _Kind("pow", "self", lambda x, node: (x < 0) & _is_root(node), "is given less than 0",
+                         lambda x, node: (x == 0) & _is_root(node), "is given 0, where its slope is infinite,"),
+    "AcosBackward": _Kind("acos", "self", lambda x, _: x.abs() > 1, "is given what is no cosine",
+                          lambda x, _: x.abs() == 1, "is given 1 or -1, where its slope is infinite,"),
+    "AsinBackward": _Kind("asin", "self", lambda x, _: x.abs() > 1, "is given what is no sine",
+                          lambda x, _: x.abs() == 1, "is given 1 or -1, where its slope is infinite,"),
+}  # fmt: skip
+
+
+def _is_root(node: Any) -> bool:
+    """Whether the exponent of a power is one number between 0 and 1, or a negative one."""
+    exponent = getattr(node, "_saved_exponent", None)
+    return isinstance(exponent, (int, float)) and exponent < 1 and exponent != 0
+
+
+def unsafe_op(loss: Tensor) -> str:
+    """The op nearest to a loss that is not finite whose own result is not, in words; empty where there is none.
+
+    Among the 1,000 nodes nearest to it. Waits for the device.
+    """
+    return next((str(one) for one in _unsafe(_nearest(loss, _MOST_NODES), is_steep=False) if int(one.found)), "")
+
+
+def steep_ops(loss: Tensor) -> list[UnsafeOp]:
+    """The ops nearest to a loss that may have an infinite slope, with how often they have. Waits for no device."""
+    return list(_unsafe(_nearest(loss, _NEAR), is_steep=True))
+
+
+def _nearest(loss: Tensor, most: int) -> Iterator[Any]:
+    """The autograd nodes behind a loss, the nearest first, each once."""
+    waiting: deque[Any] = deque(nodes_of([loss]))
+    seen: set[Any] = set()
+    while waiting and len(seen) < most:
+        node = waiting.popleft()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [onward for onward, _ in node.next_functions if onward is not None]
+
+
+def _unsafe(nodes: Iterable[Any], *, is_steep: bool) -> Iterator[UnsafeOp]:
+    """The ops of known kinds among some nodes, with how many of their elements are not safe."""
+    for node in nodes:
+        kind = _KINDS.get(node.name().rstrip("0123456789"))
+        if kind is None or (is_steep and not kind.steep):
+            continue
+        try:
+            kept = getattr(node, f"_saved_{kind.kept}", None)
+        except RuntimeError:  # freed by a backward pass, or written to since
+            continue
+        if type(kept) is Tensor and kept.is_floating_point():
+            test, what = (kind.is_steep, kind.steep) if is_steep else (kind.is_bad, kind.bad)
+            yield UnsafeOp(kind.op, what, test(kept.detach(), node).sum(), kept.numel())
