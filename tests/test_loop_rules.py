@@ -501,17 +501,22 @@ def test_a_cross_entropy_over_one_class_is_told(tmp_path, is_one):
         assert "scores of shape [16, 1], of one class" in record.verdict.cause
 
 
-@pytest.mark.parametrize("given", ["softmax", "scores", "log_softmax"])
+@pytest.mark.parametrize("given", ["softmax", "scores", "log_softmax", "log_density"])
 def test_a_kl_divergence_of_probabilities_is_told(tmp_path, given):
+    """A density on a grid may be above one, and is no probability: its targets do not add up to one."""
+
     def loss(model, x, y, _):
-        scores = model(x)
+        scores, targets = model(x), F.one_hot(y, 3).float()
+        if given == "log_density":
+            return getattr(F, "kl_div")(scores.log_softmax(-1) + 3, 20 * targets, reduction="batchmean")  # noqa: B009
         mine = scores if given == "scores" else getattr(scores, given)(-1)
-        return getattr(F, "kl_div")(mine, F.one_hot(y, 3).float(), reduction="batchmean")  # noqa: B009
+        return getattr(F, "kl_div")(mine, targets, reduction="batchmean")  # noqa: B009
 
     found, record = told(tmp_path, steps_with(loss))
-    assert ("kl_of_probabilities" in found) == (given != "log_softmax")
-    if given != "log_softmax":
+    assert ("kl_of_probabilities" in found) == (given in ("softmax", "scores"))
+    if given in ("softmax", "scores"):
         assert record.verdict.name == "kl_of_probabilities"
+    assert "multiplied by" not in str(record.verdict)
 
 
 class MadeAnew(nn.Module):

@@ -180,9 +180,9 @@ def one_class(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def kl_of_probabilities(sample: Sample, past: Past) -> Iterator[Hit]:
     """The largest element that kl_div is given as its input is above zero, which no logarithm of a probability is, by
-    more than rounding. Certain."""
+    more than rounding, while the targets are probabilities: they add up to one. Certain."""
     for one in sample.facts.get("targets", ()):
-        if one["function"] == "kl_div" and one.get("highest", 0.0) > 1e-3:
+        if one["function"] == "kl_div" and one.get("highest", 0.0) > 1e-3 and one.get("is_normal"):
             told = f"kl_div is given an input with elements up to {one['highest']:.4g}"
             yield Hit(("", ""), f"{told}: they are no logarithms of probabilities", highest=one["highest"])
             return

@@ -92,8 +92,8 @@ def frozen_by_accident(sample: Sample, past: Past) -> Iterator[Hit]:
            "never_updated", "update_large"),
 )  # fmt: skip
 def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
-    """At the first look most weights that are trained, two or more, have one number for all their elements."""
-    if past.looks > 1 or sample.step > 1:
+    """In the first two steps most weights that are trained, two or more, have one number for all their elements."""
+    if sample.step > 1:  # of a model that runs inside of the step alone nothing is known in the first
         return
     alike: dict[str, list[Key]] = {}
     count: dict[str, int] = {}

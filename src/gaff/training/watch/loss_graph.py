@@ -67,7 +67,7 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         at, ratio = summed
         chain, names = chain[at:], names[at:]
         found["summed"] = {"loss": name, "by": abs(factor) * ratio}
-    elif factor not in (1.0, -1.0):
+    elif factor not in (1.0, -1.0) and not _is_sum(chain, names):  # a sum that is divided is a mean
         found["factor"] = {"loss": name, "by": abs(factor)}
     is_turned = factor < 0 or names[:1] == ["NegBackward"]
     _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
@@ -107,6 +107,11 @@ def _summed(chain: list[Any], names: list[str]) -> tuple[int, Tensor] | None:
         return None
     count = (targets != _signed(getattr(chain[first], "_saved_ignore_index", -100))).sum()
     return first, count if other is None else count / other.detach().to(count.device)
+
+
+def _is_sum(chain: list[Any], names: list[str]) -> bool:
+    """Whether the first node of a chain adds up what comes: a sum, or a loss of torch's that does."""
+    return names[:1] == ["SumBackward"] or (bool(chain) and getattr(chain[0], "_saved_reduction", 0) == _SUM)
 
 
 def _signed(number: int) -> int:

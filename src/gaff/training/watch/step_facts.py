@@ -28,6 +28,7 @@ from gaff.training.watch.updates import Update
 OVER_CLASSES = ("cross_entropy", "nll_loss")
 ERRORS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _LEAST_ROWS = 8  # of a batch of targets whose variance says something
+_NORMAL = 1e-2  # by how much a sum of probabilities may be off, by rounding
 _MOST_BYTES = 1 << 16  # of a tensor in a fingerprint
 
 
@@ -71,12 +72,21 @@ def target_of(name: str, output: Any, target: Tensor) -> dict[str, Any]:
                             "low": low, "high": high}  # fmt: skip
     if name == "kl_div" and isinstance(output, Tensor) and output.numel() and elements.is_plain(output):
         told["highest"] = output.detach().max()
+        told["is_normal"] = plain.is_floating_point() and plain.dim() > 0 and _are_probabilities(plain)
     classes = shape[1:2] or shape  # of [batch, classes, ...], or of [classes] alone
     if name in OVER_CLASSES and not plain.is_floating_point() and plain.numel() > 1 and classes:
         told["entropy"] = _entropy(plain.flatten(), classes[0])
     if name in _GUESSES and plain.is_floating_point() and plain.dim() and plain.shape[0] >= _LEAST_ROWS:
         told["spread"] = _GUESSES[name](plain.float())
     return told
+
+
+def _are_probabilities(targets: Tensor) -> Tensor:
+    """Whether targets, or what they are the logarithms of, add up to one along the last or the second dimension."""
+    plain = targets.float()
+    plain = torch.where((plain <= 0).all(), plain.exp(), plain)
+    dims = {plain.dim() - 1, min(1, plain.dim() - 1)}
+    return torch.stack([((plain.sum(dim) - 1).abs() < _NORMAL).all() for dim in dims]).any()
 
 
 def _of_probabilities(targets: Tensor) -> Tensor:
