@@ -64,6 +64,12 @@ def _shared_by_its_file(item):
     return "-".join(names) if made_once else ""  # no brackets: xdist looks for the group behind the last one
 
 
+def pytest_collection_finish():
+    """What imports and the collection have made stays: no search for garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session, exitstatus):
     session.config.code = int(exitstatus)
 

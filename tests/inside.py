@@ -43,6 +43,7 @@ COMPILED = {
     "test_gradients_are_those_of_the_edited_model_without_checkpointing[selective": "torch compiles no such checkpoint",
     "test_a_tensor_that_changes_before_the_recomputation_raises": "torch raises an error of its own",
     "test_an_attached_plan_is_a_context_too_and_tells_the_error_of_the_edit_only": "torch tells errors while tracing",
+    "test_none_is_told_once_for_every_run[300]": "three hundred layers take a minute to compile, and twenty tell the same",
     "test_jit_trace_is_refused": "torch refuses to script what is compiled",
     "test_a_site_inside_fires_and_the_receipt_says_not_bitwise": "the receipt tells of compiled code",
     "test_a_site_outside_leaves_the_fast_path_alone": "the receipt tells of compiled code",

@@ -44,7 +44,7 @@ def model_in(setting):
     return model
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=[pytest.param(one, marks=pytest.mark.slow) if "compile" in one else one for one in HERE])
 def setting(request):
     yield request.param
     torch._dynamo.reset()

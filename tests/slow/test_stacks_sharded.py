@@ -13,6 +13,8 @@ import torch
 
 import gaff
 
+pytestmark = pytest.mark.slow
+
 LIGHTNING = """
 import json, sys, warnings
 from contextlib import nullcontext

@@ -10,6 +10,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import gaff
 
+pytestmark = pytest.mark.slow
+
 
 def watched(tmp_path, program, **options):
     """The run that a program leaves, which is watched at every step."""
