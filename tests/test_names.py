@@ -168,6 +168,15 @@ def test_names_are_addresses_everywhere():
     assert gaff.sites(model, "names:resid_mid.0")[0].site == "model.layers.0.post_attention_layernorm:input"
 
 
+def test_queries_that_come_out_of_one_matrix_with_others_are_told_as_that():
+    model = transformers.GPT2Model(
+        transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=50, n_positions=8)
+    )
+    parts = "its queries, keys and values are parts of one tensor, what h.0.attn.c_attn returns; nearest: attn.z.0"
+    with pytest.raises(SiteError, match=f"names:attn.q.0: GPT2Model has no such name: {parts}"):
+        gaff.capture(model, "names:attn.q.0")
+
+
 def test_what_is_no_name_is_told():
     model = llama()
     with pytest.raises(SiteError, match=r"names:resid_pst.1: LlamaForCausalLM has no such name; nearest: resid_post.1"):

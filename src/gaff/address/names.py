@@ -82,8 +82,8 @@ def sites_of(modules: Modules, pattern: Pattern, *, is_edit: bool = False) -> li
     fitting = {name: site for name, site in known.items() if pattern.matches(name)}
     if not fitting:
         near = ", ".join(nearest(text, list(known))) or "none: no blocks with attention and an MLP were recognised"
-        raise SiteError(f"{pattern}: {type(modules['']).__name__} has no such name; nearest: {near}; "
-                        "gaff.sites(model, names=True) lists them")  # fmt: skip
+        raise SiteError(f"{pattern}: {type(modules['']).__name__} has no such name{_joined(modules, text, known)}; "
+                        f"nearest: {near}; gaff.sites(model, names=True) lists them")  # fmt: skip
     refused = looked_at(modules[""]).refused
     wrong = next((name for name in fitting if name in refused), None)
     if wrong is not None:
@@ -92,6 +92,21 @@ def sites_of(modules: Modules, pattern: Pattern, *, is_edit: bool = False) -> li
     if is_edit and pattern.port == OUTPUT:
         fitting = {name: _made_at(modules[""], name, site) for name, site in fitting.items()}
     return [_asked(pattern, site) for site in fitting.values()]
+
+
+def _joined(modules: Modules, name: str, known: Mapping[str, Site]) -> str:
+    """Why a model has no queries, keys or values by themselves, where one matrix makes the three; else empty."""
+    kind, _, block = name.rpartition(".")
+    site = known.get(f"{kind[:-1]}out.{block}") if kind.endswith(("attn.q", "attn.k", "attn.v")) else None
+    if site is None:
+        return ""
+    for around in (site.path, site.path.rpartition(".")[0]):  # the attention, or its last layer
+        for path, module in modules[around].named_children():
+            weight = getattr(module, "weight", None)
+            sizes = sorted(weight.shape) if weight is not None and weight.dim() == 2 else [1, 1]
+            if sizes[1] == 3 * sizes[0]:
+                return f": its queries, keys and values are parts of one tensor, what {around}.{path} returns"
+    return ""
 
 
 _ASIDE = ("resid_mid", "resid_cross")  # told at a norm in a branch, while the value goes around the branch, too
