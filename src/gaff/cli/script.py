@@ -21,6 +21,7 @@ from gaff.inspection.nonfinite.examination import Examination
 from gaff.inspection.nonfinite.provenance import STEP
 from gaff.inspection.nonfinite.ranges import range_of
 from gaff.inspection.nonfinite.report import Report
+from gaff.inspection.nonfinite.unsafe_ops import unsafe_op
 from gaff.training.guard import Guard
 from gaff.views.text import counted
 
@@ -53,11 +54,11 @@ def examine(path: str, arguments: Sequence[str], *, allow: Sequence[str], again:
     except Exception:  # noqa: BLE001  # of the script itself, told as python would
         traceback.print_exc()
         code = 1
-    found = next((report for one in guards for report in one.reports), None)
+    found = next((report for one in guards for report in one.reports), losses.report)
     if found is not None:
-        return _finished(found, script, max(one.steps for one in guards), again=again)
-    if losses.report is not None:
-        return _finished(losses.report, script, losses.step, again=again)
+        step = losses.step if found is losses.report else max(one.steps for one in guards)
+        seen = _finished(found, script, step, again=again)
+        return replace(seen, notes=(f"seen after {counted(losses.made, 'optimizer step')}", *seen.notes))
     if code not in (None, 0):
         sys.exit(code)
     if not guards:
@@ -70,12 +71,13 @@ class _Losses:
     """Stops a script after a step whose loss was NaN or infinite, where its guards have found nothing wrong.
 
     Such a loss may have finite gradients, as that of a batch in which no target counts. A loss that a GradScaler has
-    multiplied is looked at as it was before. ``report``: what was seen; ``step``: how many steps were made before.
+    multiplied is looked at as it was before. ``report``: what was seen; ``step``: how many steps were made before;
+    ``made``: how many were made in all, by any optimizer.
     """
 
     def __init__(self, guards: list[Guard]) -> None:
         self.report: Report | None = None
-        self.step = self._skips = 0
+        self.step = self.made = self._skips = 0
         self._guards = guards
         self._scaled: tuple[Any, Any] = (None, None)  # what a GradScaler has made, and of what
         nothing = lambda *given: None  # noqa: E731
@@ -98,6 +100,8 @@ class _Losses:
             is_number = isinstance(told, Tensor) and told.numel() == 1 and told.is_floating_point()
             if is_number and self.report is None and not told.isfinite().item():
                 cause = "the loss is not finite; what the models returned and the gradients of the step after it are"
+                behind = unsafe_op(told) if told.grad_fn is not None else ""
+                cause += f"; between the two, {behind}" if behind else ""
                 self.report = Report(True, STEP, direction="forward", cause=cause, output=range_of(told, "loss"))
                 self.step = max((guard.steps for guard in self._guards), default=0)
 
@@ -115,6 +119,7 @@ class _Losses:
     def _ended(self, optimizer: Any) -> None:
         """The guards have looked at this step before it was made: what they have found would have been raised."""
         self._skips = 0
+        self.made += 1
         if self.report is not None:
             raise NonFiniteError(str(self.report), self.report)
 

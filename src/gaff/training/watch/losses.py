@@ -17,8 +17,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.loss_graph import facts_of_graph
-from gaff.training.watch.unsafe_ops import UnsafeOp, steep_ops
 from gaff.training.watch.variable_names import caller, name_of_loss
 
 _LENGTH = 128  # losses that a spike is compared with, as in OLMo-core's SkipStep

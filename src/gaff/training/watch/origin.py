@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gaff.inspection.nonfinite.unsafe_ops import UnsafeOp, unsafe_op
 from gaff.training.watch import incidents
 from gaff.training.watch.batches import StepBatches
 from gaff.training.watch.flight_recorder import FlightRecorder
@@ -17,7 +18,6 @@ from gaff.training.watch.loss_graph import bad_target
 from gaff.training.watch.model_calls import ModelCalls
 from gaff.training.watch.reporter import Reporter
 from gaff.training.watch.sampled_step import SampledStep
-from gaff.training.watch.unsafe_ops import UnsafeOp, unsafe_op
 
 
 class Origin:
