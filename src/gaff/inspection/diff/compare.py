@@ -45,6 +45,8 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, pairs: Mapping[str, 
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise PlanError(f"tolerance {tolerance}: expected a relative difference of 0 or more, such as 1e-5")
     (one, name), (other, other_name) = _read(a), _read(b)
+    if name == other_name:
+        name, other_name = f"A, {name}", f"B, {other_name}"
     names = (name, other_name)
     if isinstance(one, Trace) and isinstance(other, Trace):
         from gaff.inspection.diff.traces import part_traces
