@@ -9,33 +9,35 @@ from typing import Any
 
 Look = tuple[int, dict[str, Any]]  # the step of a look, and what its event tells
 
-_FADED, _STEPS = 1.5, 3  # the largest factor over the smallest, and how many there are, of a loss that is faded in
+_FADED, _STEPS = 1.5, 3  # the largest weight over the smallest, and how many there are, of a loss that is faded in
 
 
 def at_first_scale(name: str, values: Iterable[tuple[int, float]], looks: list[Look]) -> list[tuple[int, float]]:
-    """Values of a loss, by step, divided by how many times its factor is what it was at the first look.
+    """Values of a loss, by step, divided by how many times its weight is what it was at the first look.
 
-    Of one that is faded in or out; values of others stay as they are. The factor of a step is that of the look before.
+    Of one that is faded in or out; values of others stay as they are. The weight of a step is that of the look before.
     """
-    factors = _factors(name, looks)
-    if not _is_faded(factors):
+    weights = _told("weight", name, looks)
+    if not _is_faded(weights):
         return list(values)
     steps = [step for step, _ in looks]
-    return [(step, value * factors[0] / factors[max(0, bisect_right(steps, step) - 1)]) for step, value in values]
+    return [(step, value * weights[0] / weights[max(0, bisect_right(steps, step) - 1)]) for step, value in values]
 
 
 def factor_of(name: str, looks: list[Look]) -> float:
     """The factor of a loss that ``at_first_scale`` has left on its values; 1 where there is none."""
-    factors = _factors(name, looks)
-    return factors[0 if _is_faded(factors) else -1] if factors else 1.0
+    factors = _told("factor", name, looks)
+    return factors[0 if _is_faded(_told("weight", name, looks)) else -1] if factors else 1.0
 
 
-def _factors(name: str, looks: list[Look]) -> list[float]:
-    return [float(one["factor"]) if one.get("factor_of") == name else 1.0 for _, one in looks]
+def _told(what: str, name: str, looks: list[Look]) -> list[float]:
+    return [float(one.get(what, 1.0)) if one.get("factor_of") == name else 1.0 for _, one in looks]
 
 
-def _is_faded(factors: list[float]) -> bool:
-    """Whether a factor goes one way, in steps: a single other one may be that of a look whose passes disagree."""
-    pairs = list(itertools.pairwise(factors))
+def _is_faded(weights: list[float]) -> bool:
+    """Whether a weight is at most one and goes one way, in steps: a single other one may be that of a look whose passes
+    disagree."""
+    pairs = list(itertools.pairwise(weights))
     goes_one_way = all(one <= other for one, other in pairs) or all(one >= other for one, other in pairs)
-    return goes_one_way and len(set(factors)) > _STEPS and max(factors) > _FADED * min(factors)
+    is_weight = goes_one_way and min(weights, default=0.0) > 0 and max(weights) <= 1
+    return is_weight and len(set(weights)) > _STEPS and max(weights) > _FADED * min(weights)

@@ -407,9 +407,9 @@ def _case(record: Record) -> RunCase:
 
 
 def _reach(looks: Iterable[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """The least and the largest target of a regression, over all looks; None where there is none."""
+    """The usual least and largest target of a batch of a regression, by medians over the looks; None without one."""
     told = [one["reach"] for one in looks if isinstance(one.get("reach"), list)]
-    return (min(low for low, _ in told), max(high for _, high in told)) if told else None
+    return (statistics.median(low for low, _ in told), statistics.median(high for _, high in told)) if told else None
 
 
 def _is_search(part: RankPart, rates: list[tuple[int, float]]) -> bool:

@@ -8,6 +8,7 @@ from gaff.record.causes import Claim, cause
 from gaff.record.finding import evidence_of
 from gaff.record.run_case import RunCase
 
+_EARLY = 50  # steps in which what targets do is seen
 _FAR = 100.0  # a target of a regression in units of its own; chosen: a fresh layer returns numbers of about one
 
 
@@ -58,24 +59,35 @@ def does_not_fall(case: RunCase) -> Claim | None:
 
 @cause
 def targets_far_from_zero(case: RunCase) -> Claim | None:
-    """A regression whose targets are in their own units, above a hundred, where something follows from it.
+    """A regression with targets above a hundred, far from zero beside their spread, and a model that begins at zero.
 
-    That is gradients or steps that are too large, dead units, or a loss that rises or jumps.
+    So says its first loss: it is above twice of what the spread alone makes of it, and about what the middle of the
+    targets, or its square, is. Where something follows from it in fifty steps: gradients or steps that are too large, a
+    loss that rises or jumps, or one that does not fall and dead units.
     """
-    after = case.found("exploding", "diverging", "update_large", "loss_spike", "dead_units", "saturated",
-                       "output_constant", "no_signal")  # fmt: skip
+    harm = case.found("exploding", "diverging", "update_large")
+    if harm is None and case.loss is not None and not case.loss[1].fell():
+        harm = case.found("dead_units", "saturated", "output_constant", "no_signal")
+    began = [one.since for one in (harm,) if one is not None] + [one[1] for one in (case.rise,) if one is not None]
+    is_harmed = case.jump is not None or any(step <= _EARLY for step in began)
     low, high = case.reach or (0.0, 0.0)
-    is_harmed = after is not None or case.rise is not None or case.jump is not None
-    if max(abs(low), abs(high)) < _FAR or not is_harmed or case.found("input_scale") is not None or case.is_acting:
+    if case.loss is None or max(abs(low), abs(high)) < _FAR or not is_harmed or case.is_acting:
         return None
-    seen = () if after is None else (evidence_of(after),)
-    told = (f"the targets of the loss lie between {low:.4g} and {high:.4g}", *seen)
-    return Claim("targets_far_from_zero", "likely", "the targets are not scaled: they are far larger than what a fresh "
-                 "layer returns, and so are the gradients", told, 0,
+    name, curve = case.loss
+    middle = abs(low + high) / 2
+    begins_at_zero = any(0.5 * one < curve.start < 4 * one for one in (middle, middle * middle))
+    is_offset = begins_at_zero and 2 * case.guess.get(name, math.inf) < curve.start
+    if case.found("input_scale") is not None or not is_offset:
+        return None
+    seen = () if harm is None else (evidence_of(harm),)
+    told = (f"the targets of the loss lie between {low:.4g} and {high:.4g}, and the first loss is {curve.start:.4g}",
+            *seen)  # fmt: skip
+    return Claim("targets_far_from_zero", "likely", "the targets are not scaled: they are far from what the model "
+                 "returns at first, and gradients are as large", told, 0,
                  "train on (target - mean) / standard deviation, of the training set, and put that back on what the "
                  "model returns", ("learning_rate_too_high", "nonfinite", "exploding", "diverging", "update_large",
-                 "loss_spike", "dead_units", "saturated", "sparse_gradient", "output_constant", "no_signal",
-                 "vanishing", "zero_gradient"), ("lr=0.1x", "clip"))  # fmt: skip
+                 "dead_units", "saturated", "sparse_gradient", "output_constant", "no_signal", "vanishing",
+                 "zero_gradient"), ("lr=0.1x", "clip"))  # fmt: skip
 
 
 @cause

@@ -35,7 +35,9 @@ class Told:
     step_skipped: Callable[[Any], None]  # by a GradScaler
     loss_scaled: Callable[[Any, Any, Any], None]  # with the loss, what it has become, and the GradScaler
     compiled: Callable[[Any], None]  # with a function that was, or with what a module has become
-    clipped: Callable[[Any, Any], None] = lambda norm, most: None  # by clip_grad_norm_: the norm before, and the limit
+    clipped: Callable[[Any, Any], None] = lambda norm, most: (
+        None
+    )  # by clip_grad_norm_: the norm before (None by clip_grad_value_), the limit
     iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
     saved: Callable[[Any], None] = lambda file: None  # by torch.save, which has written it: what it was given as file
     backward_ended: Callable[[], None] = lambda: None  # without an exception
@@ -71,6 +73,7 @@ class Outer:
             _replace("step", _scaler_step, torch.amp.GradScaler)
             _replace("compile", _after(_tell_compiled), torch)
             _replace("clip_grad_norm_", _after(_tell_norm), torch.nn.utils, torch.nn.utils.clip_grad)
+            _replace("clip_grad_value_", _after(_tell_value), torch.nn.utils, torch.nn.utils.clip_grad)
             _replace("__iter__", _iterate, DataLoader)
             _replace("save", _after(_tell_saved), torch, torch.serialization)
             _replace("load_state_dict", _after(_tell_loaded), nn.Module)
@@ -184,6 +187,11 @@ def _tell_compiled(told: Told, compiled: Any, model: Any = None, *args: Any, **k
 def _tell_norm(told: Told, norm: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
     """``torch.nn.utils.clip_grad_norm_`` has run, which tells the norm that it has found, and the limit."""
     told.clipped(norm, max_norm)
+
+
+def _tell_value(told: Told, result: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
+    """``torch.nn.utils.clip_grad_value_`` has run, which tells the limit of each element."""
+    told.clipped(None, clip_value)
 
 
 def _iterate(original: Any, live: list[bool]) -> Any:

@@ -46,38 +46,48 @@ def _never(value: Tensor, node: Any) -> Tensor:
     return torch.zeros_like(value, dtype=torch.bool)
 
 
+_LOG = _Kind("log", "self", lambda x, _: (x <= 0) & x.isfinite(), "is given 0 or less", _never, "")
 _KINDS = {
-    "LogBackward": _Kind("log", "self", lambda x, _: x <= 0, "is given 0 or less", _never, ""),
-    "Log2Backward": _Kind("log2", "self", lambda x, _: x <= 0, "is given 0 or less", _never, ""),
-    "Log10Backward": _Kind("log10", "self", lambda x, _: x <= 0, "is given 0 or less", _never, ""),
-    "Log1PBackward": _Kind("log1p", "self", lambda x, _: x <= -1, "is given -1 or less", _never, ""),
-    "SqrtBackward": _Kind("sqrt", "result", lambda y, _: y.isnan(), "is given less than 0",
-                          lambda y, _: y == 0, "returns 0, where its slope is infinite,"),
-    "RsqrtBackward": _Kind("rsqrt", "result", lambda y, _: ~y.isfinite(), "is given 0 or less", _never, ""),
-    "ReciprocalBackward": _Kind("a division", "result", lambda y, _: ~y.isfinite(), "is by 0", _never, ""),
-    "DivBackward": _Kind("a division", "other", lambda x, _: x == 0, "is by 0", _never, ""),
+    "LogBackward": _LOG,
+    "Log2Backward": _LOG._replace(op="log2"),
+    "Log10Backward": _LOG._replace(op="log10"),
+    "Log1PBackward": _Kind("log1p", "self", lambda x, _: (x <= -1) & x.isfinite(), "is given -1 or less", _never, ""),
+    # a NaN in these results may have come in, an infinity has not
+    "RsqrtBackward": _Kind("rsqrt", "result", lambda y, _: y.isinf(), "is given 0", _never, ""),
+    "ReciprocalBackward": _Kind("a division", "result", lambda y, _: y.isinf(), "is by 0", _never, ""),
     "ExpBackward": _Kind("exp", "result", lambda y, _: y.isposinf(), "overflows", _never, ""),
-    "PowBackward": _Kind("pow", "self", lambda x, node: (x < 0) & _is_root(node), "is given less than 0",
-                         lambda x, node: (x == 0) & _is_root(node), "is given 0, where its slope is infinite,"),
-    "AcosBackward": _Kind("acos", "self", lambda x, _: x.abs() > 1, "is given what is no cosine",
+    "SqrtBackward": _Kind("sqrt", "result", _never, "", lambda y, _: y == 0, "returns 0, where its slope is infinite,"),
+    "DivBackward": _Kind("a division", "other", lambda x, _: x == 0, "is by 0", _never, ""),
+    "PowBackward": _Kind("pow", "self", lambda x, node: _is_outside(x, _exponent(node)), "is given what has none",
+                         lambda x, node: (x == 0) & (0 < _exponent(node) < 1),
+                         "is given 0, where its slope is infinite,"),
+    "AcosBackward": _Kind("acos", "self", lambda x, _: (x.abs() > 1) & x.isfinite(), "is given what is no cosine",
                           lambda x, _: x.abs() == 1, "is given 1 or -1, where its slope is infinite,"),
-    "AsinBackward": _Kind("asin", "self", lambda x, _: x.abs() > 1, "is given what is no sine",
+    "AsinBackward": _Kind("asin", "self", lambda x, _: (x.abs() > 1) & x.isfinite(), "is given what is no sine",
                           lambda x, _: x.abs() == 1, "is given 1 or -1, where its slope is infinite,"),
 }  # fmt: skip
 
 
-def _is_root(node: Any) -> bool:
-    """Whether the exponent of a power is one number between 0 and 1, or a negative one."""
+def _exponent(node: Any) -> float:
+    """The exponent of a power by one number; 1 where it is another thing."""
     exponent = getattr(node, "_saved_exponent", None)
-    return isinstance(exponent, (int, float)) and exponent < 1 and exponent != 0
+    return float(exponent) if isinstance(exponent, (int, float)) else 1.0
+
+
+def _is_outside(x: Tensor, exponent: float) -> Tensor:
+    """Where a power has no finite value: of 0 by a negative exponent, of less than 0 by one that is no integer."""
+    found = (x == 0) & (exponent < 0)
+    return found if exponent.is_integer() else found | ((x < 0) & x.isfinite())
 
 
 def unsafe_op(loss: Tensor) -> str:
-    """The op nearest to a loss that is not finite whose own result is not, in words; empty where there is none.
+    """The op behind a loss that is not finite whose own result is not, in words; empty where there is none.
 
-    Among the 1,000 nodes nearest to it. Waits for the device.
+    Among the 1,000 nodes nearest to it the farthest one: those after it are given what it has made. What is given a NaN
+    is none. Waits for the device.
     """
-    return next((str(one) for one in _unsafe(_nearest(loss, _MOST_NODES), is_steep=False) if int(one.found)), "")
+    found = [one for one in _unsafe(_nearest(loss, _MOST_NODES), is_steep=False) if int(one.found)]
+    return str(found[-1]) if found else ""
 
 
 def steep_ops(loss: Tensor) -> list[UnsafeOp]:

@@ -223,10 +223,11 @@ class Judge:
                 past.entropy[key] = max(value, past.entropy.get(key, 0.0))
         for key, load in sample.loads.items():
             past.loads.setdefault(key, deque(maxlen=_LOADS)).append(load)
-        factor = sample.facts.get("factor", {"loss": "", "by": 1.0})
+        factor = sample.facts.get("factor", {"loss": "", "weight": 1.0})
         for name, told in sample.losses.items():
-            by = factor["by"] if factor["loss"] == name else 1.0
-            value = told * past.factors.setdefault(name, by) / by  # of a loss that is faded in what it would be without
+            weight = factor.get("weight", 1.0) if factor["loss"] == name else 1.0
+            weight = weight if 0 < weight < 1 else 1.0
+            value = told * past.weights.setdefault(name, weight) / weight  # of one faded in what it would be without
             first = past.losses.setdefault(name, [])
             if len(first) < _FIRST:
                 first.append(value)

@@ -57,9 +57,9 @@ def never_stepped(sample: Sample, past: Past) -> Iterator[Hit]:
     share=0.5,
 )
 def gradients_lost(sample: Sample, past: Past) -> Iterator[Hit]:
-    """What a backward pass has left is gone when the next one from the same loss begins, of another batch of the same
-    shapes, weights are what they were, and the step uses what the last one has left, but for a factor. Of passes that
-    reach no leaf but parameters, and of the first 64 parameters. Certain."""
+    """What a backward pass has left is gone when the next one from the same loss begins, of another batch of about the
+    same size, weights are what they were, and the step uses what the last one has left, but for a factor. Of passes
+    that reach no leaf but parameters, and of the first 64 parameters. Certain."""
     for one in sample.facts.get("lost", ()):
         passes = f"of {one['lost'] + 1} backward passes from {one['loss']!r} ahead of a step of {one['optimizer']}"
         told = f"{passes} only the last counts: the gradients of those before it are cleared"

@@ -94,8 +94,8 @@ class Past:
     norms: dict[Key, deque[float]] = field(default_factory=dict)  # of gradients and updates, at the latest 32
     loads: dict[Key, deque[Load]] = field(default_factory=dict)  # of routers, at the latest sixteen
     losses: dict[str, list[float]] = field(default_factory=dict)  # at the first looks
-    recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones, both with the first's factor
-    factors: dict[str, float] = field(default_factory=dict)  # by what losses were multiplied at the first look
+    recent: dict[str, deque[float]] = field(default_factory=dict)  # at the latest ones, both with the first's weight
+    weights: dict[str, float] = field(default_factory=dict)  # of losses at the first look, where they are below one
     targets: set[float] = field(default_factory=set)  # of batches whose targets were all alike; inf: of one that mixed
     trained: set[str] = field(default_factory=set)  # models of which a parameter had a gradient at its step
     has_leaked: bool = False  # at the first step outputs of a sequence have told of later tokens

@@ -182,10 +182,10 @@ def updates_round_away(sample: Sample, past: Past) -> Iterator[Hit]:
 )
 def clipped_to_nothing(sample: Sample, past: Past) -> Iterator[Hit]:
     """clip_grad_norm_ leaves less than a hundredth of the norm, and no loss has fallen by a tenth; a norm above 1,000
-    that is brought to a usual limit, 0.1 or more, is the fault itself: ``exploding`` tells of it. Or most elements of
-    the gradients are one number below a thousandth, or its negative, as clip_grad_value_ leaves them."""
-    found = sample.facts.get("clipped")
-    if not found and (most := _value_of_all(sample)) and not any(has_fallen(past, name) for name in past.losses):
+    that is brought to a usual limit, 0.1 or more, is the fault itself: ``exploding`` tells of it. Or
+    clip_grad_value_ leaves most elements of the gradients at one number below a thousandth, or at its negative."""
+    found, value = sample.facts.get("clipped"), sample.facts.get("clipped_by_value", 0.0)
+    if not found and (most := _value_of_all(sample, value)) and not any(has_fallen(past, name) for name in past.losses):
         yield Hit(("", ""), f"most elements of the gradients are {most:.4g} or -{most:.4g}: they are clipped by value",
                   limit=most)  # fmt: skip
     if not found or found["most"] >= 0.01 * found["norm"] or any(has_fallen(past, name) for name in past.losses):
@@ -294,10 +294,9 @@ def batch_norm_of_few(sample: Sample, past: Past) -> Iterator[Hit]:
             yield Hit((model, ""), batch_size=sample.facts["batch"])
 
 
-def _value_of_all(sample: Sample) -> float:
-    """The magnitude that most elements of most gradients have, of three or more, where it is small; 0 without one."""
+def _value_of_all(sample: Sample, limit: float) -> float:
+    """A limit below a thousandth, where it is what most elements of most gradients are, of three or more; else 0."""
     rows = [row for row in sample.port("grad").values() if row.count and row.rms > 0]
     largest = [max(abs(row.min), abs(row.max)) for row in rows]
-    most = max(largest, default=0.0)
-    flat = [row for row, one in zip(rows, largest, strict=True) if one > 0.999 * most and row.rms > 0.7 * one]
-    return most if most < _TINY and len(rows) > 2 and 2 * len(flat) > len(rows) else 0.0
+    flat = [row for row, one in zip(rows, largest, strict=True) if one > 0.999 * limit and row.rms > 0.7 * one]
+    return limit if 0 < limit < _TINY and len(rows) > 2 and 2 * len(flat) > len(rows) else 0.0

@@ -290,6 +290,30 @@ def init_imbalance(sample: Sample, past: Past) -> Iterator[Hit]:
 
 
 @rule(
+    "initial_loss",
+    severity="warning",
+    means="the first loss is far above that of guessing: the model begins by being sure of wrong answers",
+    cause="a last layer with weights that are too large, or inputs that are not normalised",
+    remedy="make the last layer's initial weights smaller; a fresh classifier should begin at ln(classes)",
+    least=1,
+    share=0.0,
+)
+def initial_loss(sample: Sample, past: Past) -> Iterator[Hit]:
+    """Cross entropy above twice ln(classes) + 1 at step 0 (TheDeepChecker); fine-tuned models begin below it."""
+    classes = sample.facts.get("classes")
+    if past.looks > 1 or sample.step or not classes:
+        return
+    name, expected = classes["loss"], math.log(classes["count"])
+    factor = sample.facts.get("factor", {})
+    value = sample.losses.get(name)
+    if value is not None and factor.get("loss") == name:
+        value /= factor["by"]
+    if value is not None and value > 2 * expected + 1:
+        yield Hit(("", ""), f"the first loss is {value:.4g}; guessing gives ln({classes['count']}) = {expected:.4g}",
+                  loss=value, expected=expected, classes=classes["count"])  # fmt: skip
+
+
+@rule(
     "diverging",
     severity="error",
     means="the loss grows instead of falling",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gaff.compat import elements
 from gaff.compat.memory import version_of
 
-_ELEMENTS = 64  # that are compared with what they were
+_ELEMENTS = 1024  # that are compared with what they were
 
 
 class HeldParameter(NamedTuple):
@@ -41,10 +41,15 @@ class HeldParameter(NamedTuple):
         The first elements are compared, too, of a parameter on the CPU: writes through ``.data`` count no version.
         """
         now = self.now()
+        return now is not None and self.before is not None and (version_of(now) != self.before[0] or self.is_other())
+
+    def is_other(self) -> bool:
+        """Whether its first elements are others than they were; of one on a device, whether it was written to."""
+        now = self.now()
         if self.before is None or now is None:
             return False
         version, some = self.before
-        return version_of(now) != version or (now.is_cpu and not torch.equal(_beginning(now), some))
+        return not torch.equal(_beginning(now), some) if now.is_cpu and some.numel() else version_of(now) != version
 
 
 def _beginning(parameter: Tensor) -> Tensor:

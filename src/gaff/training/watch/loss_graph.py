@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -20,6 +21,8 @@ _POSITIVE = {"NllLossBackward": "a cross entropy", "NllLoss2DBackward": "a cross
              "BinaryCrossEntropyWithLogitsBackward": "a cross entropy"}  # fmt: skip
 _TWICE = {("LogSoftmaxBackward", "SoftmaxBackward"): "softmax",
           ("BinaryCrossEntropyWithLogitsBackward", "SigmoidBackward"): "sigmoid"}  # fmt: skip
+_SEVERAL = ("AddBackward", "DotBackward", "StackBackward", "CatBackward")  # of what they may make one
+_ENDS = ("NegBackward", "MeanBackward", "LogBackward", "ClampBackward", "ClampMinBackward", "ClampMaxBackward")
 _PAIRWISE = ("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "L1LossBackward", "AbsBackward")
 _BY_HAND = (
     ("MeanBackward", "SumBackward"),
@@ -49,7 +52,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     - ``alone``: that it is given a softmax over a single class
     - ``scores``: that a cross entropy is of scores of pairs, one of which is the right one, and not of classes
     - ``outside``: that a binary cross entropy is given targets outside of 0 to 1
-    - ``factor``: by what it was multiplied at last, as where gradients are accumulated
+    - ``factor``: by what it was multiplied at last, as where gradients are accumulated; ``weight``: without divisions,
+      and of no sum of several losses, whose mean they make
     - ``summed``: that it is a sum of negative log-likelihoods, divided by a number: how many times their mean it is
     """
     found: dict[str, Any] = {}
@@ -58,8 +62,9 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
     while node is not None and len(chain) < _DEPTH:
         chain.append(node)
         node = next((one for one, _ in node.next_functions if one is not None), None)
-    factor = 1.0
+    factor = weight = 1.0
     while chain and (last := _factor_of(chain[0])) is not None:
+        weight *= last if chain[0].name().startswith("Mul") else 1.0
         factor, chain = factor * last, chain[1:]
     names = [one.name().rstrip("0123456789") for one in chain]
     summed = _summed(chain, names)
@@ -68,7 +73,8 @@ def facts_of_graph(loss: Tensor, name: str) -> dict[str, Any]:
         chain, names = chain[at:], names[at:]
         found["summed"] = {"loss": name, "by": abs(factor) * ratio}
     elif factor not in (1.0, -1.0) and not _is_sum(chain, names):  # a sum that is divided is a mean
-        found["factor"] = {"loss": name, "by": abs(factor)}
+        inner = next((one for one in names if one != "MeanBackward" and not _is_view(one)), "")
+        found["factor"] = {"loss": name, "by": abs(factor), "weight": 1.0 if inner in _SEVERAL else abs(weight)}
     is_turned = factor < 0 or names[:1] == ["NegBackward"]
     _note_sign(["NegBackward", *names] if factor < 0 else names, name, found)
     at = names[:1].count("NegBackward") if factor > 0 else 0
@@ -136,17 +142,27 @@ def _note_node(chain: list[Any], names: list[str], at: int, name: str, found: di
         if _is_of_pairs(chain, names, at):
             found["scores"] = name
     if one == "SoftmaxBackward":
-        _note_softmax(chain[at], name, found, is_of_nll=names[before] == "LogBackward" and names[0][:7] == "NllLoss")
+        is_end = all(_is_view(other) or other in _ENDS or other.startswith(_OF_TARGETS) for other in names[:at])
+        _note_softmax(
+            chain[at],
+            name,
+            found,
+            is_end=is_end,
+            is_of_nll=names[before] == "LogBackward" and names[0][:7] == "NllLoss",
+        )
     if one.startswith("BinaryCrossEntropy"):
         _note_targets(chain[at], name, found)
     _note_behind(one, names[at + 1 :], name, found)
 
 
-def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_of_nll: bool) -> None:
-    """Note a softmax over one class, or over the batch where its logarithm is a negative log-likelihood's."""
+def _note_softmax(node: Any, name: str, found: dict[str, Any], *, is_end: bool, is_of_nll: bool) -> None:
+    """Note a softmax over one class, or over the batch where its logarithm is a negative log-likelihood's.
+
+    ``is_end``: it is what the loss is given, and no weight of something else.
+    """
     shape: Any = getattr(node._saved_result, "shape", ())
     dim = _signed(node._saved_dim)
-    if shape and shape[dim] == 1:
+    if is_end and shape and shape[dim] == 1:
         found["alone"] = {"loss": name, "shape": list(shape)}
     elif is_of_nll and len(shape) == 2 and shape[0] != shape[1] and dim == 0:
         found["axis"] = name
@@ -231,9 +247,8 @@ def _factor_of(node: Any) -> float | None:
     if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or other.requires_grad:
         return None
     value = float(other)
-    if kind == "DivBackward":
-        return 1 / value if value else None
-    return value or None
+    factor = 1 / value if value and kind == "DivBackward" else value
+    return factor if factor and math.isfinite(factor) else None
 
 
 def _note_classes(chain: list[Any], names: list[str], at: int, before: int, name: str, found: dict[str, Any]) -> None:

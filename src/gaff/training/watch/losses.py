@@ -52,7 +52,7 @@ class Noted(NamedTuple):
 class StepNumbers(NamedTuple):
     """What the losses of a step tell, at one moment; values and scale may be tensors on a device.
 
-    ``lr``: the highest learning rate of the leading optimizer's parameter groups when it stepped last, NaN before that;
+    ``lr``: the learning rate of the leading optimizer's first parameter group when it stepped last, NaN before that;
     ``unclipped``: the norm that ``clip_grad_norm_`` has found in this step, None where it was not called.
     """
 
@@ -97,8 +97,11 @@ class Losses:
     def clipped(self, norm: Any, most: Any, *, is_stale: bool = False) -> None:
         """``clip_grad_norm_`` has found this norm, and scales gradients to ``most`` where it is more. Never waits.
 
-        ``is_stale``: they are those of the step before.
+        ``is_stale``: they are those of the step before. Without a norm ``clip_grad_value_`` has limited each element.
         """
+        if norm is None:
+            self.facts["clipped_by_value"] = float(most)
+            return
         self.unclipped = norm.detach() if isinstance(norm, Tensor) else float(norm)
         factor = self.factor_on()
         self.facts["clipped"] = {
@@ -150,10 +153,10 @@ class Losses:
         self.steep += steep_ops(tensor)
         if named is None and "factor" in found:
             by = found["factor"]["by"] / scale if isinstance(scale, float) else 1.0
-            found["factor"] = {"loss": name, "by": by}
+            found["factor"] = {"loss": name, "by": by, "weight": 1.0}
         known = self.facts.get("factor", {"loss": ""})
         if known["loss"] == name and name in self._now and known != found.get("factor"):
-            found["factor"] = {"loss": name, "by": 1.0}
+            found["factor"] = {"loss": name, "by": 1.0, "weight": 1.0}
         self.facts.update(found)
 
     def values(self) -> dict[str, Any]:

@@ -60,11 +60,11 @@ class LostPasses:
     """Counts them from one step of an optimizer to the next, in a sampled step, by the name of the loss.
 
     One counts if what it left at a parameter is gone, or zero, when the next pass begins, while all parameters are what
-    they were (else it was a step by hand, or a perturbation of them), if the next one is of another batch of the same
-    shapes (else gradients were measured, of one loss among several or of a part of the batch), and if the step then
-    uses what the last pass of the same loss has left, but for a factor. Passes that reach a leaf which is no parameter
-    are for that leaf. Made when an optimizer has stepped. Holds gradients weakly, and batches until the step; waits for
-    the device where a step has several passes.
+    they were (else it was a step by hand, or a perturbation of them), if the next one is of another batch of about
+    the same size (else gradients were measured, of one loss among several or of a part of the batch), and if the step
+    then uses what the last pass of the same loss has left, but for a factor. Passes that reach a leaf which is no
+    parameter are for that leaf. Made when an optimizer has stepped. Holds gradients weakly, and batches until the step;
+    waits for the device where a step has several passes.
     """
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
@@ -179,14 +179,15 @@ def _is_lost(left: _Left) -> bool:
 
 
 def _are_others(one: Batch | None, other: Batch | None) -> bool:
-    """Whether two runs were given other numbers in tensors of the same shapes. Waits for the device.
+    """Whether two runs were given other numbers, and about as many, within a factor of two. Waits for the device.
 
     Without any tensors they are told apart by nothing, and taken for others if they are two.
     """
     if one is None or other is None or one is other or len(one.versions) != len(other.versions):
         return False
     pairs = list(zip(one.versions, other.versions, strict=True))
-    if any(before.shape != now.shape for (before, _), (now, _) in pairs):
+    sizes = [sorted((before.numel(), now.numel())) for (before, _), (now, _) in pairs]
+    if any(least < most and 2 * least <= most for least, most in sizes):
         return False
     return not pairs or any(_is_rewritten(before, now) for before, now in pairs)
 
@@ -196,7 +197,8 @@ def _is_rewritten(before: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
     (one, version), (other, later) = before, now
     if one is other:
         return version != later
-    if version != memory.version_of(one) or (one.dtype, one.device) != (other.dtype, other.device):
+    kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+    if version != memory.version_of(one) or kinds[0] != kinds[1]:
         return True
     is_known = all(elements.is_plain(tensor) and elements.is_readable(tensor) for tensor in (one, other))
     return not (is_known and torch.equal(one.detach(), other.detach()))

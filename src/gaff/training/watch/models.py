@@ -121,7 +121,7 @@ class Models:
         self._strangers: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         # by gradient of a parameter that no optimizer owns: its version at the last look
         self.left_over: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self.unowned: dict[int, HeldParameter] = {}  # by identity: as they were at the first look that met them so
+        self.unowned: dict[int, HeldParameter] = {}  # by identity: as they were at the last look
         self.newly_fed: set[int] = set()  # parameters that no optimizer owns, and that have got a gradient in this look
 
     @property

@@ -84,7 +84,10 @@ class OptimizerSteps:
         self.lost.ended(self.optimizers.counts, name, factor)
 
     def clipped(self, note: Callable[..., None]) -> Callable[[Any, Any], None]:
-        """What to call when gradients are clipped: ``note`` with norm, limit, and whether they are the last step's."""
+        """What to call when gradients are clipped: ``note`` with norm, limit, and whether they are the last step's.
+
+        The norm is None where each element was.
+        """
         return lambda norm, most: note(norm, most, is_stale=self.lost.is_stale(self.optimizers.counts))
 
     def begins(self, optimizer: Any, sampled: SampledStep | None, *, has_closure: bool, is_scaled: bool) -> None:
@@ -191,8 +194,8 @@ class OptimizerSteps:
 
 
 def rate_of(optimizer: Any) -> float:
-    """The highest learning rate of an optimizer's parameter groups, now; NaN where none has one."""
-    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=math.nan)
+    """The learning rate of an optimizer's first parameter group, now; NaN where it has none."""
+    return next((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), math.nan)
 
 
 def _averages(optimizer: Any) -> bool:

@@ -122,10 +122,9 @@ def _unowned(model: Model, owned: set[int], models: Models) -> list[Tensor]:
         one = None if module is None else module._parameters.get(name)
         if one is not None and id(one) == known and one.requires_grad and _has_new_grad(one, models.left_over):
             before = models.unowned.get(known)
-            if before is None or before.now() is not one:
-                before = models.unowned[known] = HeldParameter.of(called, name, one)
-            if not before.has_changed():
+            if before is None or before.now() is not one or not before.is_other():
                 found.append(one)
+            models.unowned[known] = HeldParameter.of(called, name, one)
     return found
 
 
