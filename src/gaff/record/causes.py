@@ -57,10 +57,9 @@ def claims(case: RunCase) -> list[Claim]:
     """What every cause says, the most certain first; findings that none explains follow, each as its own claim.
 
     Weights that begin all alike do no harm where the loss falls all the same, as with heads side by side, unless there
-    are four or more, and no others, and it has not come down to half.
+    are three or more, and no others.
     """
-    is_all = any(is_of_all(one, 4) for one in case.findings if one.rule == "symmetric_units")
-    if _has_learned(case, share=0.5 if is_all else 0.8):
+    if _has_learned(case) and not any(is_of_all(one, 3) for one in case.findings if one.rule == "symmetric_units"):
         case = case.without("symmetric_units")
     if case.is_range_test:
         return []
@@ -345,15 +344,15 @@ def _has_vanished(case: RunCase) -> bool:
     return last < 0.01 * first
 
 
-def _has_learned(case: RunCase, jump: float = 1.0, share: float = 0.8) -> bool:
-    """Whether the loss that was found first ends below a ``share`` of its first value, and of guessing.
+def _has_learned(case: RunCase, jump: float = 1.0) -> bool:
+    """Whether the loss that was found first ends a fifth or more below its first value, and below guessing.
 
     After a ``jump`` to a hundred times its first value, and more, only below a third: that costs most of a run.
     """
     if case.loss is None:
         return False
     name, curve = case.loss
-    return bool(curve.values) and curve.last < (share if jump < 100 else 0.3) * min(
+    return bool(curve.values) and curve.last < (0.8 if jump < 100 else 0.3) * min(
         curve.start, case.guess.get(name, math.inf)
     )
 

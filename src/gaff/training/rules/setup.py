@@ -92,16 +92,17 @@ def frozen_by_accident(sample: Sample, past: Past) -> Iterator[Hit]:
            "never_updated", "update_large"),
 )  # fmt: skip
 def symmetric_units(sample: Sample, past: Past) -> Iterator[Hit]:
-    """In the first two steps most weights that are trained, two or more, have one number for all their elements."""
+    """In the first two steps most weights, two or more, have one number for all their elements; those that are frozen
+    count among the others, and tell units apart."""
     if sample.step > 1:  # of a model that runs inside of the step alone nothing is known in the first
         return
     alike: dict[str, list[Key]] = {}
     count: dict[str, int] = {}
     for key, one in sample.parameters.items():
         row = sample.rows.get(key)
-        if one.kind == "weight" and one.requires_grad and one.elements > 8 and row is not None and row.count:
+        if one.kind == "weight" and one.elements > 8 and (not one.requires_grad or (row is not None and row.count)):
             count[key[0]] = count.get(key[0], 0) + 1
-            if row.std <= 1e-6 * row.rms:
+            if one.requires_grad and row is not None and row.std <= 1e-6 * row.rms:
                 alike.setdefault(key[0], []).append(key)
     for model, keys in alike.items():
         if len(keys) >= 2 and len(keys) > count[model] / 2:
