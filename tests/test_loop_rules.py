@@ -1029,8 +1029,8 @@ def test_large_targets_that_a_model_is_made_for_are_not_blamed(tmp_path, how):
         (lambda out, y: (out[:, 0] - y).pow(2).mean().sqrt(), ""),  # of targets that hold a NaN
         (lambda out, y: torch.log(out[:, 0].abs() * 0 - 1).abs().sqrt().mean(), "log is given 0 or less at 16 of 16"),
         (lambda out, y: ((out[:, 0] * 0 - 2).pow(-2) + torch.log(out[:, 1] * 0 - 1)).mean(), "log is given 0 or less"),
-        (lambda out, y: (out[:, 0] * 0 - 1).pow(1.5).mean(), "pow is given what has none at 16 of 16"),
-        (lambda out, y: (out[:, 0] * 0).pow(-1).mean(), "pow is given what has none at 16 of 16"),
+        (lambda out, y: (out[:, 0] * 0 - 1).pow(1.5).mean(), "pow has no finite value at 16 of 16"),
+        (lambda out, y: (out[:, 0] * 0).pow(-1).mean(), "pow has no finite value at 16 of 16"),
     ],
 )
 def test_the_op_that_is_blamed_for_a_nan_is_the_one_that_makes_it(tmp_path, loss_of, blamed):

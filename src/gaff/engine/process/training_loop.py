@@ -35,9 +35,8 @@ class Told:
     step_skipped: Callable[[Any], None]  # by a GradScaler
     loss_scaled: Callable[[Any, Any, Any], None]  # with the loss, what it has become, and the GradScaler
     compiled: Callable[[Any], None]  # with a function that was, or with what a module has become
-    clipped: Callable[[Any, Any], None] = lambda norm, most: (
-        None
-    )  # by clip_grad_norm_: the norm before (None by clip_grad_value_), the limit
+    # by clip_grad_norm_: the norm before, and the limit; by clip_grad_value_: None, and the limit
+    clipped: Callable[[Any, Any], None] = lambda norm, most: None
     iterated: Callable[[Any], None] = lambda loader: None  # a DataLoader, from its beginning
     saved: Callable[[Any], None] = lambda file: None  # by torch.save, which has written it: what it was given as file
     backward_ended: Callable[[], None] = lambda: None  # without an exception

@@ -58,7 +58,7 @@ _KINDS = {
     "ExpBackward": _Kind("exp", "result", lambda y, _: y.isposinf(), "overflows", _never, ""),
     "SqrtBackward": _Kind("sqrt", "result", _never, "", lambda y, _: y == 0, "returns 0, where its slope is infinite,"),
     "DivBackward": _Kind("a division", "other", lambda x, _: x == 0, "is by 0", _never, ""),
-    "PowBackward": _Kind("pow", "self", lambda x, node: _is_outside(x, _exponent(node)), "is given what has none",
+    "PowBackward": _Kind("pow", "self", lambda x, node: _is_outside(x, _exponent(node)), "has no finite value",
                          lambda x, node: (x == 0) & (0 < _exponent(node) < 1),
                          "is given 0, where its slope is infinite,"),
     "AcosBackward": _Kind("acos", "self", lambda x, _: (x.abs() > 1) & x.isfinite(), "is given what is no cosine",
