@@ -49,8 +49,9 @@ class RunCase:
     ``guess``: what guessing gives, by the name of a loss: of a mean cross entropy among its classes, of other losses
     the mean (or median) of the targets; ``optimizers``: how many train; ``experiments``: what came of running it again
     with one thing changed, where that was done; ``unstepped``: what is told where no optimizer made a step;
-    ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose loss follows what it
-    meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by before its backward pass;
+    ``single``: what is told of single steps; ``is_acting``: most steps are those of an agent, whose loss follows what
+    it meets (``gaff.record.sample.acts``); ``factors``: by its name what a loss was multiplied by before its backward
+    pass;
     ``evaluated``: by the names of torch's functions the losses of evaluations, each with its step; ``reach``: the usual
     least and largest target of a batch, of squared and absolute errors, None without any.
     """
