@@ -36,7 +36,7 @@ from gaff.engine.ops.mode import Scopes, drop
 from gaff.engine.ops.scope import OpListener, Scope, Want
 from gaff.engine.parameters.edits import ParameterEdits, Swap, SwapScope
 from gaff.engine.parameters.substitutes import original_of
-from gaff.engine.parameters.values import StateValue, called_above, kept_tensors, need_no_view, owners_of
+from gaff.engine.parameters.values import Owners, StateValue, called_above, kept_tensors, need_no_view
 from gaff.engine.side import Side
 from gaff.engine.skips import SkipChange
 from gaff.engine.streams import Act, EditStream, Look, SecondHalf, Stream
@@ -78,6 +78,7 @@ class Wiring:
         self._clock = clock
         self._kept: list[Any] | None = None  # tensors that modules keep, once a parameter is edited
         self._shards = Shards(model)
+        self._owners = Owners(model)
         if model is not None:
             for tap in self.taps:
                 self._wire(model, tap)
@@ -132,12 +133,12 @@ class Wiring:
         elif tap.found.site.port == "grad":
             find = partial(_parameter, tap.found)
             sharded = self._shards.of(tap.found)
-            self._wire_marks(model, tap.found)
+            self._wire_marks(tap.found)
             self.leaves.append(LeafGradient(self.gradients, tap.stream, self._clock, find, sharded=sharded))
         elif isinstance(tap, EditTap) and tap.found.site.port == "param":
             self._wire_swap(model, tap)
         elif tap.found.site.port in ("param", "buffer"):
-            self._wire_state(model, tap)
+            self._wire_state(tap)
         else:
             self.has_arms = self.has_arms or tap.found.site.port in GRADIENT_PORTS
             if tap.found.site.op is not None:
@@ -159,12 +160,12 @@ class Wiring:
         else:
             connect_edit(node, site, stream, self.gradients)
 
-    def _wire_marks(self, model: nn.Module, found: Found) -> None:
+    def _wire_marks(self, found: Found) -> None:
         """Have the owners of a parameter mark what they return, so that its gradient is known as one of their run."""
-        for module in (*owners_of(model, found), called_above(found) or found.module):
+        for module in (*self._owners.of(found), called_above(found) or found.module):
             self._node(module).mark = PassMark(self.gradients)
 
-    def _wire_state(self, model: nn.Module, tap: Tap | EditTap) -> None:
+    def _wire_state(self, tap: Tap | EditTap) -> None:
         """Have the value of a parameter or buffer told by the first of its owners that a run enters.
 
         Where no owner is called itself, the module around it tells at the end of the run.
@@ -172,7 +173,7 @@ class Wiring:
         around = called_above(tap.found)
         above = self._node(around) if around is not None else None
         value = StateValue(tap.found, tap.stream, above, is_lent=self._shards.of(tap.found) is not None)
-        for owner in owners_of(model, tap.found):
+        for owner in self._owners.of(tap.found):
             node = self._node(owner)
             node.has_entry = True
             node.entry.taps += (value,)
@@ -214,7 +215,7 @@ class Wiring:
         Of a sharded parameter the value stands in for each call of its FSDP2 unit, before other changes at its entry.
         Raises PlanError for a parameter that is kept on the meta device between calls, or of which a view is kept.
         """
-        owners = owners_of(model, tap.found)
+        owners = self._owners.of(tap.found)
         if tap.found.tensor.is_meta:
             raise PlanError(
                 f"{tap.found.site}: the parameter lies on the meta device (without memory, or offloaded by "
@@ -239,7 +240,10 @@ class Wiring:
         for module in dict.fromkeys([*around, *owners]):
             node = self._node(module)
             node.has_entry = node.has_swaps = True
-            _edit(node.entry, SwapScope(swap, node))
+            scope = next((act for act in node.entry.acts if isinstance(act, SwapScope)), None)
+            if scope is None:
+                _edit(node.entry, scope := SwapScope(node))
+            scope.swaps.append(swap)
 
     def _wire_runs(self, model: nn.Module) -> None:
         """Have the root and every module around a site hooked at their entry: they tell where a run begins and ends.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,7 @@ class CallLog:
         self._made: dict[int, tuple[weakref.ref[Tensor], CallNotes, int]] = {}
         self._nodes: dict[Any, CallNotes] = {}
         self._met: dict[int, tuple[weakref.ref[Tensor], CallNotes | None]] = {}
+        self._by_number: dict[tuple[Site, int, bool], list[CallNotes]] = defaultdict(list)  # True: of what was returned
         self._latest: CallNotes | None = None  # the last call that ended
         self._open: list[CallNotes] = []
         self._aside_s = 0.0  # what looking has taken so far, which is no part of the calls that are open
@@ -125,6 +127,7 @@ class CallLog:
                     if tensor.is_floating_point():
                         self.album.add_input(f":input{print_key(key)}", tensor)
             self.calls.append(notes)
+            self._by_number[site, call, False].append(notes)
             self._open.append(notes)
         return notes
 
@@ -179,6 +182,10 @@ class CallLog:
         """The notes of a call that was entered and is open."""
         return next(notes for notes in reversed(self._open) if (notes.site, notes.call, notes.run) == (site, call, run))
 
+    def find(self, site: Site, run: Any, call: int, *, is_output: bool) -> CallNotes | None:
+        """The notes of a call of this number among those of its site, as calls or as what they returned are counted."""
+        return next((notes for notes in self._by_number.get((site, call, is_output), ()) if notes.run is run), None)
+
     def leave(self, notes: CallNotes, output: Any, call: int) -> None:
         """That call has returned ``output``, as number ``call`` of its site: note time, shape, statistics and marks.
 
@@ -191,6 +198,7 @@ class CallLog:
             while self._open.pop() is not notes:
                 pass  # left by an exception
             notes.output_call = call
+            self._by_number[notes.site, call, True].append(notes)
             self._left(notes, output, max(0.0, ended - notes.started - taken_s))
 
     def _left(self, notes: CallNotes, output: Any, time_s: float) -> None:
@@ -329,14 +337,13 @@ class GradientLog(Stream):
 
     def _note(self, run: Any, call: int, gradient: Gradient) -> CallNotes | None:
         """Write a gradient into the notes of its call; where one with a norm is there already, that one stays."""
-        for notes in self._log.calls:
-            number = notes.output_call if self._port == "grad_output" else notes.call
-            if notes.site == self._site and number == call and notes.run is run:
-                known = notes.gradients.get(self._port)
-                if known is None or known.norm is None:  # of several tensors the first that has one is shown
-                    notes.gradients[self._port] = gradient
-                return notes
-        return None
+        notes = self._log.find(self._site, run, call, is_output=self._port == "grad_output")
+        known = notes.gradients.get(self._port) if notes is not None else None
+        if notes is not None and (
+            known is None or known.norm is None
+        ):  # of several tensors the first with one is shown
+            notes.gradients[self._port] = gradient
+        return notes
 
 
 class ParameterLog(Stream):

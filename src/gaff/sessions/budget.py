@@ -44,14 +44,15 @@ class Ledger:
 
     ``held`` is what the sites added up, value by value, which counts shared memory more than once; it is corrected
     whenever ``limit`` is passed. ``limit`` starts low, so that the system is asked only by captures that hold much.
-    ``evict`` is "raise" or "oldest". ``holders`` is a weak method: what is kept must be freed with the capture, without
-    waiting for a collector.
+    ``sites``: how many sites there have been, those of single ops and tensors included. ``evict`` is "raise" or
+    "oldest". ``holders`` is a weak method: what is kept must be freed with the capture, and not wait for a collector.
     """
 
     def __init__(
         self, budget: int | None, evict: str, holders: Callable[[], Callable[[], Iterable[Holder]] | None]
     ) -> None:
         self.held = 0
+        self.sites = 0
         self.limit = min(budget, _LOOK_FIRST_AT) if budget is not None else _LOOK_FIRST_AT
         self._budget = budget
         self._evict = evict

@@ -32,7 +32,7 @@ from gaff.sessions.exact import Keeper
 from gaff.sessions.kept_site import NO_BACKWARD, NOT_CALLED, KeptSite
 from gaff.sessions.plan import Plan
 from gaff.sessions.readable import Captured
-from gaff.sessions.reading import Reading
+from gaff.sessions.reading import Reading, Streams
 from gaff.sessions.receipt import Receipt, rows_of
 from gaff.views.text import counted
 
@@ -68,6 +68,7 @@ class Capture(Captured):
         self._ledger = Ledger(options.budget, options.evict, WeakMethod(self._iter_streams))
         self._by_name: dict[str, KeptSite] = {}  # plain tensors
         self._by_object: dict[tuple[object, ...], KeptSite] = {}
+        self._found: tuple[int, Streams[KeptSite]] | None = None  # the sites by address, when there were so many
         self._missing: list[str] = []
         self._keepers: list[Keeper] = []
         self._places: list[Any] = []  # where the modules hung at opening
@@ -123,6 +124,7 @@ class Capture(Captured):
         is_same = all(list(map(id, table.values())) == known for table, known in self._inside)
         if not (self._session.lasting and is_same and self._is_all_there()):
             return self._set_up(self._model, {})
+        self._found = None  # single ops and tensors are found anew
         for stream in self._by_object.values():
             stream.restart()
         self._ledger.held = 0
@@ -161,7 +163,7 @@ class Capture(Captured):
     def _reading(self) -> Reading:
         runs = self._session.runs if self._session.was_opened else None
         meshes = partial(distributed.meshes_of_rows, self._model) if self._model is not None else tuple
-        return Reading(self._by_name, list(self._iter_streams()), self._find, self._sites, runs, meshes=meshes)
+        return Reading(self._by_name, self._all_streams(), self._find, self._sites, runs, meshes=meshes)
 
     def _state(self) -> str:
         was_opened = self._session.was_opened
@@ -255,29 +257,33 @@ class Capture(Captured):
 
     def _find(self, site: Site) -> KeptSite | None:
         """The stream of an address: by its text, then by what it names (a shared module has several names), or None."""
+        streams = self._all_streams()
+        found = streams.find(site)
+        if found is None and site.op is not None and self._model is not None:
+            site = replace(site, path=first_name(self._model, site.path))
+            found = streams.find(site)
+        if found is not None or self._model is None:
+            return found
         whole = every_call(site)
-        if site.op is not None and self._model is not None:
-            site, whole = (replace(one, path=first_name(self._model, one.path)) for one in (site, whole))
-        for stream in self._iter_streams():
-            if stream.site in (site, whole):
-                found: KeptSite = stream
-                return found
-        if self._model is None:
-            return None
         try:
             named = resolve(self._model, whole)[0]
         except (SiteError, PlanError):
             return None
-        for wanted in (site, whole):
-            if same := self._by_object.get(identity(named.module, named.name, wanted)):
-                return same
-        return None
+        kept = (self._by_object.get(identity(named.module, named.name, one)) for one in (site, whole))
+        return next(filter(None, kept), None)
 
     def _sites(self, wanted: Pattern | nn.Module) -> list[Site]:
         """The sites that a pattern or a module names in the model. Raises SiteError where there are none."""
         if self._model is None:
             raise SiteError(f"{wanted} names modules, and this capture has no model: read by the name of a tensor")
-        return [found.site for found in resolve(self._model, wanted)]
+        known = isinstance(wanted, nn.Module) and self._by_object.get(identity(unwrap(wanted), "", Site("")))
+        return [known.site] if known else [found.site for found in resolve(self._model, wanted)]
+
+    def _all_streams(self) -> Streams[KeptSite]:
+        """Every stream, by its address; looked through anew only where some were made since."""
+        if self._found is None or self._found[0] != self._ledger.sites:
+            self._found = self._ledger.sites, Streams(self._iter_streams())
+        return self._found[1]
 
     def _iter_streams(self) -> Iterator[Any]:
         """Every stream once: of sites, of plain tensors, and of single tensors and ops inside of these."""

@@ -47,7 +47,7 @@ def write(
         raise PlanError(f"{str(path)!r} has another ending: expected a file name ending in {ENDING}")
     package, failure = library()
     packing = Packing()
-    streams = list(reading.streams)
+    streams = reading.streams.all
     numbers = {id(stream): at for at, stream in enumerate(streams)}
     rows = [
         {

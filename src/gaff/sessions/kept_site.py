@@ -62,6 +62,7 @@ class KeptSite:
         self._last = last
         self._lazy = memory.lazy_clone() if keeper.is_plain else None
         self.in_graph = in_graph(keeper.reduce)
+        ledger.sites += 1
 
     def add(self, value: Any, run: Any, call: int) -> None:
         """A value passed, in a hook or in backward: keep it. Raises PlanError where the budget is exceeded.

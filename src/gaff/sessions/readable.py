@@ -189,7 +189,7 @@ class Captured(Readable):
 
     def _newest(self) -> dict[str, Any]:
         """The newest value that is held of each site, by its address."""
-        found = {str(one.site): one.records[-1][2] for one in self._reading().streams if one.records}
+        found = {str(one.site): one.records[-1][2] for one in self._reading().streams.all if one.records}
         return {site: kept.value if isinstance(kept, Kept) else kept for site, kept in found.items()}
 
     def _rows(self) -> list[tuple[str, ...]]:

@@ -7,15 +7,15 @@ for patterns and for module objects. The events found are then limited by run an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gaff.address.grammar import GRADIENT_PORTS, Key, Pattern, Site, fits_op, nearest, parse, print_key
+from gaff.address.grammar import GRADIENT_PORTS, Key, Pattern, Site, every_call, fits_op, nearest, parse, print_key
 from gaff.address.nested import describe, dig, iter_tensors
 from gaff.compat.placements import PARTS, Placement
 from gaff.errors import PlanError, SiteError
@@ -49,6 +49,9 @@ class ReadSite(Protocol):
         """How many of them were let go."""
 
 
+T = TypeVar("T", bound=ReadSite)
+
+
 class ReadEvent(NamedTuple):
     """One event that fits an address; ``value`` reads it, which may raise, so it is called only where it is wanted."""
 
@@ -65,6 +68,28 @@ class Group(NamedTuple):
     events: list[ReadEvent]
 
 
+class Streams(Generic[T]):
+    """The sites of a capture, in the order asked for, each found by its address in one step however many there are."""
+
+    def __init__(self, streams: Iterable[T]) -> None:
+        self.all = list(streams)
+        self._by_site: dict[Site, T] = {}
+        self._ops: dict[str, list[T]] = {}
+        for one in self.all:
+            self._by_site.setdefault(one.site, one)
+            if one.site.op_index is not None:
+                self._ops.setdefault(one.site.path, []).append(one)
+
+    def find(self, site: Site) -> T | None:
+        """The site of this very address, else of this address at every call, else None."""
+        found = self._by_site.get(site)
+        return found if found is not None else self._by_site.get(every_call(site))
+
+    def ops_of(self, path: str) -> Sequence[T]:
+        """The single ops of the module of this name."""
+        return self._ops.get(path, ())
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Looks up kept values by address; ``index`` limits it to one run.
@@ -75,7 +100,7 @@ class Reading:
     """
 
     by_name: Mapping[str, ReadSite]
-    streams: Sequence[ReadSite]
+    streams: Streams[Any]
     find: Callable[[Site], ReadSite | None]
     sites: Callable[[Pattern | nn.Module], list[Site]]
     runs: int | None
@@ -86,7 +111,7 @@ class Reading:
         """Addresses of the sites with an event, in the order asked for: as they were written, where they were."""
         return [
             stream.name or str(stream.site)
-            for stream in self.streams
+            for stream in self.streams.all
             if any(self.index in (None, run.index) for run, _, _ in stream.records)
         ]
 
@@ -218,10 +243,9 @@ class Reading:
         """The stream of an address, if there is one; of an op without a number, those of all ops that its name fits."""
         if site.op is not None and site.op_index is None:
             wanted = {replace(site, call=None), site}
-            ops = [one for one in self.streams if one.site.op_index is not None]
             found = [
                 one
-                for one in ops
+                for one in self.streams.ops_of(site.path)
                 if replace(one.site, op=site.op, op_index=None) in wanted and fits_op(site.op, one.site.op or "")
             ]
             if found:
@@ -240,7 +264,7 @@ class Reading:
 
     def _near(self, address: str) -> list[str]:
         """Addresses that were captured, the most similar first, for a message."""
-        known = [*self.by_name, *(str(stream.site) for stream in self.streams)]
+        known = [*self.by_name, *(str(stream.site) for stream in self.streams.all)]
         return nearest(address, known, 5) or known[:5]
 
     def _nothing(self, address: str, site: Site | None) -> str:

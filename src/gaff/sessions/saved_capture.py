@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from gaff.address.grammar import PORTS, Pattern, Site, every_call, parse_site
+from gaff.address.grammar import PORTS, Pattern, Site, parse_site
 from gaff.errors import RecordError, SiteError
 from gaff.sessions.capture_files import FORMAT, library, write
 from gaff.sessions.readable import Captured
-from gaff.sessions.reading import Reading
+from gaff.sessions.reading import Reading, Streams
 from gaff.sessions.receipt import Receipt, ReceiptRow
 from gaff.sessions.saved_values import unpacked
 
@@ -64,7 +64,7 @@ class SavedCapture(Captured):
         self, streams: Sequence[SavedSite], plain: Sequence[SavedSite], receipt: Receipt, told: Mapping[str, Any]
     ) -> None:
         self.model = str(told["model"])
-        self._streams = [*streams, *plain]
+        self._streams = Streams([*streams, *plain])
         self._by_name = {stream.name: stream for stream in plain}
         self._receipt = receipt
         self._made_by = str(told["gaff"])
@@ -75,30 +75,27 @@ class SavedCapture(Captured):
         return self._receipt
 
     def _reading(self) -> Reading:
-        return Reading(self._by_name, self._streams, self._find, self._sites, self._receipt.runs)
+        return Reading(self._by_name, self._streams, self._streams.find, self._sites, self._receipt.runs)
 
     def _state(self) -> str:
         return f"saved by gaff {self._made_by}" + (f", of {self.model}" if self.model else "")
 
     def _about(self) -> tuple[str, dict[int, Sequence[str]]]:
-        return self.model, {id(stream): stream.classes for stream in self._streams}
-
-    def _find(self, site: Site) -> SavedSite | None:
-        return next((one for one in self._streams if one.site in (site, every_call(site))), None)
+        return self.model, {id(stream): stream.classes for stream in self._streams.all}
 
     def _sites(self, wanted: Pattern | nn.Module) -> list[Site]:
         """The sites of a pattern among those that were saved, in their order."""
         if not isinstance(wanted, Pattern):
             raise SiteError(f"a saved capture holds no modules, and got a {type(wanted).__name__}: read it by address")
         if wanted.is_named:
-            found = [stream.site for stream in self._streams if stream.name == str(wanted)]
+            found = [stream.site for stream in self._streams.all if stream.name == str(wanted)]
             if not found:
                 raise SiteError(f"{wanted}: a saved capture holds addresses, and the standard names that were asked "
                                 f"for one by one: expected one of {', '.join(self)}")  # fmt: skip
             return found
         paths = [
             stream.site.path
-            for stream in self._streams
+            for stream in self._streams.all
             if (wanted.matches(stream.site.path) or not (wanted.names or stream.site.path))
             and wanted.cls in (None, *stream.classes)
         ]
@@ -112,7 +109,7 @@ def write_values(path: str | PathLike[str], values: Mapping[str, Any], receipt: 
     """Write values by address, such as features of one run, as a capture of that run. Raises as ``write`` does."""
     moment = SavedMoment(0, 0)
     streams = [SavedSite(parse_site(name), name, records=[(moment, 0, value)]) for name, value in values.items()]
-    write(path, Reading({}, streams, lambda site: None, lambda wanted: [], 1), receipt, model, {})
+    write(path, Reading({}, Streams(streams), lambda site: None, lambda wanted: [], 1), receipt, model, {})
 
 
 def read(path: Path) -> SavedCapture:

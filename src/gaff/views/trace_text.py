@@ -50,7 +50,8 @@ def summary(trace: Traced) -> str:
 
     Time and flops are summed over the outermost calls only, since those of a call include what is inside it.
     """
-    top = [row for row in trace.rows if row.depth == min((other.depth for other in trace.rows), default=0)]
+    outermost = min((row.depth for row in trace.rows), default=0)
+    top = [row for row in trace.rows if row.depth == outermost]
     elements = sum(row.elements for row in trace.parameters)
     flops = f"{count_text(sum(row.flops for row in top))} flops, " if trace.has_flops else ""
     return (

@@ -179,27 +179,31 @@ class ParameterEdits(list[Swap]):
 
 
 class SwapScope(Act):
-    """At the entry of a module around the parameter: a recomputation of it needs the value of its run.
+    """At the entry of a module around edited parameters: a recomputation of it needs the values of its run.
 
-    The first pass notes the run's decision in the memo of the call, which the recomputation finds again.
+    One for all ``swaps`` that matter to the module. The first pass notes the run's decisions in the memo of the call,
+    which the recomputation finds again.
     """
 
-    def __init__(self, swap: Swap, node: Node) -> None:
-        self._swap = swap
+    def __init__(self, node: Node) -> None:
+        self.swaps: list[Swap] = []
         self._node = node
 
     def __call__(self, value: Any, given: Any, crossing: Crossing) -> None:
+        if crossing.memo is None:
+            return
         if not crossing.is_again:
-            first = self._swap.crossings.get(crossing.run)
-            if first is not None and crossing.memo is not None:
-                crossing.memo[self] = first
-        elif crossing.memo is not None and self in crossing.memo:
+            found = [(swap, swap.crossings.get(crossing.run)) for swap in self.swaps]
+            crossing.memo[self] = [(swap, first) for swap, first in found if first is not None]
+        elif crossing.memo.get(self):
             frame = next(frame for frame in reversed(self._node.clock.replay_frames()) if frame.owner is self._node)
-            self._swap.again(crossing.memo[self], frame)
+            for swap, first in crossing.memo[self]:
+                swap.again(first, frame)
 
     def refuse_other_thread(self) -> None:
         """Refuse a run that this session does not see when it enters the module."""
-        self._swap.refuse_other_thread()
+        for swap in self.swaps:
+            swap.refuse_other_thread()
 
     def around(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands as the module's forward: what jumps over every hook, as Ctrl-C does, gives the parameter back here.
@@ -211,5 +215,6 @@ class SwapScope(Act):
         except Exception:
             raise  # torch calls the hooks after these
         except BaseException:
-            self._swap.restore()
+            for swap in self.swaps:
+                swap.restore()
             raise

@@ -66,15 +66,23 @@ class StateValue:
             self(None, run, 0)
 
 
-def owners_of(model: nn.Module, found: Found) -> list[nn.Module]:
-    """Every module that holds the parameter or buffer of ``found``, the found one first (tied weights have several)."""
-    wanted = found.tensor
-    owners = [found.module]
-    for module in model.modules():
-        owned = module._buffers if found.site.port == "buffer" else module._parameters
-        if module is not found.module and any(tensor is wanted for tensor in owned.values()):
-            owners.append(module)
-    return owners
+class Owners:
+    """Which modules of a model hold which parameters and buffers: the model is looked through once, for the first."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        self._known: dict[int, list[nn.Module]] | None = None
+
+    def of(self, found: Found) -> list[nn.Module]:
+        """Every module that holds the parameter or buffer of ``found``, the found one first; tied ones have several."""
+        if self._known is None:
+            self._known = {}
+            for module in self._model.modules() if self._model is not None else ():
+                held = (*module._parameters.values(), *module._buffers.values())
+                for one in {id(tensor) for tensor in held if tensor is not None}:
+                    self._known.setdefault(one, []).append(module)
+        others = self._known.get(id(found.tensor), ())
+        return [found.module, *(module for module in others if module is not found.module)]
 
 
 def called_above(found: Found) -> nn.Module | None:
