@@ -33,6 +33,12 @@ def edited(model, address):
     return editing
 
 
+def normed(model):
+    with gaff.sample_norms(model) as norms:
+        model(X).sum().backward()
+    return norms.total
+
+
 # by name: what is made of a model first, and what is then asked of that
 ACTIONS = {
     "capture outputs": (lambda model, _: model, lambda model: captured(model, "**:output")),
@@ -58,6 +64,7 @@ ACTIONS = {
     "edit outputs": (lambda model, _: model, lambda model: edited(model, "**:output")),
     "edit parameters": (lambda model, _: model, lambda model: edited(model, "**.weight:param")),
     "edit ops": (lambda model, _: model, lambda model: edited(model, "**/relu")),
+    "norms of examples": (lambda model, _: model, normed),
     "sites": (lambda model, _: model, lambda model: str(gaff.sites(model, X))),
     "trace": (lambda model, _: model, lambda model: gaff.trace(model, X, backward=lambda y: y.sum())),
     "trace as text": (lambda model, _: gaff.trace(model, X, backward=lambda y: y.sum()), str),

@@ -69,7 +69,7 @@ class SampleNorms:
             raise PlanError("sample_norms of parameters that are spread over processes (FSDP2, tensor parallelism) are "
                             "not known here: expected a model that lies whole in each process")  # fmt: skip
         self._is_mean = reduction == "mean"
-        self._uses: dict[int, dict[tuple[str, int], _Use]] = {}  # by run: (layer, call) -> what is known
+        self._uses: dict[int, dict[str, dict[int, _Use]]] = {}  # by run, layer and call: what is known
         self._sizes: dict[int, int] = {}  # by run: examples in the batch
         self._refused: dict[int, str] = {}
         self._has_gradient = False
@@ -173,7 +173,7 @@ class SampleNorms:
             self._refuse(run.index, f"{path}: was given {tuple(value.shape)}, in which there is nothing to measure")
         elif isinstance(layer, _BatchNorm):
             self._need_apart(run.index, path, layer)
-        self._uses.setdefault(run.index, {})[path, call] = _Use(value.detach())
+        self._uses.setdefault(run.index, {}).setdefault(path, {})[call] = _Use(value.detach())
 
     def _see_mixing(self, value: Any, run: Any, call: int, path: str) -> None:
         """Refuse a run in which a batch norm that is not followed itself mixes what followed layers have made.
@@ -192,7 +192,7 @@ class SampleNorms:
         """Keep the gradient at a layer's output beside its input; a second one for the same call is refused."""
         if isinstance(value, Tensor):
             self._has_gradient = True
-            use = self._uses.get(run.index, {}).get((path, call))
+            use = self._uses.get(run.index, {}).get(path, {}).get(call)
             if use is None or use.gradient is not None:
                 self._refuse(run.index, f"{path}: several backward passes, or a call that was not seen")
             else:
@@ -228,15 +228,14 @@ class SampleNorms:
         """What the layers add to a parameter in one run: terms that an earlier gradient has told, and new ones."""
         before: list[Terms] = []
         new: list[Terms] = []
-        for (path, _), use in self._uses[index].items():
-            gradient = use.gradient
-            if gradient is None:
-                continue
-            for own in [own for holder, own in self._names[name] if holder == path]:
+        for path, own in self._names[name]:
+            layer = self._layers[path]
+            for use in self._uses[index].get(path, {}).values():
+                if use.gradient is None:
+                    continue
                 if memory.version_of(use.given) != use.version:
                     self._refuse(index, f"{path}: its input was changed in place after the call")
-                layer = self._layers[path]
-                terms = find_rule(layer)(layer, own, use.given, wide(gradient))
+                terms = find_rule(layer)(layer, own, use.given, wide(use.gradient))
                 (before if (path, own) in use.told else new).append(terms)
                 use.told.add((path, own))
         return before, new
@@ -250,7 +249,7 @@ class SampleNorms:
         have cancelled. Squares that float32 cannot add up (below 1e-37 an element, above 1e37) are refused, too.
         """
         paths = {path for path, _ in self._names[name]}
-        narrow = (use for index in runs for (path, _), use in self._uses.get(index, {}).items() if path in paths)
+        narrow = (use for index in runs for path in paths for use in self._uses.get(index, {}).get(path, {}).values())
         is_wide = total.element_size() >= 4 and not any(use.is_narrow() for use in narrow)
         square = float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
         lost = square**0.5 * reach * (1e-5 if is_wide else 1e-2) + (reach * (1e-6 if is_wide else 1e-3)) ** 2
